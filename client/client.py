@@ -234,7 +234,7 @@ class Client:
         """Have the layers of a captured graph measured on the devices of the service's machine, and wait for it.
 
         Args:
-            request: the graph: operations, shapes and dtypes, no weights; see ``placer.profiler.sending.describe``.
+            request: the graph: operations, shapes and dtypes, no weights; see ``placer.profiler.remote.sending.describe``.
             wait: how long to wait, in seconds; until it is there if None.
 
         Raises:

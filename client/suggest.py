@@ -38,8 +38,8 @@ from .connection import url_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from placer.capture.granularity import Granularity
     from placer.devices import DeviceLike
-    from placer.graph.granularity import Granularity
 
 __all__ = ["suggest"]
 
@@ -229,10 +229,10 @@ def _rules(constraints: Any) -> Constraints:
 
 
 def _sizes(model: nn.Module, example_inputs: Any, batch_sizes: Any, options: BatchOptions) -> list[int]:
-    from placer.graph.batch_layout import Parameters
-    from placer.profiler import inputs
+    from placer.capture.batch_dims.batch_layout import Parameters
+    from placer.profiler import profile_inputs
 
-    return inputs.sizes(example_inputs, batch_sizes, options, Parameters.of(model))
+    return profile_inputs.sizes(example_inputs, batch_sizes, options, Parameters.of(model))
 
 
 def _expected(sizes: list[int], training: bool, devices: list[str] | None, rules: Constraints) -> list[Profile]:
@@ -273,7 +273,7 @@ def _measure(model: nn.Module, example_inputs: Any, devices: Any, **options: Any
 def _checked(model: Any) -> nn.Module:
     """The model, if it is one and torch is here."""
     try:
-        from placer.graph.given import refuse_no_module
+        from placer.capture.user_objects import refuse_no_module
     except ModuleNotFoundError as error:
         raise MissingExtraError("profiling needs torch: pip install 'torch-placer[torch]'") from error
     refuse_no_module(model, "an nn.Module, or a profile made from one")
@@ -319,7 +319,7 @@ def _measure_there(
     **how: Any,
 ) -> list[Profile]:
     """The model's profile on the server's devices, or those of several micro-batch sizes, the largest last."""
-    from placer.profiler.sending import describe
+    from placer.profiler.remote.sending import describe
 
     graphs = describe(model, example_inputs, options=options, **how)
     requests = [_profile_request(graph, devices, optimizer) for graph in graphs]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from placer import schedule, solve
 from placer.report.charts import WIDTH, drawing, legend
 from placer.schema import PlacementRequest, Profile, Schedule
-from placer.units import ms_text
+from placer.utils.units import ms_text
 from placer_server.judge.timeline import timeline
 
 FOLDER = Path(__file__).parent / "pictures"

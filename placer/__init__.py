@@ -33,12 +33,12 @@ from placer.errors import (
 if TYPE_CHECKING:
     from placer import distributed as distributed
     from placer import testing as testing
+    from placer.capture.capture import capture_graph as capture_graph
     from placer.executor.dataflow import DataFlow as DataFlow
-    from placer.graph.capture import capture as capture
-    from placer.profiler.gather import gather_profile as gather_profile
     from placer.profiler.merge import merge_profiles as merge_profiles
     from placer.profiler.profile import profile as profile
-    from placer.refining import refine as refine
+    from placer.profiler.remote.gather import gather_profile as gather_profile
+    from placer.refinement.refine import refine as refine
     from placer.schema import (
         BatchOptions as BatchOptions,
     )
@@ -85,7 +85,7 @@ __all__ = [
     "StageError",
     "TimeoutExceeded",
     "UnreachableError",
-    "capture",
+    "capture_graph",
     "distributed",
     "gather_profile",
     "merge_profiles",
@@ -111,11 +111,11 @@ _HOMES = {
     "PlacementRequest": "placer.schema",
     "Profile": "placer.schema",
     "Refinement": "placer.schema.refinement",
-    "capture": "placer.graph.capture",
-    "gather_profile": "placer.profiler.gather",
+    "capture_graph": "placer.capture.capture",
+    "gather_profile": "placer.profiler.remote.gather",
     "merge_profiles": "placer.profiler.merge",
     "profile": "placer.profiler.profile",
-    "refine": "placer.refining",
+    "refine": "placer.refinement.refine",
     "solve": "placer.solver.solve",
     "suggest": "placer_client.suggest",
 }

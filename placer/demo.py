@@ -21,10 +21,10 @@ import httpx
 from rich.console import Console
 
 from placer.errors import PlacerError, UnreachableError
-from placer.extras import extra
 from placer.report.explain import table
 from placer.schema import Cluster, Constraints, Placement, PlacementRequest, Profile
-from placer.units import bytes_text
+from placer.utils.extras import extra
+from placer.utils.units import bytes_text
 from placer_client.client import Client
 
 with extra("torch"):

@@ -109,7 +109,7 @@ def _look_at_devices(report: Report) -> None:
     try:
         import torch
 
-        from placer.profiler.cluster import measure_cluster
+        from placer.profiler.links.cluster import measure_cluster
     except (ImportError, OSError) as error:  # installed, but a library of it is missing or does not fit
         report.problems.append(f"cannot {_USES['torch']}: torch is installed and cannot be imported: {error}")
         return

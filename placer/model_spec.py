@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from placer.errors import InputError, kind_of
-from placer.extras import extra
 from placer.schema.faults import nearest
-from placer.units import bytes_text
+from placer.utils.extras import extra
+from placer.utils.units import bytes_text
 
 with extra("torch"):
     import torch

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from placer.capture.layers import tensor_bytes
+from placer.capture.user_objects import optimizers_of, refuse_closures
+from placer.devices.allocator.storage_watch import StorageLog
 from placer.errors import InputError, ProfilingError
-from placer.graph.given import optimizers_of, refuse_closures
-from placer.graph.layers import tensor_bytes
-from placer.storages import StorageLog
 
 OptimizerLike = (
     str | type[Optimizer] | Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None

@@ -24,7 +24,7 @@ from placer.schema import (
     Steps,
     Transfers,
 )
-from placer.units import parse_bytes
+from placer.utils.units import parse_bytes
 
 __all__ = ["blank_profiles", "layer_of", "limited", "request_for", "rules"]
 

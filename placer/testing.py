@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from placer.errors import InputError, MixedDevicesError
-from placer.extras import extra
+from placer.utils.extras import extra
 
 with extra("torch"):
     import torch
@@ -30,7 +30,7 @@ with extra("torch"):
     from torch.utils.weak import WeakIdKeyDictionary
 
     from placer import devices
-    from placer.graph.nested import run_under
+    from placer.capture.export.nested_ops import run_under
 
 __all__ = ["MixedDevicesError", "logical_devices"]
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import placer
 from placer.errors import InputError, PlacerError
-from placer.extras import extra
+from placer.utils.extras import extra
 
 with extra("server"):
     from fastapi import FastAPI

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 
 from placer.errors import ServerError
-from placer.extras import extra
+from placer.utils.extras import extra
 
 with extra("server"):
     import uvicorn

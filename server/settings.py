@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import Field, SecretStr, ValidationError
 
-from placer import host_memory
 from placer.errors import InputError
-from placer.extras import extra
 from placer.schema.faults import wanted
+from placer.utils import host_memory
+from placer.utils.extras import extra
 
 with extra("server"):
     from pydantic_settings import BaseSettings, SettingsConfigDict

@@ -293,7 +293,7 @@ def test_a_change_in_the_executor_concerns_its_own_folders_and_not_that_of_devic
     executor = ROOT / "placer" / "executor" / "dataflow.py"
     concerned = {folder for folder in sources.gpu_tests if executor in sources.covered(folder)}
     assert {"tests/placer/executor", "tests/placer/executor/training", "tests/end_to_end"} <= concerned
-    assert not {"tests/placer/devices", "tests/placer/graph"} & concerned
+    assert not {"tests/placer/devices", "tests/placer/capture"} & concerned
 
 
 def entry(sources: Sources, folder: str, **changes: Any) -> gpu_record.Entry:

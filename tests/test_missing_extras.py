@@ -48,7 +48,7 @@ def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProc
         "from placer.zoo.unet import unet",
         "import placer.testing",
         "import placer.distributed",
-        "import placer.graph",
+        "import placer.capture",
         "import placer.demo",
         "import placer.model_spec",
         "from placer.executor.dataflow import DataFlow",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import DataFlow, Placement, Profile, profile
-from placer.graph.structure import flatten
+from placer.capture.pytrees import flatten
 
 from . import cases, contest, ours, parts, timing, tutorial
 from .cases import Training

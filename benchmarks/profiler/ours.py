@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, devices, profile, refine, solve
-from placer.graph import capture
+from placer.capture import capture_graph
 from placer.schedule import Pipeline, Transfer, plan, step_ms
 from placer.schema import MemoryUse
 
@@ -35,7 +35,9 @@ LAST = "peers"
 def measure(model: Model) -> Iterator[Sample]:
     """All four ways of a model, each in parts that may fail alone."""
     cases.prepare()
-    capture(nn.Linear(1, 1), torch.zeros(1, 1))  # what torch.export imports on its first use is no time of profiling
+    capture_graph(
+        nn.Linear(1, 1), torch.zeros(1, 1)
+    )  # what torch.export imports on its first use is no time of profiling
     with tempfile.TemporaryDirectory() as folder:
         for case in cases.of(model):
             try:

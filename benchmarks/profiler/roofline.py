@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from placer.stage_times import device_times
+from placer.refinement.stage_times import device_times
 
 _SIZE = 8192 if torch.cuda.is_available() else 256
 

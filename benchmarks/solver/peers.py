@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from placer.solver import costs
-from placer.solver.linear import exact
+from placer.solver.chain import optimal_cuts
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
@@ -36,7 +36,7 @@ def values(problem: Problem) -> dict[str, float | None]:
         return {}
     cut = replace(problem, contiguous=True, groups=problem.groups if problem.contiguous else ())
     nodes = reduced(cut)
-    one_order = exact.best_cut(cut, nodes).devices
+    one_order = optimal_cuts.best_cut(cut, nodes).devices
     found: dict[str, float | None] = {ONE_ORDER: _value(problem, _joined(problem, one_order))}
     for peer, blocks in ((TORCHGPIPE, _torchgpipe), (ACCELERATE, _accelerate)):
         if find_spec(PACKAGES[peer]) is not None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from placer.errors import InputError
-from placer.profiler.cache import Cache, open_cache
-from placer.units import bytes_text, count_text
+from placer.profiler.cache.file_cache import Cache, open_cache
+from placer.utils.units import bytes_text, count_text
 
 
 def cache(

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from placer.errors import InputError
-from placer.files import write_whole
 from placer.report.explain import table
 from placer.report.refinement import refinement_table
 from placer.report.timeline import Measurement
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Refinement
+from placer.utils.atomic_files import write_whole
 
 WIDTH = 200
 """Of lines, in characters, where there is no terminal."""

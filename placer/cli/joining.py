@@ -9,7 +9,7 @@ from placer.cli.terminal import extra
 from placer.errors import InputError
 from placer.profiler.merge import merge_profiles
 from placer.schema import Profile, Rate
-from placer.units import parse_bandwidth, parse_seconds
+from placer.utils.units import parse_bandwidth, parse_seconds
 
 
 def merged(files: Sequence[str], network: str | None) -> Profile:
@@ -48,7 +48,7 @@ def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
     with extra("torch"):
         import torch.distributed as dist
 
-        from placer.profiler.gather import gather_profile
+        from placer.profiler.remote.gather import gather_profile
     if not dist.is_torchelastic_launched():
         raise InputError(
             "--gather joins the processes that torchrun starts: torchrun ... -m placer profile ... --gather"

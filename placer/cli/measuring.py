@@ -60,8 +60,8 @@ def _measured(
     with extra("torch"):
         import torch
 
+        from placer.capture.pytrees import flatten
         from placer.executor.dataflow import DataFlow
-        from placer.graph.structure import flatten
         from placer.model_spec import load_model, parse_inputs
     if not inputs:
         raise InputError("give the inputs of a whole batch: --input 32x3x224x224")

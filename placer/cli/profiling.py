@@ -209,7 +209,7 @@ def sizes_of(inputs: list[str], sizes: list[int] | None) -> list[int]:
     if sizes is not None or not inputs:
         return sizes or [1]
     from placer.model_spec import parse_inputs
-    from placer.profiler.inputs import sizes as sizes_of_inputs
+    from placer.profiler.profile_inputs import sizes as sizes_of_inputs
 
     return sizes_of_inputs(parse_inputs(inputs), None)
 

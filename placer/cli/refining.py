@@ -45,7 +45,7 @@ def refine(
     where, question = load_placement(placement), None if profile is None else load_question(profile)
     with extra("torch"):
         from placer.model_spec import load_model
-        from placer.refining import refine as refine_here
+        from placer.refinement.refine import refine as refine_here
     asked: dict[str, Any] = {"rounds": rounds, "repeats": repeats, "compile": compile} | loss_of(loss, target)
     asked["request" if isinstance(question, PlacementRequest) else "profile"] = question
     with told(), spinner("measuring stages"), users_code():

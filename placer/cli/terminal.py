@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from placer import errors
-from placer.extras import extra as extra
+from placer.utils.extras import extra as extra
 
 err = Console(stderr=True)
 

@@ -4,13 +4,11 @@ A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every 
 ``placer.testing.logical_devices`` makes it behave like one.
 """
 
-from placer.devices.chance import Repeated, keep_random_state
+from placer.devices.allocator.packing import Rooms
 from placer.devices.clock import Clock
 from placer.devices.device_time import lasting_ms, pause, queued_ms, replay_ms
-from placer.devices.fitting import Rooms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
 from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
-from placer.devices.lasting import LASTING_S, is_at_limit, lasting_share
 from placer.devices.memory import (
     cache_bytes,
     context_bytes,
@@ -21,7 +19,32 @@ from placer.devices.memory import (
     peak_bytes,
     release_cache,
 )
-from placer.devices.moving import (
+from placer.devices.names import (
+    CPU,
+    DeviceLike,
+    available,
+    current,
+    default_kind,
+    parse,
+    require,
+    resolve,
+    synchronise,
+    type_name,
+)
+from placer.devices.recording import (
+    NotRecordable,
+    fitting_rooms,
+    memory_pool,
+    record,
+    recording,
+    side_by_side,
+    warm_libraries,
+)
+from placer.devices.rng_state import Repeated, keep_random_state
+from placer.devices.routes import HOST, detour, detours, has_detour, set_detours, straight, take_detours
+from placer.devices.stand_ins import Onlooker, Registry, answering, observed, registries, stand_ins, unobserved
+from placer.devices.sustained_load import LASTING_S, is_at_limit, lasting_share
+from placer.devices.tensor_moves import (
     copied_object,
     copy,
     fill,
@@ -36,19 +59,7 @@ from placer.devices.moving import (
     unwrapped,
     write,
 )
-from placer.devices.names import (
-    CPU,
-    DeviceLike,
-    available,
-    current,
-    default_kind,
-    parse,
-    require,
-    resolve,
-    synchronise,
-    type_name,
-)
-from placer.devices.parts import (
+from placer.devices.tensor_parts import (
     MAX_DEPTH,
     Known,
     addresses,
@@ -71,17 +82,6 @@ from placer.devices.parts import (
     unwrapped_all,
     with_tensors,
 )
-from placer.devices.recording import (
-    NotRecordable,
-    fitting_rooms,
-    memory_pool,
-    record,
-    recording,
-    side_by_side,
-    warm_libraries,
-)
-from placer.devices.routes import HOST, detour, detours, has_detour, set_detours, straight, take_detours
-from placer.devices.stand_ins import Onlooker, Registry, answering, observed, registries, stand_ins, unobserved
 from placer.devices.transfers import Shipment, copy_s, host_buffer
 
 __all__ = [

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from placer.devices import moving
-from placer.devices.moving import location
+from placer.devices import tensor_moves
 from placer.devices.routes import HOST, has_detour
 from placer.devices.streams import stream_of_lane
+from placer.devices.tensor_moves import location
 
 Mark = Any
 """A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
@@ -216,7 +216,7 @@ class Courier:
         else:
             with outgoing, incoming:
                 for source, place in zip(sources, places, strict=True):
-                    moving.write(source, place, here, there)
+                    tensor_moves.write(source, place, here, there)
         if any(adds):
             self._add(places, targets, incoming, there)
         ended = incoming.mark(timed=timed)
@@ -254,7 +254,7 @@ class Courier:
         with adding:
             for place, target in zip(places, targets, strict=True):
                 if place is not target:
-                    moving.add(place, target)
+                    tensor_moves.add(place, target)
 
     def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
         """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""
@@ -262,10 +262,10 @@ class Courier:
         buffer, left = self._stopovers.get(key) or (_host_like(source), None)
         outgoing.wait(left)
         with outgoing:
-            moving.write(source, buffer, outgoing.device, HOST)
+            tensor_moves.write(source, buffer, outgoing.device, HOST)
         incoming.wait(outgoing.mark())
         with incoming:
-            moving.write(buffer, target, HOST, incoming.device)
+            tensor_moves.write(buffer, target, HOST, incoming.device)
         self._stopovers[key] = (buffer, incoming.mark())
 
     def _pair(self, here: torch.device, there: torch.device, channel: str) -> tuple[Lane, Lane]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from placer import host_memory
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.recording import recorder
+from placer.utils import host_memory
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

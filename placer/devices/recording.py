@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from placer.devices.caching import Request, repeated
-from placer.devices.fitting import Rooms, fit
+from placer.devices.allocator.caching_allocator import Request, repeated
+from placer.devices.allocator.packing import Rooms, fit
 from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
-from placer.error_translation import ErrorTranslation
+from placer.utils.error_translation import ErrorTranslation
 
 _ERRORS = "thread_local"
 """What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
@@ -130,7 +130,7 @@ def fitting_rooms(
 
     Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it spoils it for the
     next large one: gaps stay that take up to half of the memory. Blocks that lie side by side in a piece are joined
-    when they are free. Which pieces are best follows from what the passes ask for; see ``placer.devices.fitting``.
+    when they are free. Which pieces are best follows from what the passes ask for; see ``placer.devices.allocator.packing``.
 
     Args:
         passes: as for ``record``; each is to have memory of its own, or to share it with others as large.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from placer.devices import moving
+from placer.devices import tensor_moves
 from placer.devices.lanes import Lane, Mark
 from placer.devices.names import synchronise
 from placer.devices.recording import recorder
@@ -39,7 +39,7 @@ class Shipment:
 
     def go(self) -> None:
         """Copy, without waiting for a GPU."""
-        moving.write(self.sent, self.received, self.source, self.target)
+        tensor_moves.write(self.sent, self.received, self.source, self.target)
 
 
 def host_buffer(size_bytes: int, pinned: bool) -> Tensor:

@@ -7,10 +7,10 @@ In every process::
     loss = pipeline.step(inputs, target)
     optimizer.step()
 
-Read ``build.py`` first; ``line.py`` has the stages, ``ranks.py`` the processes, ``pipeline.py`` what a user holds.
+Read ``layer_functions.py`` first; ``stage_line.py`` has the stages, ``ranks.py`` the processes, ``pipeline.py`` what a user holds.
 """
 
-from placer.extras import extra
+from placer.utils.extras import extra
 
 with extra("torch"):
     from placer.distributed.build import build

@@ -13,40 +13,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
+from placer.capture import input_forms
+from placer.capture.batch_dims.batch_layout import DEFAULT, BatchLayout, Parameters, layout_of, refuse_no_options
+from placer.capture.batch_dims.batch_symbols import beside_batch
+from placer.capture.capture import layer_graph
+from placer.capture.export.export import Exported, export
+from placer.capture.layers import LayerGraph
+from placer.capture.loss_functions import LossFunction
+from placer.capture.pytrees import flatten_inputs
+from placer.capture.user_objects import refuse_no_loss, refuse_no_module
 from placer.distributed import schedules
-from placer.distributed.head import Head
-from placer.distributed.line import Line, line
-from placer.distributed.passes import TellingStage
+from placer.distributed.collective_errors import gathered, gpus, together
+from placer.distributed.output_reach import Flows
 from placer.distributed.pipeline import Pipeline, Shape
+from placer.distributed.pipeline_head import Head
 from placer.distributed.ranks import Process, Seat, refuse_missing_gpus, seats
-from placer.distributed.reach import Flows
 from placer.distributed.stage import StageModule, examples, weight_pass
-from placer.distributed.together import gathered, gpus, together
-from placer.distributed.tree import Names, plant
-from placer.distributed.weights import Sharing, Weights, keep_owners, owners_of
+from placer.distributed.stage_line import Line, line
+from placer.distributed.stage_passes import TellingStage
+from placer.distributed.state.partial_modules import Names, plant
+from placer.distributed.state.rank_weights import Sharing, Weights, keep_owners, owners_of
 from placer.errors import CaptureError, InputError, PlacementError, kind_of
-from placer.executor.batch_check import BatchChecks
-from placer.executor.joining import Joining
+from placer.executor.checks.batch_check import BatchChecks
+from placer.executor.output_joining import Joining
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
-from placer.executor.training.weighing import Weighing, merged
-from placer.graph import arguments
-from placer.graph.batch import beside_batch
-from placer.graph.batch_layout import (
-    DEFAULT,
-    BatchLayout,
-    Parameters,
-    layout_of,
-    refuse_no_options,
-)
-from placer.graph.capture import layer_graph
-from placer.graph.export import Exported, export
-from placer.graph.given import refuse_no_loss, refuse_no_module
-from placer.graph.layers import LayerGraph
-from placer.graph.losses import LossFunction
-from placer.graph.structure import flatten_inputs
+from placer.executor.training.loss.loss_weights import Weighing, merged
 from placer.schema import BatchOptions, Placement
 from placer.schema.batch_options import Weigh
-from placer.units import count_text
+from placer.utils.units import count_text
 
 
 @torch.inference_mode(False)  # inside it, copies of tied weights could not be trained
@@ -240,7 +234,7 @@ def _joining(model: nn.Module, example_inputs: Any, layout: BatchLayout, placed:
     declared = Joining.of(options, "give build(..., chunks=1)")
     if not is_last or placed.chunks == 1 or is_meta or not options.verify:
         return declared
-    call = arguments.split(example_inputs)
+    call = input_forms.split(example_inputs)
     tensors, inputs = flatten_inputs(*call)
     if layout.size == 1:  # the example twice
         each = zip(tensors, layout.dims, strict=True)
@@ -253,7 +247,7 @@ def _joining(model: nn.Module, example_inputs: Any, layout: BatchLayout, placed:
 
 
 def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exported:
-    args, kwargs = arguments.split(example_inputs, "example_inputs")
+    args, kwargs = input_forms.split(example_inputs, "example_inputs")
     try:
         return export(model, args, kwargs, layout.dims)
     except CaptureError as error:
@@ -420,7 +414,7 @@ def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_input
     cut = [place for place, dim in enumerate(layout.dims) if dim is not None]
     # Of one sample, that an input has one row says nothing: the first one is the batch.
     known = set(cut) if layout.size > 1 else {*cut[:1], *(place for place in cut if layout.declared[place])}
-    args, kwargs = arguments.split(example_inputs)
+    args, kwargs = input_forms.split(example_inputs)
     return Shape(
         positional=len(args),
         keywords=tuple(kwargs),

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from placer.distributed import checkpoint
-from placer.distributed.head import Head
+from placer.capture import input_forms
+from placer.capture.loss_functions import refuse_arrays
+from placer.capture.pytrees import Structure, flatten_inputs
+from placer.distributed.collective_errors import together
+from placer.distributed.pipeline_head import Head
 from placer.distributed.schedules import LibrarySchedule
 from placer.distributed.stage import StageModule
-from placer.distributed.together import together
-from placer.distributed.tree import Names
-from placer.distributed.weights import Weights, is_hooked
+from placer.distributed.state import checkpoint
+from placer.distributed.state.partial_modules import Names
+from placer.distributed.state.rank_weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
-from placer.graph import arguments
-from placer.graph.losses import refuse_arrays
-from placer.graph.structure import Structure, flatten_inputs
 
 _OTHER = (
     "for a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
@@ -331,7 +331,7 @@ class Pipeline:
             return ()
         if inputs is None:
             raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
-        args, kwargs = arguments.split(inputs)
+        args, kwargs = input_forms.split(inputs)
         given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs  # in any order
         tensors, structure = flatten_inputs(args, given)
         if structure.key != self._shape.inputs.key:

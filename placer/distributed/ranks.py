@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from placer import devices as hardware
 from placer.errors import PlacementError
-from placer.units import count_text
+from placer.utils.units import count_text
 
 SEPARATOR = "/"
 """Between host and device: ``host0/cuda:1``."""

@@ -26,8 +26,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from placer.capture.user_objects import refuse_no_chunks
 from placer.errors import InputError
-from placer.graph.given import refuse_no_chunks
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved", "zero-bubble")
 

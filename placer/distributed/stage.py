@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.distributed.gates import enter, leave
-from placer.distributed.line import LineStage
-from placer.distributed.parcels import Parcel
-from placer.distributed.reach import Flows
-from placer.distributed.recompute import StateTable, kept_apart, recomputed
-from placer.distributed.tree import Names, plant, slot
-from placer.executor.faults import Trail
+from placer.capture.layers import Layer, LayerGraph
+from placer.capture.weight_grads.deferred import Addition, DeferWeights, Queue
+from placer.distributed.autograd_boundary import enter, leave
+from placer.distributed.output_reach import Flows
+from placer.distributed.recomputed_stage import StateTable, kept_apart, recomputed
+from placer.distributed.stage_line import LineStage
+from placer.distributed.state.partial_modules import Names, plant, slot
+from placer.distributed.tensor_codec import Parcel
 from placer.executor.segments import read_back
-from placer.graph.deferred import Addition, DeferWeights, Queue
-from placer.graph.layers import Layer, LayerGraph
+from placer.executor.stage_errors import Trail
 
 MARK = torch.float32
 """The type of what crosses in place of values that need not: the same in all processes, whatever their default is."""

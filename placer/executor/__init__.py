@@ -1,5 +1,5 @@
 """Applies a placement to the unmodified model and runs it."""
 
-from placer.extras import need_torch
+from placer.utils.extras import need_torch
 
 need_torch()

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from placer.executor.joining import Joining, join
-from placer.executor.pipeline import run
+from placer.capture.export.export import Exported
+from placer.capture.layers import LayerGraph
+from placer.executor.engine.fill_drain import run
+from placer.executor.output_joining import Joining, join
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.state.statistics import BatchStatistics
-from placer.graph.export import Exported
-from placer.graph.layers import LayerGraph
+from placer.executor.state.batch_statistics import BatchStatistics
 
 
 def call_captured(

@@ -20,30 +20,30 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
+from placer.capture.batch_dims.batch_layout import DEFAULT, Call, Part
+from placer.capture.granularity import Granularity, as_named
+from placer.capture.layers import LayerGraph
+from placer.capture.pytrees import flatten_inputs
+from placer.capture.user_objects import optimizers_of, refuse_no_flags, refuse_no_module
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
-from placer.executor.batch_check import Weights
-from placer.executor.checkpointed import with_checkpoints
-from placer.executor.hooked import HookPath
+from placer.executor.checks.batch_check import Weights
+from placer.executor.engine.checkpointed_segments import with_checkpoints
+from placer.executor.hook_path import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
 from placer.executor.inference.stream import Streams
 from placer.executor.micro_batches import Cutter, MicroBatches
-from placer.executor.ordering import stage_by_stage
+from placer.executor.model_captures import Capture, Program
 from placer.executor.placed_calls import PlacedCalls
-from placer.executor.program import Capture, Program
+from placer.executor.segment_order import stage_by_stage
 from placer.executor.segments import Segment, StateLookup, segments
-from placer.executor.state.apply import Home, Whereabouts, bring_state, move_state, settle
 from placer.executor.state.assignment import Assignment, layer_names, placing, refuse_unknown_layers
 from placer.executor.state.clones import Clones, state_lookup
-from placer.executor.state.copies import Copies
-from placer.executor.training.update import Optimizers
-from placer.graph.batch_layout import DEFAULT, Call, Part
-from placer.graph.given import optimizers_of, refuse_no_flags, refuse_no_module
-from placer.graph.granularity import Granularity, as_named
-from placer.graph.layers import LayerGraph
-from placer.graph.structure import flatten_inputs
+from placer.executor.state.state_copies import Copies
+from placer.executor.state.state_moves import Home, Whereabouts, bring_state, move_state, settle
+from placer.executor.training.optimizer.optimizer_update import Optimizers
 from placer.schema import BatchOptions, Placement, Schedule
-from placer.warned import warn
+from placer.utils.user_warnings import warn
 
 __all__ = ["DataFlow"]
 

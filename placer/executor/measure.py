@@ -10,24 +10,24 @@ from typing import Any, Protocol
 import torch
 
 from placer import devices
+from placer.capture import input_forms
+from placer.capture.batch_dims.batch_layout import Call
+from placer.capture.layers import LayerGraph
 from placer.devices import Clock, Courier, Delivery, Lane
 from placer.errors import InputError
-from placer.executor.batch_check import Weights
-from placer.executor.compiled_segments import Backend
-from placer.executor.inference.pipeline import InferencePipeline
-from placer.executor.inference.stage import Stage
+from placer.executor.checks.batch_check import Weights
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.fill_drain import even_sizes
+from placer.executor.engine.pass_trace import Issued
 from placer.executor.inference.stream import Flow, Streams
-from placer.executor.issued import Issued
+from placer.executor.inference.stream_pipeline import InferencePipeline
+from placer.executor.inference.stream_stage import Stage
 from placer.executor.micro_batches import MicroBatches
-from placer.executor.pipeline import even_sizes
 from placer.executor.predict import predicted
-from placer.executor.training.kept import Kept
-from placer.executor.training.pipeline import TrainingPipeline
-from placer.executor.training.stage import Stage as TrainingStage
-from placer.executor.training.step import TrainStep
-from placer.graph import arguments
-from placer.graph.batch_layout import Call
-from placer.graph.layers import LayerGraph
+from placer.executor.training.stages.training_stage import Stage as TrainingStage
+from placer.executor.training.step_rollback import Kept
+from placer.executor.training.train_step import TrainStep
+from placer.executor.training.training_pipeline import TrainingPipeline
 from placer.report.timeline import Kind, Measurement, Row, from_first_start
 from placer.schedule import Plan, plan
 from placer.schema import BatchOptions, Profile
@@ -105,7 +105,7 @@ def measure_stream(
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    found = flow.cut(arguments.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None)
+    found = flow.cut(input_forms.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None)
     calls = [part.inputs.unflatten(part.tensors) for part in found.parts]
     batches = [kwargs if kwargs else args for args, kwargs in calls]
 

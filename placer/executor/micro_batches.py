@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from placer.capture import autocast
+from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, Part, refuse_no_options
+from placer.capture.export import nested_ops
+from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError, kind_of
-from placer.executor.batch_check import BatchChecks, Weights
-from placer.executor.joining import Joining
-from placer.executor.program import Program
-from placer.graph import autocast, nested
-from placer.graph.batch_layout import BatchLayout, Call, Parameters, Part, refuse_no_options
-from placer.graph.structure import Structure, flatten_inputs
+from placer.executor.checks.batch_check import BatchChecks, Weights
+from placer.executor.model_captures import Program
+from placer.executor.output_joining import Joining
 from placer.schema import BatchOptions
 
 
@@ -108,7 +109,7 @@ class Cutter:
         """Return whether no operation of the model compiles what it is given, as torch.cond does."""
         with torch.inference_mode(False):  # inside it, constants could not be trained with later
             captures = self._flow._program.captures([part], needed=False) or []
-        return not any(nested.has_bodies(capture.exported.module) for capture in captures)
+        return not any(nested_ops.has_bodies(capture.exported.module) for capture in captures)
 
     def _parts(
         self,

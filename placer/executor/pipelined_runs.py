@@ -9,19 +9,19 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from placer.capture.batch_dims.batch_layout import layout_of, refuse_no_options
+from placer.capture.loss_functions import LossFunction
+from placer.capture.user_objects import refuse_more_chunks, refuse_no_chunks
 from placer.errors import InputError, kind_of
-from placer.executor.compiled_segments import Backend, backend_of
-from placer.executor.inference.stage import Stage
+from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.inference.stream import Known, Streams
+from placer.executor.inference.stream_stage import Stage
 from placer.executor.measure import MeasuredFlow, measure_step, measure_stream
-from placer.executor.state.apply import bring_state
-from placer.executor.training.optimizer_memory import warn_of_other_memory
-from placer.executor.training.pipeline import Order
-from placer.executor.training.step import Flow, TrainStep
-from placer.executor.training.update import Optimizers, Update
-from placer.graph.batch_layout import layout_of, refuse_no_options
-from placer.graph.given import refuse_more_chunks, refuse_no_chunks
-from placer.graph.losses import LossFunction
+from placer.executor.state.state_moves import bring_state
+from placer.executor.training.optimizer.optimizer_memory import warn_of_other_memory
+from placer.executor.training.optimizer.optimizer_update import Optimizers, Update
+from placer.executor.training.train_step import Flow, TrainStep
+from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import BatchOptions, Placement, Profile, Schedule
 from placer.schema.batch_options import Weigh

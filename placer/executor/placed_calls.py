@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture.batch_dims.batch_layout import Call, Part, refuse_no_options
+from placer.capture.export import checkpoints
+from placer.capture.layers import LayerGraph
+from placer.capture.python_state.mutable_inputs import give_back
+from placer.capture.user_objects import refuse_no_chunks
 from placer.errors import InputError
 from placer.executor.calls import call_captured, calls_instead, joined
-from placer.executor.capture_check import difference
+from placer.executor.checks.capture_check import difference
 from placer.executor.device_map import device_map_set
-from placer.executor.faults import nothing_held
-from placer.executor.hooked import HookPath
+from placer.executor.engine.fill_drain import even_sizes
+from placer.executor.hook_path import HookPath
 from placer.executor.inference.repeated_calls import RepeatedCalls
-from placer.executor.joining import Joining, join
 from placer.executor.micro_batches import Cutter, MicroBatches, weights_of
-from placer.executor.pipeline import even_sizes
+from placer.executor.model_captures import Capture, Program
+from placer.executor.output_joining import Joining, join
 from placer.executor.pipelined_runs import PipelinedRuns
-from placer.executor.program import Capture, Program
 from placer.executor.segments import Segment
+from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
+from placer.executor.state.batch_statistics import refuse_uncaptured
 from placer.executor.state.clones import Clones
-from placer.executor.state.statistics import refuse_uncaptured
-from placer.graph import checkpoints
-from placer.graph.batch_layout import Call, Part, refuse_no_options
-from placer.graph.given import refuse_no_chunks
-from placer.graph.handed import give_back
-from placer.graph.layers import LayerGraph
 from placer.schema import BatchOptions
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.faults import Trail
-from placer.graph.counters import counted_together, counters
-from placer.graph.deferred import DeferWeights, Queue
-from placer.graph.layers import Layer, LayerGraph
+from placer.capture.batch_counters import counted_together, counters
+from placer.capture.layers import Layer, LayerGraph
+from placer.capture.weight_grads.deferred import DeferWeights, Queue
+from placer.executor.stage_errors import Trail
 
 StateLookup = Callable[[str, torch.device], Tensor]
 """The tensor of a parameter, buffer or constant that a layer on this device is to use."""

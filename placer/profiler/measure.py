@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.error_translation import ErrorTranslation
+from placer.capture import autocast
+from placer.capture.layers import Layer, LayerGraph, tensor_bytes
 from placer.errors import ProfilingError
-from placer.graph import autocast
-from placer.graph.layers import Layer, LayerGraph, tensor_bytes
 from placer.optimizers import OptimizerState
+from placer.profiler.cache.layer_cache import Remembered, layers_to_run
 from placer.profiler.measurement import Measurement
 from placer.profiler.memory import measure_memory
 from placer.profiler.progress import Step
-from placer.profiler.remembered import Remembered, layers_to_run
 from placer.profiler.timing import measure_step, measure_time
 from placer.profiler.trial import Trial, bring_input, bring_state
-from placer.units import bytes_text
+from placer.utils.error_translation import ErrorTranslation
+from placer.utils.units import bytes_text
 
 __all__ = ["Measurement", "measure_layers", "measure_trial", "ran_out"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.graph.layers import tensor_bytes
-from placer.profiler.halves import Slices, measure_halves
+from placer.capture.layers import tensor_bytes
+from placer.devices.allocator.storage_watch import StorageLog, key_of, peak_bytes
+from placer.profiler.backward_split.split_memory import Slices, measure_halves
 from placer.profiler.trial import Trial
-from placer.storages import StorageLog, key_of, peak_bytes
 
 _PIECES_BYTES = 8 * 2**20
 """What a recorded pass takes of a GPU beyond what it holds at once. Small tensors have pieces of 2 MiB of their own,

@@ -10,27 +10,27 @@ import torch
 from torch import nn
 
 from placer import schema
+from placer.capture.batch_dims.batch_layout import DEFAULT, Parameters, refuse_no_options
+from placer.capture.capture import capture_graph
+from placer.capture.granularity import Granularity
+from placer.capture.layers import LayerGraph
+from placer.capture.loss_functions import LossFunction
+from placer.capture.user_objects import refuse_no_flags, refuse_no_module
 from placer.devices import CPU, DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
 from placer.errors import InputError, ProfilingError
-from placer.graph.batch_layout import DEFAULT, Parameters, refuse_no_options
-from placer.graph.capture import capture
-from placer.graph.given import refuse_no_flags, refuse_no_module
-from placer.graph.granularity import Granularity
-from placer.graph.layers import LayerGraph
-from placer.graph.losses import LossFunction
 from placer.optimizers import OptimizerLike, OptimizerState
-from placer.profiler import inputs
-from placer.profiler.cache import Cache, CacheLike, open_cache
-from placer.profiler.cluster import MemoryLimit, measure, resolve_limits
+from placer.profiler import profile_inputs
+from placer.profiler.cache.file_cache import Cache, CacheLike, open_cache
+from placer.profiler.cache.graph_cache import KnownGraphs
+from placer.profiler.cache.layer_cache import Remembered
 from placer.profiler.conditions import conditions, optimizer_facts
-from placer.profiler.core_waits import CoreWaits, busy
-from placer.profiler.graphs import KnownGraphs
-from placer.profiler.links import links_to_measure
-from placer.profiler.loss import Loss, given_loss, with_loss
+from placer.profiler.cpu_contention import CoreWaits, busy
+from placer.profiler.links.cluster import MemoryLimit, measure, resolve_limits
+from placer.profiler.links.links import links_to_measure
+from placer.profiler.loss_measurement import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
+from placer.profiler.profile_writer import fragmented_bytes, write
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
-from placer.profiler.remembered import Remembered
-from placer.profiler.writing import fragmented_bytes, write
 from placer.schema import BatchOptions
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def profile(
     options = DEFAULT if batch_options is None else refuse_no_options(batch_options)
     if not isinstance(repeats, int) or repeats < 1:
         raise InputError(f"repeats is {repeats!r}; give a whole number: each layer is timed at least once")
-    args, kwargs = inputs.split(example_inputs)
+    args, kwargs = profile_inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(cache)
@@ -144,9 +144,9 @@ def profile(
     by_type: dict[str, torch.device] = {}
     for device in found:
         by_type.setdefault(type_name(device), device)
-    with unobserved(), keep_random_state(found), torch.inference_mode(False), inputs.mode(model, training):
-        tensors, structure, layout = inputs.trackable(args, kwargs, options, Parameters.of(model))
-        given = [tensors] if batch_sizes is None else inputs.resized(tensors, layout, batch_sizes)
+    with unobserved(), keep_random_state(found), torch.inference_mode(False), profile_inputs.mode(model, training):
+        tensors, structure, layout = profile_inputs.trackable(args, kwargs, options, Parameters.of(model))
+        given = [tensors] if batch_sizes is None else profile_inputs.resized(tensors, layout, batch_sizes)
         loss = given_loss(loss_fn, target, training, layout.size, options)
         known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
         calls = [structure.unflatten(batch) for batch in given]
@@ -255,7 +255,7 @@ def capture_each(
         if step is not None:
             step("capture" if len(calls) == 1 else f"capture {number} of {len(calls)}")
         cut = tuple(layer.name for layer in graphs[0].layers) if graphs else granularity
-        graphs.append(capture(model, args, kwargs, granularity=cut, batch_options=options))
+        graphs.append(capture_graph(model, args, kwargs, granularity=cut, batch_options=options))
         graphs[-1].granularity = graphs[0].granularity
         if not graphs[0].layers:
             raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")

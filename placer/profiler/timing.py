@@ -9,8 +9,8 @@ while as much is read beside it, as a neighbour reads what it works on:
 
 So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
 value that nearly fills the cache no more is there than its neighbour would have left. What keeps a device at its power
-limit is told as long as it takes under a load that lasts (see ``placer.devices.lasting``). Stages record halves by
-weight two at a time, which is timed apart, see ``side_by_side.py``. A CPU is host and device in one, and its caches are
+limit is told as long as it takes under a load that lasts (see ``placer.devices.sustained_load``). Stages record halves by
+weight two at a time, which is timed apart, see ``concurrent_passes.py``. A CPU is host and device in one, and its caches are
 left as they are.
 """
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.devices.parts import has_own_memory
-from placer.profiler.side_by_side import measure_share
+from placer.devices.tensor_parts import has_own_memory
+from placer.profiler.backward_split.concurrent_passes import measure_share
 from placer.profiler.trial import Trial
 
 _ENOUGH_S = 0.5
@@ -48,7 +48,7 @@ class LayerTime:
             no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
         weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble schedules leave for
-            later: of linear layers and convolutions, see ``placer.graph.halves``.
+            later: of linear layers and convolutions, see ``placer.capture.weight_grads.splittable_ops``.
         spread: half of the range that holds the middle half of the timings of both passes, over their median.
     """
 

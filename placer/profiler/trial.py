@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
-from placer.graph.counters import counted_together, counters
-from placer.graph.deferred import AtOnce, DeferWeights, Queue
-from placer.graph.layers import Layer, Value
-from placer.storages import key_of
+from placer.capture.batch_counters import counted_together, counters
+from placer.capture.layers import Layer, Value
+from placer.capture.weight_grads.deferred import AtOnce, DeferWeights, Queue
+from placer.devices.allocator.storage_watch import key_of
 
 
 class Trial:

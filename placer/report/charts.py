@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from placer.units import Text
+from placer.utils.units import Text
 
 __all__ = ["Bar", "Chart", "Part", "bars", "columns", "drawing", "legend"]
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from placer.report.topology import islands
 from placer.schema import Cluster, Device, Link, Rate
-from placer.units import bandwidth_text, bytes_text, seconds_text
+from placer.utils.units import bandwidth_text, bytes_text, seconds_text
 
 __all__ = ["cluster_table", "fault_texts", "island_texts"]
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Layer, Placement, Profile
-from placer.units import bytes_text, ms_text
+from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "comparison_table"]
 

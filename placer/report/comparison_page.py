@@ -10,7 +10,7 @@ from rich.console import Console
 from placer.report.charts import Bar, bars, drawing
 from placer.report.comparing import Change, Comparison, ProfileComparison, comparison_table
 from placer.report.page import legend, page
-from placer.units import bytes_text, ms_text
+from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["comparison_report"]
 

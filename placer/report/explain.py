@@ -14,7 +14,7 @@ from placer.report.cluster import cluster_table
 from placer.report.fitting import Fitting
 from placer.report.shares import share_texts
 from placer.schema import Cluster, DeviceLoad, Infeasibility, Placement, Profile, Step, StepChoice
-from placer.units import bytes_text, count_text, ms_text
+from placer.utils.units import bytes_text, count_text, ms_text
 
 __all__ = ["explain", "proven", "segment_texts", "table"]
 

@@ -12,7 +12,7 @@ from placer.report.cluster import cluster_table
 from placer.report.explain import proven, segment_texts
 from placer.report.pictures import device_bars, layer_charts, placed_chart
 from placer.schema import Cluster, Placement, PlacementRequest, Profile
-from placer.units import bytes_text, count_text, ms_text
+from placer.utils.units import bytes_text, count_text, ms_text
 
 __all__ = ["html_report", "legend", "page"]
 

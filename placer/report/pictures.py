@@ -7,7 +7,7 @@ from html import escape
 
 from placer.report.charts import Bar, Chart, Part, bars, columns, drawing, legend
 from placer.schema import Layer, MemoryUse, Placement, Profile
-from placer.units import Text, bytes_text, ms_text
+from placer.utils.units import Text, bytes_text, ms_text
 
 __all__ = ["device_bars", "layer_charts", "picture", "placed_chart"]
 

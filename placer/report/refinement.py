@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from placer.schema.refinement import Refinement, Round, StageTime
-from placer.units import bytes_text, ms_text
+from placer.utils.units import bytes_text, ms_text
 
 __all__ = ["refinement_table"]
 

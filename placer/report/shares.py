@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from placer.schema import Layer, Profile
-from placer.units import Text, bytes_text, ms_text
+from placer.utils.units import Text, bytes_text, ms_text
 
 __all__ = ["share_texts"]
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from placer.errors import InputError
 from placer.report.trace import save
 from placer.schema.faults import first_fault
-from placer.units import ms_text
+from placer.utils.units import ms_text
 
 __all__ = ["Comparison", "Measurement", "Row"]
 

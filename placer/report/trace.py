@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.files import write_whole
+from placer.utils.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from placer.report.timeline import Row

@@ -68,7 +68,6 @@ Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
 
 from __future__ import annotations
 
-from placer.schedule.in_a_row import in_a_row_ms
 from placer.schedule.orders import in_flight, least_in_flight, merged, plan, roomy_plans, sharing
 from placer.schedule.passes import (
     Pass,
@@ -81,6 +80,7 @@ from placer.schedule.passes import (
     Transfer,
 )
 from placer.schedule.simulate import simulate, step_ms
+from placer.schedule.steady_state import in_a_row_ms
 
 __all__ = [
     "Pass",

@@ -25,7 +25,7 @@ from placer.schema.base import (
 )
 from placer.schema.cluster import Cluster, Device
 from placer.schema.profile import Edge, Profile
-from placer.units import count_text
+from placer.utils.units import count_text
 
 
 class Constraints(Wire):

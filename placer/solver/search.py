@@ -13,8 +13,8 @@ from time import monotonic
 
 from placer.schema import Placement, PlacementRequest
 from placer.solver import answer, costs, ties
+from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Limits, Meter
 from placer.solver.reduce import Reduction, reduced
 
 Progress = Callable[["Incumbent"], None]

@@ -6,11 +6,11 @@ reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear 
             infeasible                           ▼ redivided                    ▼ divided anew
                                               optimal          infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``contiguous/stages.py``) where it can be, and asked for thresholds on a
-graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``divide.py``);
-else it is by node and device (``program/model.py``). Graphs with few ideals need none (``contiguous/ideals.py``), nor
+The integer program is in stage-prefix form (``stage_program.py``) where it can be, and asked for thresholds on a
+graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``redivision.py``);
+else it is by node and device (``model.py``). Graphs with few ideals need none (``contiguous/ideals.py``), nor
 do devices of few classes over links that are not alike (``order_search.py``).
-Objectives ``step`` and ``devices`` have searches of their own (``step/search.py``, ``fewest.py``), which ask this one
+Objectives ``step`` and ``devices`` have searches of their own (``step_search.py``, ``fewest_devices.py``), which ask this one
 for small bottlenecks.
 """
 
@@ -25,26 +25,28 @@ from time import monotonic
 
 from placer.errors import InputError, kind_of
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
-from placer.solver import answer, bounds, every_map, ties
+from placer.solver import answer, ties
+from placer.solver.bounds import simple_bounds
+from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
 from placer.solver.check import check
 from placer.solver.contiguous import stage_scope, stage_search
-from placer.solver.contiguous.divide import divide_anew
 from placer.solver.contiguous.order_search import none_in_any_order
+from placer.solver.contiguous.redivision import divide_anew
 from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
-from placer.solver.contiguous.stages import StageModel
-from placer.solver.fewest import FewestSearch, Outcome
+from placer.solver.contiguous.stage_program import StageModel
+from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
+from placer.solver.cpsat.runner import Meter
+from placer.solver.enumeration import every_map
+from placer.solver.explain import conflict, limits
+from placer.solver.explain.infeasible import CONTRADICTION, Searcher, plain_reason, reason_of_closest, searched_reason
+from placer.solver.fewest_devices import FewestSearch, Outcome
 from placer.solver.free import free_search
 from placer.solver.latency import latency_search
-from placer.solver.linear import exact, finer, starts
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Meter
-from placer.solver.program.model import MOST_RULES, PlacementModel, worth_building
-from placer.solver.reasons import conflict, limits
-from placer.solver.reasons.infeasible import CONTRADICTION, Searcher, plain_reason, reason_of_closest, searched_reason
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions
-from placer.solver.step.search import StepSearch
+from placer.solver.step.step_search import StepSearch
 
 __all__ = ["Incumbent", "Portfolio", "solve"]
 
@@ -189,7 +191,7 @@ class Portfolio(Search):
 
     def _start(self) -> None:
         """The only placement there may be; cuts of a linear order, and what they prove."""
-        self.prove(bounds.lower_bound(self.problem, self.nodes))
+        self.prove(simple_bounds.lower_bound(self.problem, self.nodes))
         if all(len(allowed) == 1 for allowed in self.nodes.allowed):
             self.offer(self.nodes.spread([device for (device,) in self.nodes.allowed]), "no choice")
             if self.best is not None:
@@ -197,17 +199,17 @@ class Portfolio(Search):
                 return
         if self.request.objective == "latency":
             latency_search.start(self)
-        for start in starts.starts(self.problem, self.nodes, self.counted) if self.open() else ():
+        for start in initial_placements.starts(self.problem, self.nodes, self.counted) if self.open() else ():
             self.prove(start.bound)
             self.offer(start.devices, start.method)
             if not self.open() or (self.best is not None and self.over(1.0)):
                 return
         if self.problem.contiguous:
-            only_order = exact.is_only_order(self.problem, self.nodes)
+            only_order = optimal_cuts.is_only_order(self.problem, self.nodes)
             self._cut_finer(ONLY_ORDER_SHARE if only_order else FINER_SHARE)
             stage_search.few_ideals(self)
             if not only_order:
-                self._cut(starts.other_orders)
+                self._cut(initial_placements.other_orders)
             stage_search.few_ideals(self)
 
     def _cut_finer(self, share: float) -> None:
@@ -216,13 +218,15 @@ class Portfolio(Search):
         def left_s() -> float:
             return 0.0 if self.over(share) else self.left_s() - (1 - share) * self.request.time_limit_s
 
-        for cut in finer.finer_cuts(self.problem, self.nodes, self.best, left_s):
+        for cut in refined_cuts.finer_cuts(self.problem, self.nodes, self.best, left_s):
             self.prove(cut.bound)
             self.offer(cut.devices, "linear order")
             if not self.open():
                 return
 
-    def _cut(self, orders: Callable[[Problem, Reduction, starts.Over], Iterable[starts.Start]]) -> None:
+    def _cut(
+        self, orders: Callable[[Problem, Reduction, initial_placements.Over], Iterable[initial_placements.Start]]
+    ) -> None:
         """Cuts of other linear orders, of nodes that may as well be together."""
         if self.open() and not self.over(1.0):
             for start in orders(self.problem, stage_search.nodes_within(self), self.counted):

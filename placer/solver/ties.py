@@ -5,7 +5,7 @@
 
 Two searches follow the one for the objective: placements that reach it, with as little transfer as can be; and those
 that transfer as little, with as small a spread. Under objective ``devices`` those on as few devices are as good; see
-``step/ties.py`` for objective ``step``.
+``step_ties.py`` for objective ``step``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from math import floor, isclose
 
 from placer.schema import Ties
 from placer.solver import costs
+from placer.solver.cpsat.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
+from placer.solver.cpsat.runner import Answer, Limits
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Answer, Limits
-from placer.solver.program.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
 from placer.solver.reduce import Reduction, reduced
 
 WORK = 8.0

@@ -1,6 +1,6 @@
 """Reference models written as plain modules: what the demo, the examples and the benchmarks place."""
 
-from placer.extras import extra
+from placer.utils.extras import extra
 
 with extra("torch"):
     from placer.zoo.gpt import GPT, gpt

@@ -23,7 +23,7 @@ from placer.schema import (
     PlacementRequest,
 )
 from placer.schema.base import read_json
-from placer.units import count_text
+from placer.utils.units import count_text
 
 from ..problem import Problem, clip, invalid_body
 from ..workers.solving import read_request

@@ -213,7 +213,7 @@ def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> byte
     except ValidationError as error:
         return invalid_body(error, ProfileRequest)
     try:
-        from placer.profiler.replay import replay
+        from placer.profiler.remote.replay import replay
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

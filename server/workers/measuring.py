@@ -17,7 +17,7 @@ def measure_devices(payload: bytes, report: Report, stop: threading.Event) -> by
     """
     try:
         from placer import devices
-        from placer.profiler.cluster import measure_cluster
+        from placer.profiler.links.cluster import measure_cluster
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from placer.errors import InputError, ServerError, TimeoutExceeded
-from placer.profiler.sending import describe
+from placer.profiler.remote.sending import describe
 from placer.schema import Cluster, Profile
 from placer.schema.graph import ProfileRequest
 from placer_client import suggest as module

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.devices import moving
+from placer.devices import tensor_moves
 
 Pair = tuple[str, str]
 
@@ -22,7 +22,7 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, *links: Pair) -> Callable[[], int]:
     """
     bad = {(torch.device(source), torch.device(target)) for source, target in links}
     spoilt = 0
-    write, copy = moving.write, moving._copy_straight
+    write, copy = tensor_moves.write, tensor_moves._copy_straight
 
     def spoil(tensor: Tensor) -> None:
         nonlocal spoilt
@@ -37,12 +37,12 @@ def corrupt(monkeypatch: pytest.MonkeyPatch, *links: Pair) -> Callable[[], int]:
             spoil(target)
 
     def bad_copy(tensor: Tensor, device: torch.device) -> Tensor:
-        here = moving.location(tensor)
+        here = tensor_moves.location(tensor)
         copied = copy(tensor, device)
         if (here, device) in bad:
             spoil(copied)
         return copied
 
-    monkeypatch.setattr(moving, "write", bad_write)
-    monkeypatch.setattr(moving, "_copy_straight", bad_copy)
+    monkeypatch.setattr(tensor_moves, "write", bad_write)
+    monkeypatch.setattr(tensor_moves, "_copy_straight", bad_copy)
     return lambda: spoilt

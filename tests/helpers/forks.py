@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 
 SOLVER = ["placer_server.workers.solving", "placer.solver.solve"]
 SERVICE = "placer_server.app"
-MEASURING = ["torch._dynamo", "placer.profiler.replay"]  # the first as soon as there is an optimizer
+MEASURING = ["torch._dynamo", "placer.profiler.remote.replay"]  # the first as soon as there is an optimizer
 TORCH = ["torch.distributed.pipelining", "torch.distributed.checkpoint", "placer.distributed", "placer.zoo"]
 
 

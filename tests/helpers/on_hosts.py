@@ -12,7 +12,8 @@ from torch import nn
 
 import placer
 from placer import devices
-from placer.profiler import conditions, gather
+from placer.profiler import conditions
+from placer.profiler.remote import gather
 
 HOSTS = ("node7", "node9")
 
@@ -40,7 +41,8 @@ def model() -> nn.Module:
 def unlike(rank: int) -> str:
     """Two hosts with devices of their own types."""
     kind = ("fast", "slow")[rank]
-    from placer.profiler import cluster, profile
+    from placer.profiler import profile
+    from placer.profiler.links import cluster
 
     profile.type_name = cluster.hardware.type_name = conditions.devices.type_name = lambda device: kind  # type: ignore[assignment]
     return placer.gather_profile(lambda: _measured(2)).to_json()

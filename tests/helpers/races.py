@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.devices import lanes, moving
-from placer.executor.inference import pipeline as inference
+from placer.devices import lanes, tensor_moves
 from placer.executor.inference import stream
-from placer.executor.training import feed, passes
-from placer.executor.training import pipeline as training
-from placer.executor.training.weights import Weights
+from placer.executor.inference import stream_pipeline as inference
+from placer.executor.training import feed, pass_issue
+from placer.executor.training import training_pipeline as training
+from placer.executor.training.stages.weight_aliases import Weights
 
 Clock = dict[Hashable, int]
 Site = tuple[str, int]
@@ -180,7 +180,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
 
 def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
     """Copies, and what is taken from the allocator: the memory may be what the caller used a moment ago."""
-    write, add, empty_like = moving.write, moving.add, torch.empty_like
+    write, add, empty_like = tensor_moves.write, tensor_moves.add, torch.empty_like
 
     def noted_write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
         what = f"a copy from {here} to {there}"
@@ -188,7 +188,7 @@ def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
         write(source, target, here, there)
 
     def noted_add(summand: Tensor, total: Tensor) -> None:
-        place = moving.location(total)
+        place = tensor_moves.location(total)
         races.run([lane.queue for lane in races.active], [summand, total], [total], f"a sum on {place}")
         add(summand, total)
 
@@ -198,8 +198,8 @@ def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
             races.run([("caller", place)], [], [made], f"the caller's earlier work on {place}")
         return made
 
-    patch.setattr(moving, "write", noted_write)
-    patch.setattr(moving, "add", noted_add)
+    patch.setattr(tensor_moves, "write", noted_write)
+    patch.setattr(tensor_moves, "add", noted_add)
     patch.setattr(torch, "empty_like", noted_empty_like)
 
 
@@ -218,7 +218,7 @@ def _note_streams(races: Races, patch: pytest.MonkeyPatch) -> None:
 
 def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
     """Passes with what they keep for one another, and the gradients that they add to."""
-    run, begin, finish = passes.Passes._run, Weights.begin, Weights.finish
+    run, begin, finish = pass_issue.Passes._run, Weights.begin, Weights.finish
 
     def noted_run(self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any) -> None:
         stage = self._stages[index]
@@ -246,7 +246,7 @@ def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
                 races.run(queues, [alias.grad], [parameter.grad], f"the end on {place}")
         finish(self)
 
-    patch.setattr(passes.Passes, "_run", noted_run)
+    patch.setattr(pass_issue.Passes, "_run", noted_run)
     patch.setattr(Weights, "begin", noted_begin)
     patch.setattr(Weights, "finish", noted_finish)
 

@@ -18,9 +18,9 @@ from transplanted import captured_once
 
 import placer
 from placer import BatchOptions, devices, distributed
+from placer.capture.pytrees import flatten
 from placer.errors import InputError
-from placer.graph.structure import flatten
-from placer.profiler.gather import gather_profile
+from placer.profiler.remote.gather import gather_profile
 from placer.schema import PlacementRequest
 
 Make = Callable[[], tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]]

@@ -264,7 +264,9 @@ def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
 def lost(make: Make, places: Mapping[str, str]) -> tuple[list[str], str]:
     """What is told of a step whose first message does not arrive, and of the next one."""
     pipeline, inputs, target, _ = built(make, places, 2)
-    with mock.patch("placer.distributed.weights._run", side_effect=RuntimeError("Connection closed by peer")):
+    with mock.patch(
+        "placer.distributed.state.rank_weights._run", side_effect=RuntimeError("Connection closed by peer")
+    ):
         try:
             pipeline.step(inputs, target)
         except RuntimeError as error:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from placer import DataFlow
-from placer.graph.layers import named_state
-from placer.graph.structure import flatten
+from placer.capture.layers import named_state
+from placer.capture.pytrees import flatten
 from placer.schema import Placement
 from placer.testing import logical_devices
 

@@ -11,7 +11,7 @@ from splitting import TOLERANCE, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.graph.structure import flatten
+from placer.capture.pytrees import flatten
 
 ROW = 5
 

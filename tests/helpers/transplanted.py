@@ -14,7 +14,7 @@ from unittest import mock
 
 from torch import nn
 
-from placer.graph.export import Exported, export
+from placer.capture.export.export import Exported, export
 
 _KEPT: dict[Hashable, tuple[nn.Module, Exported]] = {}
 

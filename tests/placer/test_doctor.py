@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from placer import doctor
-from placer.profiler import cluster
+from placer.profiler.links import cluster
 from placer.schema import Cluster, Device, Link
 
 

@@ -23,9 +23,9 @@ from torch.nn import functional
 
 import placer
 from placer import Constraints, DataFlow, PlacementRequest
+from placer.capture.capture import capture_graph
 from placer.errors import StageError
-from placer.executor.training.pipeline import Order
-from placer.graph.capture import capture
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -271,7 +271,7 @@ def test_two_processes_train_as_the_unsplit_model(backend: str, tmp_path: Path) 
         pytest.skip("needs two GPUs")
     make, kind = ranked_models.tied_gpt, "cuda" if backend == "nccl" else "cpu"
     model, inputs, _, _ = make()
-    names = [layer.name for layer in capture(model, (inputs,), granularity=2).layers]
+    names = [layer.name for layer in capture_graph(model, (inputs,), granularity=2).layers]
     places = {name: f"{kind}:{index * 2 // len(names)}" for index, name in enumerate(names)}
     pool = RankPool(2, tmp_path, backend)
     try:

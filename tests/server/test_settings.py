@@ -64,7 +64,7 @@ def test_a_graph_may_take_half_of_what_the_container_has(tmp_path, monkeypatch):
 
 def test_a_graph_may_take_half_of_what_a_container_of_cgroup_version_1_has(tmp_path, monkeypatch):
     # It was half of the machine's memory, for which the system killed the whole container.
-    from placer import host_memory
+    from placer.utils import host_memory
 
     monkeypatch.setattr(host_memory, "MOUNT", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")

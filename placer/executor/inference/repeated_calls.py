@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import torch
 
 from placer import devices
+from placer.capture import autocast
 from placer.errors import StageError
 from placer.executor.inference.stream import Known, Streams, inference
-from placer.executor.program import Capture, shapes
-from placer.graph import autocast
-from placer.warned import warn
+from placer.executor.model_captures import Capture, shapes
+from placer.utils.user_warnings import warn
 
 _KNOWN_CALLS = 1000
 _LOOKS = {4**power for power in range(1, 8)}

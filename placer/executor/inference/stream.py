@@ -23,21 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture import autocast, input_forms
+from placer.capture.batch_dims.batch_layout import Call, Part, refuse_no_options
+from placer.capture.layers import LayerGraph
 from placer.devices import Courier, Lane
 from placer.errors import InputError
-from placer.executor.compiled_segments import Backend
-from placer.executor.faults import nothing_held
-from placer.executor.inference.pipeline import InferencePipeline
-from placer.executor.inference.stage import Stage
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.shape_cache import LatestShapes
+from placer.executor.inference.stream_pipeline import InferencePipeline
+from placer.executor.inference.stream_stage import Stage
 from placer.executor.inference.ticket import Ticket
-from placer.executor.latest_shapes import LatestShapes
-from placer.executor.program import Capture, shapes
+from placer.executor.model_captures import Capture, shapes
 from placer.executor.segments import StateLookup
+from placer.executor.stage_errors import nothing_held
 from placer.executor.state.assignment import Assignment
-from placer.executor.state.copies import Copies
-from placer.graph import arguments, autocast
-from placer.graph.batch_layout import Call, Part, refuse_no_options
-from placer.graph.layers import LayerGraph
+from placer.executor.state.state_copies import Copies
 from placer.schema import BatchOptions
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
@@ -251,7 +251,7 @@ class Streams:
                 self._tick()  # before another thread's batch enters: its inputs may come to the same place
                 return ticket
         except Exception as error:
-            error.add_note(f"in batch {number} of the stream{arguments.advice(error)}")
+            error.add_note(f"in batch {number} of the stream{input_forms.advice(error)}")
             return Ticket(error=error)
 
     def _enter(

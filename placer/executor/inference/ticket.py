@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from placer.errors import StageError
-from placer.executor.faults import StageMemoryError
-from placer.executor.inference.pipeline import InferencePipeline, Passage
+from placer.executor.inference.stream_pipeline import InferencePipeline, Passage
+from placer.executor.stage_errors import StageMemoryError
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from placer.capture.layers import Layer, LayerGraph
 from placer.errors import InputError, PlacementError
-from placer.graph.layers import Layer, LayerGraph
 from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
+from placer.capture.layers import LayerGraph, named_state
 from placer.errors import InputError
 from placer.executor.segments import StateLookup
-from placer.executor.state.census import Census, are_same
-from placer.executor.state.written import writes
-from placer.graph.layers import LayerGraph, named_state
+from placer.executor.state.model_fingerprint import Census, are_same
+from placer.executor.state.tensor_versions import writes
 
 
 class Clones:

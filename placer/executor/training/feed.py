@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from placer import devices
+from placer.capture.batch_dims.batch_layout import cut
 from placer.devices import Courier, Lane, Mark
-from placer.executor.training.slot import Key
-from placer.graph.batch_layout import cut
+from placer.executor.training.stages.training_slot import Key
 
 
 class Feed:

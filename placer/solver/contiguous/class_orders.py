@@ -10,7 +10,7 @@ chains look good that must pass between hosts.
 
 A stage's place is known too, and with it how many micro-batches it has in flight. So devices that are all alike, which
 have one order, are solved so as well where memory binds in training: by sums of what nodes take at the least, or, for
-the chains that are best, exactly (``stage_room.py``). A placement that leaves devices idle is a chain of the order that
+the chains that are best, exactly (``stage_capacity.py``). A placement that leaves devices idle is a chain of the order that
 begins with those, whose stages are empty, so that all behind them are in use.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5,
@@ -27,16 +27,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver.contiguous import fronts
+from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
-from placer.solver.contiguous.fronts import Between, Front, Range
-from placer.solver.contiguous.reach import narrowed_windows
-from placer.solver.contiguous.stage_room import SETS_A_WORK, StageRoom
+from placer.solver.contiguous.ideal_frontiers import Between, Front, Range
+from placer.solver.contiguous.stage_capacity import SETS_A_WORK, StageRoom
+from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.cpsat.capacity import work_on
+from placer.solver.cpsat.memory_constraints import can_bind
+from placer.solver.cpsat.stage_windows import members, neighbourhood
 from placer.solver.problem import Problem, arcs_of
-from placer.solver.program.capacity import work_on
-from placer.solver.program.memory_rules import can_bind
-from placer.solver.program.windows import members, neighbourhood
 from placer.solver.reduce import SLACK, Reduction
 
 Bools = NDArray[np.bool_]
@@ -180,8 +180,8 @@ def _before(problem: Problem, nodes: Reduction) -> Bools:
     return table
 
 
-class _StageGraph(fronts.Graph):
-    """The graph as ``fronts.py`` takes it, for one order, and what nets cost one of its stages.
+class _StageGraph(ideal_frontiers.Graph):
+    """The graph as ``ideal_frontiers.py`` takes it, for one order, and what nets cost one of its stages.
 
     Args:
         given: the graph of all orders.
@@ -196,7 +196,7 @@ class _StageGraph(fronts.Graph):
         self.needs = [[] for _ in range(self.count)]
         for source, reader in arcs:
             self.needs[reader].append(source)
-        self.first, self.last = fronts.along(arcs, windows.stages_of())
+        self.first, self.last = ideal_frontiers.along(arcs, windows.stages_of())
         self.cost_ms = np.zeros(len(pins)) if stage is None else windows.least_ms(stage)
         self.pins = pins.T.astype(np.float32)
         self.size = self.pins.sum(axis=0)
@@ -221,7 +221,7 @@ class _Chains:
         self.reached = [np.zeros(1)]
         for stage, kind in enumerate(self.order):
             before = self.fronts[-1]
-            behind = None if self.over() else fronts.front(before, stage + 1, self._ranges(stage))
+            behind = None if self.over() else ideal_frontiers.front(before, stage + 1, self._ranges(stage))
             if behind is None:
                 return None
             behind = behind.some(np.argsort(behind.sums(self.works[kind]), kind="stable"))

@@ -6,7 +6,7 @@ what one has more than the one before::
     {} < {0, 1} < {0, 1, 2, 4} < all        best(devices, J) = min over ideals I within J and a class c of devices of
      stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
 
-Only chains within a bottleneck count, so few ideals are left of each front (``fronts.py``): those that stages so far
+Only chains within a bottleneck count, so few ideals are left of each front (``ideal_frontiers.py``): those that stages so far
 can hold, and whose rest the other devices can. A value that several stages read counts once for that of its source,
 unless that tells too little: then chains are gone through once more, see ``sends.py``.
 
@@ -24,16 +24,26 @@ from math import inf, log2, prod
 import numpy as np
 
 from placer.solver import costs
-from placer.solver.contiguous.fronts import MOST_IDEALS, Between, Bools, Front, Graph, Range, Table, Vector, front
+from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
+from placer.solver.contiguous.ideal_frontiers import (
+    MOST_IDEALS,
+    Between,
+    Bools,
+    Front,
+    Graph,
+    Range,
+    Table,
+    Vector,
+    front,
+)
 from placer.solver.contiguous.loose import Added, Loose, loose_nodes
-from placer.solver.contiguous.reach import narrowed_windows
 from placer.solver.contiguous.sends import Sends, Stages
 from placer.solver.contiguous.sends import applies as sends_apply
-from placer.solver.linear.exact import Counts, Cut, kinds_left, one_less
+from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.capacity import most_within, state_of, work_on
+from placer.solver.cpsat.runner import Meter
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
-from placer.solver.program.capacity import most_within, state_of, work_on
-from placer.solver.program.cpsat import Meter
 from placer.solver.reduce import SLACK, Reduction
 
 MOST_STATES = 64
@@ -149,7 +159,7 @@ class _Chains:
     def __init__(self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]) -> None:
         self.problem, self.nodes, self.upper, self.left_out = problem, nodes, upper, loose
         self.within = upper * (1 + SLACK)
-        self.limited = memory_rules.can_bind(problem)
+        self.limited = memory_constraints.can_bind(problem)
         state, works = state_of(problem, nodes), [work_on(problem, nodes, one[0]) for one in problem.alike_devices()]
         self.loose = Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
         kept = np.array([node not in loose for node in range(len(nodes.nodes))])

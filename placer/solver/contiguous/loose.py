@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver import costs
-from placer.solver.contiguous.fronts import Counts, Front, Table, Vector, product
-from placer.solver.contiguous.stages import StageModel
+from placer.solver.contiguous.ideal_frontiers import Counts, Front, Table, Vector, product
+from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction

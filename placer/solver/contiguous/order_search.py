@@ -15,8 +15,8 @@ from placer.solver import costs
 from placer.solver.contiguous import class_orders, stage_scope
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
 from placer.solver.contiguous.stage_search import nodes_within
+from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
@@ -148,7 +148,7 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
 def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
     """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
     found: Chain | None = None
-    ways: tuple[Memory, ...] = ("sums", "exact") if memory_rules.can_bind(search.problem) else ("sums",)
+    ways: tuple[Memory, ...] = ("sums", "exact") if memory_constraints.can_bind(search.problem) else ("sums",)
     for memory in ways:
         before = search.value
         chain = None if search.over(share) else given.best(order, lambda: search.over(share), memory)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from placer.solver.contiguous.fronts import Bools, Front, Vector, product
-from placer.solver.linear.exact import Counts
+from placer.solver.chain.optimal_cuts import Counts
+from placer.solver.contiguous.ideal_frontiers import Bools, Front, Vector, product
 from placer.solver.nets import joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction

@@ -19,7 +19,7 @@ from placer.solver.nets import Net, best_link, joined_nets
 from placer.solver.problem import LARGEST_BYTES, Problem
 
 if TYPE_CHECKING:
-    from placer.solver.contiguous.stages import Literal, StageModel, Sum
+    from placer.solver.contiguous.stage_program import Literal, StageModel, Sum
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Which problems the stage-prefix form of ``stages.py`` can state."""
+"""Which problems the stage-prefix form of ``stage_program.py`` can state."""
 
 from __future__ import annotations
 
 from placer.solver.contiguous.stage_links import stage_links
+from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import Reduction
 
 MOST_CLASSES = 3
@@ -31,7 +31,7 @@ def bounds(problem: Problem) -> bool:
 
 def knows_memory(problem: Problem) -> bool:
     """Whether the form can state the limits of memory; it does not know copies."""
-    return not memory_rules.can_bind(problem) or (problem.training and _steady(problem) and not problem.shared)
+    return not memory_constraints.can_bind(problem) or (problem.training and _steady(problem) and not problem.shared)
 
 
 def worth_building(problem: Problem, nodes: Reduction) -> bool:

@@ -2,7 +2,7 @@
 
 A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
 nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``divide.py``), then
+refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``redivision.py``), then
 halves what is open; before it come chains of ideals but for loose nodes::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
@@ -15,14 +15,14 @@ from dataclasses import replace
 from itertools import count
 from math import inf
 
-from placer.solver import every_map
+from placer.solver.chain import initial_placements
 from placer.solver.contiguous import ideals, part_bounds
-from placer.solver.contiguous.divide import divide_anew
 from placer.solver.contiguous.loose import LooseModel, loose_nodes
 from placer.solver.contiguous.merges import merged
-from placer.solver.contiguous.stages import StageModel
-from placer.solver.linear import starts
-from placer.solver.program.cpsat import Answer, Meter
+from placer.solver.contiguous.redivision import divide_anew
+from placer.solver.contiguous.stage_program import StageModel
+from placer.solver.cpsat.runner import Answer, Meter
+from placer.solver.enumeration import every_map
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
@@ -177,7 +177,7 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
     )
     assert search.best is not None
     part.offer([search.best[layer] for layer in layers], search.method)
-    for start in starts.starts(part.problem, part.nodes, part.counted):
+    for start in initial_placements.starts(part.problem, part.nodes, part.counted):
         part.prove(start.bound)
         part.offer(start.devices, start.method)
     return part

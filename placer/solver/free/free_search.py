@@ -17,11 +17,11 @@ from dataclasses import replace
 from math import inf
 
 from placer.solver import answer
-from placer.solver.free import local, pair_search, parts, set_graph
-from placer.solver.free.counting import count_bound
+from placer.solver.cpsat.model import PlacementModel, worth_building
+from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
+from placer.solver.free.column_generation import GROUPS, share_bound
+from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.pair_search import PairSearch
-from placer.solver.free.shares import GROUPS, share_bound
-from placer.solver.program.model import PlacementModel, worth_building
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
@@ -56,7 +56,7 @@ BRIEF_SHARE, BRIEF_WORK = 0.1, 3.0
 def before_the_program(search: Search) -> None:
     """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
     _count(search)
-    pairs, many = _pairs(search), parts.many(search.problem, search.nodes)
+    pairs, many = _pairs(search), neighbourhood_search.many(search.problem, search.nodes)
     if many:
         divided = _divide_pairs(search, pairs, PAIRS_SHARE, LONG_PAIRS_SHARE)
     else:
@@ -107,15 +107,15 @@ def _divide_pairs(search: Search, pairs: PairSearch | None, share: float, longes
 
 def move_layers(search: Search, share: float) -> None:
     """Local search from the best so far, until a share of the time or the work is over."""
-    if search.best is None or search.over(share) or not local.applies(search.problem):
+    if search.best is None or search.over(share) or not local_search.applies(search.problem):
         return
 
     def over() -> bool:
-        search.meter.done += local.WORK
+        search.meter.done += local_search.WORK
         return search.over(share)
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    search.offer(local.improved(search.problem, search.nodes, search.best, over, enough), "local search")
+    search.offer(local_search.improved(search.problem, search.nodes, search.best, over, enough), "local search")
 
 
 def _count(search: Search) -> None:
@@ -186,6 +186,6 @@ def divide_anew(search: Search) -> None:
 
 def _divide(search: Search, share: float) -> None:
     """What a few devices hold, divided among them as well as can be, until a share of the time or the work is over."""
-    if search.best is not None and search.enough is None and parts.applies(search.problem):
-        found = parts.improved(search.problem, search.best, search.quietly, lambda: search.over(share))
+    if search.best is not None and search.enough is None and neighbourhood_search.applies(search.problem):
+        found = neighbourhood_search.improved(search.problem, search.best, search.quietly, lambda: search.over(share))
         search.offer(found, "local search")

@@ -1,7 +1,7 @@
 """Two devices divide anew what they hold: all ways to do so that matter, gone through by a sweep.
 
 The nodes are taken one by one, each to the one device or to the other. What was decided matters later by the nets that
-are open alone, as in ``sweeps.py``, and by the load of each device so far::
+are open alone, as in ``sweep_orders.py``, and by the load of each device so far::
 
     nodes taken ──▶ │ border │ ──▶ nodes to come       label: state of the border, load of the one, load of the other
 
@@ -21,9 +21,9 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.solver.free.device_capacity import Room
 from placer.solver.free.loads import Loads
-from placer.solver.free.room import Room
-from placer.solver.free.sweeps import Pins, order_of
+from placer.solver.free.sweep_orders import Pins, order_of
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 

@@ -9,7 +9,7 @@ from itertools import permutations
 from math import inf
 
 from placer.schema import Link
-from placer.solver.free.sweeps import Pins, Step, sweep
+from placer.solver.free.sweep_orders import Pins, Step, sweep
 from placer.solver.nets import best_link, joined_nets
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction

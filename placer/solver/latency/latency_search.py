@@ -9,10 +9,10 @@ from __future__ import annotations
 from math import inf
 
 from placer.solver import answer
-from placer.solver.free import free_search, parts
-from placer.solver.latency import moves
+from placer.solver.cpsat.model import worth_building
+from placer.solver.free import free_search, neighbourhood_search
+from placer.solver.latency import latency_moves
 from placer.solver.latency.list_schedule import list_schedules
-from placer.solver.program.model import worth_building
 from placer.solver.search import Search
 
 LISTS_SHARE, MOVES_SHARE = 0.1, 0.6
@@ -41,7 +41,7 @@ def start(search: Search) -> None:
 
 def before_the_program(search: Search) -> None:
     """Go on from the best start; to the end of the time where there is no integer program to come."""
-    if search.best is not None and not parts.many(search.problem, search.nodes):
+    if search.best is not None and not neighbourhood_search.many(search.problem, search.nodes):
         free_search.look(search)
     _move_layers(search, MOVES_SHARE, PATIENCE)
     if not worth_building(search.problem, search.nodes, search.left_s()):
@@ -58,5 +58,5 @@ def _move_layers(search: Search, share: float, patience: float = inf) -> None:
         return search.over(share)
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    for devices in moves.improved(search.problem, search.nodes, search.best, over, enough, patience):
+    for devices in latency_moves.improved(search.problem, search.nodes, search.best, over, enough, patience):
         search.offer(devices, "local search")

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from placer.solver.bounds import longest_paths
+from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
-from placer.solver.free.room import Room
+from placer.solver.free.device_capacity import Room
 from placer.solver.latency.makespan import Ways
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined

@@ -13,7 +13,7 @@ from math import inf
 from typing import Self
 
 from placer.schema import Link
-from placer.solver.bounds import fastest_ms, longest_behind
+from placer.solver.bounds.simple_bounds import fastest_ms, longest_behind
 from placer.solver.problem import Problem
 
 Inputs = Sequence[Sequence[tuple[int, int]]]

@@ -17,7 +17,7 @@ from typing import Any
 
 from placer.schedule import Pipeline, Plan, Transfer, in_a_row_ms, plan, roomy_plans, step_ms
 from placer.schema import Edge, Placement, PlacementRequest
-from placer.solver.referee import in_a_row, recompute
+from placer.solver.referee import recompute, steady_state
 from placer.solver.referee.claims import equal, near, require
 
 Where = Mapping[str, str]
@@ -165,7 +165,7 @@ class StepReading:
     @cached_property
     def in_a_row_ms(self) -> float:
         """How long it takes after another."""
-        return in_a_row.longest_mean(self._waits | self._optimizers(), self._carried(), self._duration)
+        return steady_state.longest_mean(self._waits | self._optimizers(), self._carried(), self._duration)
 
     @cached_property
     def alone_ms(self) -> float:

@@ -11,7 +11,7 @@ from placer.schema import Infeasibility, Link, Placement, PlacementRequest, Prof
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
-from placer.solver.step import bounds
+from placer.solver.step import step_bounds
 
 TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
 """The schedules of contiguous placements."""
@@ -175,7 +175,7 @@ def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
         over: asked between the parts of the bound.
     """
     if all(choice.nodes.allowed):
-        choice.bound = bounds.any_placement(choice.problem, choice.nodes, over)
+        choice.bound = step_bounds.any_placement(choice.problem, choice.nodes, over)
     return choice
 
 

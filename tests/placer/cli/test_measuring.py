@@ -91,7 +91,7 @@ def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_
 def test_it_is_measured_compiled_where_that_is_asked_for(
     run: Run, placed: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch, training: bool
 ) -> None:
-    monkeypatch.setattr("placer.executor.compiled_segments.INDUCTOR", "aot_eager")
+    monkeypatch.setattr("placer.executor.engine.compiled_segments.INDUCTOR", "aot_eager")
     for kind in ("training", "inference"):
         monkeypatch.setattr(f"placer.executor.{kind}.compiled.gains", lambda after_ms, before_ms: True)
     answer = run(*TOY, placed(training), "--input", "8x10", "--compile")

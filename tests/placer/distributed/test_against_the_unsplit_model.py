@@ -13,7 +13,7 @@ from rank_pool import RankPool
 from ranked import joined, split_step, split_step_held_to_its_layout, unsplit_pass, unsplit_step
 
 from placer import devices
-from placer.graph.capture import capture
+from placer.capture.capture import capture_graph
 
 EXACT = 1e-10
 
@@ -22,7 +22,7 @@ def spread(make: Any, granularity: Any = "submodule", devices: int = 4) -> dict[
     """Layers in order, as many on each device."""
     model, inputs, _, _ = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    names = [layer.name for layer in capture(model, args, kwargs, granularity).layers]
+    names = [layer.name for layer in capture_graph(model, args, kwargs, granularity).layers]
     return {name: f"cpu:{index * devices // len(names)}" for index, name in enumerate(names)}
 
 

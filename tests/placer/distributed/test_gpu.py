@@ -11,7 +11,7 @@ import ranked_models as models
 import torch
 from rank_pool import RankPool
 
-from placer.graph.capture import capture
+from placer.capture.capture import capture_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
 COUNT = min(4, torch.cuda.device_count())
@@ -32,7 +32,7 @@ def spread(make: ranked.Make, granularity: int | str = "submodule", reverse: boo
     """Layers in order, as many on each GPU."""
     model, inputs, _, _ = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    names = [layer.name for layer in capture(model, args, kwargs, granularity).layers]
+    names = [layer.name for layer in capture_graph(model, args, kwargs, granularity).layers]
     places = [index * COUNT // len(names) for index in range(len(names))]
     return {name: f"cuda:{COUNT - 1 - place if reverse else place}" for name, place in zip(names, places, strict=True)}
 

@@ -13,7 +13,7 @@ import torch
 from rank_pool import RankPool
 from torch import nn
 
-from placer.distributed import optimizer_state
+from placer.distributed.state import optimizer_state
 
 CHAIN = {str(index): f"cpu:{index // 2}" for index in range(8)}
 PASSED_BY = {"front": "cpu:0", "aside": "cpu:1", "middle": "cpu:0", "back": "cpu:1"}

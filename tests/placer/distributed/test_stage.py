@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from placer.distributed.line import line
-from placer.distributed.reach import Flows
+from placer.capture.capture import capture_graph
+from placer.distributed.output_reach import Flows
 from placer.distributed.stage import StageModule, weight_pass
-from placer.distributed.tree import Names, plant, slot
-from placer.graph.capture import capture
+from placer.distributed.stage_line import line
+from placer.distributed.state.partial_modules import Names, plant, slot
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def stages(
     model: nn.Module, example: torch.Tensor, places: list[str], split: bool = False, recomputes: bool = False
 ) -> list[StageModule]:
-    graph = capture(model, example, granularity="submodule")
+    graph = capture_graph(model, example, granularity="submodule")
     cut = line(graph, places)
     names = Names.of(model)
     flows = Flows({name: frozenset() for name, value in graph.values.items() if value.requires_grad})

@@ -15,7 +15,7 @@ from unverified import unverified
 
 from placer import BatchOptions, DataFlow
 from placer.errors import InputError, StageError
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 
 CHUNKS = 2
 

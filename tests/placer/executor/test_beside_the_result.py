@@ -16,7 +16,7 @@ from splitting import assert_same, assert_split_equals_unsplit, scatter_layers, 
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from placer import DataFlow, capture, profile
+from placer import DataFlow, capture_graph, profile
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -251,7 +251,7 @@ def test_host_numbers_are_drawn_anew_in_every_call() -> None:
 def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
     model, reference = twins(make)
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    capture(model, X)
+    capture_graph(model, X)
     assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     profile(model, X, ["cpu:0", "cpu:1"], repeats=1, cache=False, progress=False)
     for (name, child), whole in zip(model.named_modules(), reference.modules(), strict=True):

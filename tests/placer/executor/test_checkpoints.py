@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
-from placer.executor.checkpointed import CheckpointedSegment
-from placer.executor.training.pipeline import Order
+from placer.executor.engine.checkpointed_segments import CheckpointedSegment
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer import BatchOptions, DataFlow
 from placer.errors import BatchError, InputError
-from placer.executor.pipeline import clock, even_sizes
+from placer.executor.engine.fill_drain import clock, even_sizes
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)

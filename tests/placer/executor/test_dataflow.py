@@ -11,8 +11,8 @@ from splitting import assert_same, scatter_layers, step, twins
 from torch import nn
 
 from placer import DataFlow, devices
+from placer.capture import capture_graph
 from placer.errors import InputError, PlacementError
-from placer.graph import capture
 from placer.schema import Infeasibility, Placement
 from placer.testing import logical_devices
 
@@ -160,7 +160,7 @@ def test_freezing_after_a_run_is_respected() -> None:
 
 def test_a_placement_sets_the_map_the_granularity_and_the_chunks() -> None:
     model, reference = twins(Model, training=False)
-    layers = [layer.name for layer in capture(model, X, granularity="auto").layers]
+    layers = [layer.name for layer in capture_graph(model, X, granularity="auto").layers]
     places = {name: f"cpu:{index % 3}" for index, name in enumerate(layers)}
     placement = Placement(status="optimal", objective="throughput", layer_devices=places, chunks=3)
     with logical_devices(3):

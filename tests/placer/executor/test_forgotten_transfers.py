@@ -14,8 +14,8 @@ from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
+from placer.capture.pytrees import flatten
 from placer.errors import StageError
-from placer.graph.structure import flatten
 from placer.testing import MixedDevicesError, logical_devices
 from placer.zoo import unet
 

@@ -12,7 +12,7 @@ from splitting import assert_same, scatter_layers, step, twins
 from torch import Tensor, nn
 
 from placer import DataFlow
-from placer.graph.layers import named_state
+from placer.capture.layers import named_state
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from splitting import assert_same, step, twins
 from torch import nn
 
 from placer import DataFlow
-from placer.executor.training.pipeline import Order
-from placer.graph.layers import named_state
+from placer.capture.layers import named_state
+from placer.executor.training.training_pipeline import Order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 

@@ -14,8 +14,8 @@ from unverified import unverified
 
 from placer import DataFlow
 from placer.errors import StageError
-from placer.executor.training import compiled
-from placer.executor.training.pipeline import Order
+from placer.executor.training.stages import compiled_stages
+from placer.executor.training.training_pipeline import Order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 CHUNKS = 4
@@ -122,8 +122,10 @@ def test_recomputed_stages_train_as_the_unsplit_model(schedule: Order, sizes: li
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(1000, 0, -10))
-    trial = compiled._trial_ms
-    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: trial(stage) and float(next(times)))  # always faster
+    trial = compiled_stages._trial_ms
+    monkeypatch.setattr(
+        compiled_stages, "_trial_ms", lambda stage: trial(stage) and float(next(times))
+    )  # always faster
     step = _train([4] * 8, schedule, compile=True)
     assert step.compiled and not step.not_compiled_because and not step.not_recorded_because
     assert not any("whole" in gain for gain in step.compiled.values())

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from unverified import unverified
 
 from placer import DataFlow, devices
-from placer.devices import moving
+from placer.capture import capture_graph
+from placer.capture.python_state.mutable_inputs import Exchange
+from placer.capture.pytrees import flatten
+from placer.devices import tensor_moves
 from placer.errors import CaptureError
-from placer.graph import capture
-from placer.graph.handed import Exchange
-from placer.graph.structure import flatten
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -313,7 +313,7 @@ def test_the_reason_names_what_torch_export_said() -> None:
 def test_a_custom_function_keeps_its_own_backward() -> None:
     # torch.export keeps what its forward does and drops its backward: gradients were those of round, zero.
     with pytest.raises(CaptureError, match="StraightThrough"):
-        capture(CustomFunction().double(), X, hooks=False)
+        capture_graph(CustomFunction().double(), X, hooks=False)
 
 
 @pytest.mark.parametrize("make", [Item, CustomFunction, BooleanSelection, ToList])
@@ -332,7 +332,7 @@ def test_chunks_run_one_after_another_as_the_unsplit_model_on_the_same_micro_bat
 
 
 def _run_layers(model: nn.Module, inputs: list[Any], **options: Any) -> tuple[Any, list[Any]]:
-    graph = capture(model, *options.pop("given"), **options)
+    graph = capture_graph(model, *options.pop("given"), **options)
     values = dict(zip(graph.inputs, inputs, strict=True))
     for layer in graph.layers:
         state = [graph.state[name] for name in layer.state]
@@ -378,7 +378,7 @@ def test_tracing_leaves_buffers_and_random_numbers_as_they_were() -> None:
     model, reference = twins(Norm)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    capture(model, X)
+    capture_graph(model, X)
     assert torch.equal(torch.get_rng_state(), before)
     for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.equal(ours, theirs)
@@ -389,12 +389,12 @@ def test_a_model_on_meta_that_is_refused_says_what_to_do() -> None:
     with torch.device("meta"):
         model = BranchOnAValue()
     with pytest.raises(CaptureError, match="load weights"):
-        capture(model, torch.randn(2, 4, device="meta"))
+        capture_graph(model, torch.randn(2, 4, device="meta"))
 
 
 def test_an_error_of_the_model_itself_is_told() -> None:
     with pytest.raises(CaptureError, match="fails on the example inputs"):
-        capture(nn.Linear(4, 4), torch.randn(2, 7))
+        capture_graph(nn.Linear(4, 4), torch.randn(2, 7))
 
 
 def test_an_input_that_the_model_refuses_itself_does_not_send_later_ones_through_hooks() -> None:
@@ -569,8 +569,8 @@ class _Noting(nn.Module):
 def test_what_an_object_holds_stays_where_it_is_when_modules_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     model, whole = twins(_Noting)
     ours, theirs, copies = _Notes(), _Notes(), []
-    copy = moving.copy
-    monkeypatch.setattr(moving, "copy", lambda *given: copies.append(given) or copy(*given))
+    copy = tensor_moves.copy
+    monkeypatch.setattr(tensor_moves, "copy", lambda *given: copies.append(given) or copy(*given))
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(model, fine_grained=False)
         flow.layer_gpus |= {"steps.0": 0, "steps.1": 1, "steps.2": 1}

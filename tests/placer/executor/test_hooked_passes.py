@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from placer import DataFlow
-from placer.graph import capture
+from placer.capture import capture_graph
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -90,7 +90,7 @@ def test_tracing_leaves_parameters_that_forward_writes_to_as_they_were() -> None
             return self.student(x) - self.teacher(x)
 
     model, reference = twins(Teacher)
-    graph = capture(model, X)
+    graph = capture_graph(model, X)
     assert not graph.captured and len(graph.layers) == 2
     for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(mine, its)
@@ -108,6 +108,6 @@ def test_a_model_that_makes_a_kind_of_tensor_of_its_own_is_traced() -> None:
             y = nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=causal_lower_right(len(x), len(x)))
             return self.second(y[0])
 
-    graph = capture(Biased().double(), X)
+    graph = capture_graph(Biased().double(), X)
     assert not graph.captured
     assert len(graph.layers) == 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from placer import DataFlow
-from placer.graph.structure import flatten
+from placer.capture.pytrees import flatten
 from placer.testing import logical_devices
 
 

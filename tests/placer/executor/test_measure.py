@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
+from placer.capture.capture import capture_graph
 from placer.errors import InputError
-from placer.executor.training.pipeline import Order
-from placer.graph.capture import capture
+from placer.executor.training.training_pipeline import Order
 from placer.report.timeline import Measurement
 from placer.schema import Cluster, Device, Edge, Layer, Link, Placement, Profile
 from placer.testing import logical_devices
@@ -24,7 +24,7 @@ ROWS, FEATURES, CHUNKS, DEVICES = 8, 5, 4, 3
 
 def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS) -> Profile:
     """Made-up times of the model's own layers: layer i takes i + 1 ms forwards, twice that backwards."""
-    graph = capture(model, inputs)
+    graph = capture_graph(model, inputs)
     maker = {name: layer.name for layer in graph.layers for name in layer.writes}
     readers = graph.readers()
     return Profile(

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import placer
 from placer import BatchOptions, DataFlow
+from placer.capture import capture_graph
 from placer.errors import BatchError, CaptureError, InputError, PlacementError, StageError
-from placer.graph import capture
 from placer.schema import Placement
 from placer.zoo import ToyModel
 
@@ -28,7 +28,7 @@ def _placement(around: str = "") -> Placement:
     return Placement(status="optimal", objective="throughput", layer_devices=places)
 
 
-@pytest.mark.parametrize("take", [DataFlow, lambda model: capture(model, X)], ids=["DataFlow", "capture"])
+@pytest.mark.parametrize("take", [DataFlow, lambda model: capture_graph(model, X)], ids=["DataFlow", "capture"])
 @pytest.mark.parametrize(
     ("given", "told"),
     [

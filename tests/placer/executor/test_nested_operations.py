@@ -16,10 +16,10 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import forward_ad
 
-from placer import DataFlow, PlacementRequest, capture, profile, solve
-from placer.executor.training.pipeline import Order
-from placer.graph import nested
-from placer.graph.export import export
+from placer import DataFlow, PlacementRequest, capture_graph, profile, solve
+from placer.capture.export import nested_ops
+from placer.capture.export.export import export
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
@@ -279,7 +279,7 @@ def test_modules_inside_a_branch_are_no_layers_of_a_model_that_is_not_captured()
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(torch.from_numpy(x.detach().cpu().numpy()).to(x.device))
 
-    graph = capture(Converts().double(), X)
+    graph = capture_graph(Converts().double(), X)
     assert not graph.captured
     assert [layer.name for layer in graph.layers] == ["first", "third"]
 
@@ -287,13 +287,13 @@ def test_modules_inside_a_branch_are_no_layers_of_a_model_that_is_not_captured()
 def test_a_graph_of_its_own_makes_tensors_where_its_layer_runs() -> None:
     device = torch.device("meta")  # stands for another device, which a machine without GPUs has not
     exported = export(ChoosesOperations(), (X.float(),), {})
-    bodies = [found for node in exported.module.graph.nodes if (found := nested.body(exported.module, node))]
+    bodies = [found for node in exported.module.graph.nodes if (found := nested_ops.body(exported.module, node))]
     assert len(bodies) == 2
     for body in bodies:
-        there = nested.on(body, "cpu", device)
+        there = nested_ops.on(body, "cpu", device)
         assert all(tensor.device == device for tensor in there(torch.ones(6, 4, device=device)))
-        assert there is nested.on(body, "cpu", device)
-        assert body is nested.on(body, "cpu", torch.device("cpu:3"))
+        assert there is nested_ops.on(body, "cpu", device)
+        assert body is nested_ops.on(body, "cpu", torch.device("cpu:3"))
 
 
 def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
@@ -303,7 +303,7 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
             y = torch.cond(y.sum() > 0, lambda y: self.second(y) * 3, lambda y: torch.tanh(self.third(y)), (y,))
             return self.third(y)
 
-    one, again, other = (capture(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other))
+    one, again, other = (capture_graph(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other))
     assert one == again != other
 
 

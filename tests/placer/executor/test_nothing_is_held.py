@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import placer
 from placer import BatchOptions, DataFlow, PlacerError, StageError
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 
 CHUNKS = 4
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from unverified import unverified
 
-from placer import DataFlow, capture
+from placer import DataFlow, capture_graph
 from placer.errors import InputError
 from placer.testing import logical_devices
 
@@ -54,8 +54,8 @@ BATCHES = [torch.randn(8, 4, dtype=torch.float64) for _ in range(4)]
 
 def test_only_numbers_from_values_are_marked_as_such() -> None:
     batch = torch.randn(8, 4)
-    assert capture(_Scaled(), batch, granularity="submodule").passes_numbers_on
-    assert not capture(_Averaged(), batch, granularity="submodule").passes_numbers_on
+    assert capture_graph(_Scaled(), batch, granularity="submodule").passes_numbers_on
+    assert not capture_graph(_Averaged(), batch, granularity="submodule").passes_numbers_on
 
 
 @pytest.mark.parametrize("make", [_Scaled, _Averaged, _Chosen])

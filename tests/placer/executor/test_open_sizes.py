@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor import program
+from placer.executor import model_captures
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
@@ -213,7 +213,7 @@ def test_sizes_that_are_returned_are_those_of_the_call() -> None:
 
 def test_sizes_that_take_too_long_to_prove_are_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch took minutes for a Swin whose height was open, and the next height needed a capture all the same."""
-    monkeypatch.setattr(program, "_PATIENCE", 0.0)
+    monkeypatch.setattr(model_captures, "_PATIENCE", 0.0)
     made = count_captures(monkeypatch)
     _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 7)])
     assert len(made) == 3

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow, devices, profile
+from placer.capture.layers import tensor_bytes
 from placer.errors import InputError
-from placer.executor.training.pipeline import Order
-from placer.graph.layers import tensor_bytes
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from unverified import unverified
 
 from placer import DataFlow
-from placer.executor.training.pipeline import SCHEDULES, Order
+from placer.executor.training.training_pipeline import SCHEDULES, Order
 from placer.testing import logical_devices
 
 

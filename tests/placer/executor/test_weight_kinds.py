@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from weight_kinds import KINDS, Around, Linear, Sparse, State, batch_of, model_of
 
 from placer import DataFlow, devices
+from placer.capture.capture import capture_graph
+from placer.capture.serialization import to_wire
 from placer.errors import CaptureError, InputError, PlacementError
-from placer.executor.state.apply import move_state
-from placer.graph.capture import capture
-from placer.graph.wire import to_wire
+from placer.executor.state.state_moves import move_state
 from placer.profiler.profile import profile
 from placer.testing import logical_devices
 
@@ -218,7 +218,7 @@ def test_a_move_that_fails_puts_all_of_a_weight_back(kind: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["wrapper", "wrapper with a linear layer", "csr buffer", "coo parameter"])
 def test_a_graph_with_such_a_weight_is_not_sent_as_if_it_were_dense(kind: str) -> None:
-    graph = capture(model_of(KINDS[kind]), batch_of(KINDS[kind]))
+    graph = capture_graph(model_of(KINDS[kind]), batch_of(KINDS[kind]))
     with pytest.raises(CaptureError, match=r"profile the model on the machine with the devices|profile it where"):
         to_wire(graph)
 
@@ -227,17 +227,17 @@ def test_a_graph_with_such_a_weight_is_not_sent_as_if_it_were_dense(kind: str) -
 def test_a_weight_that_is_elsewhere_is_captured_as_what_it_is(kind: str) -> None:
     """A dense twin in its place would make a graph of other operations."""
     model, x = model_of(KINDS[kind]), batch_of(KINDS[kind])
-    expected = capture(model, x).hash
+    expected = capture_graph(model, x).hash
     weight: Any = model[0].weight
     elsewhere = devices.copy(weight, torch.device("meta"))
     model[0].weight = nn.Parameter(elsewhere, requires_grad=False)
-    assert capture(model, x).hash == expected
+    assert capture_graph(model, x).hash == expected
 
 
 @pytest.mark.parametrize("kind", ["attached tensor", "attached object", "state that is taken away"])
 def test_a_weight_whose_attributes_torch_export_does_not_see_runs_through_hooks(kind: str) -> None:
     with pytest.raises(CaptureError, match=r"'0.weight' has tensors in its attributes"):
-        capture(model_of(KINDS[kind]), batch_of(KINDS[kind]), hooks=False)
+        capture_graph(model_of(KINDS[kind]), batch_of(KINDS[kind]), hooks=False)
 
 
 class Doubled(nn.Parameter):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from placer.graph.layers import Layer, LayerGraph, Value
+from placer.capture.layers import Layer, LayerGraph, Value
 from placer.profiler.trial import Trial
 from placer.schema import Profile
 

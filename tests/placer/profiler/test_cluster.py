@@ -9,9 +9,9 @@ import torch
 
 from placer import devices as hardware
 from placer.errors import InputError
-from placer.profiler import cluster
-from placer.profiler.cluster import measure, measure_cluster, resolve_limits
-from placer.profiler.links import Connections
+from placer.profiler.links import cluster
+from placer.profiler.links.cluster import measure, measure_cluster, resolve_limits
+from placer.profiler.links.links import Connections
 
 
 def test_stand_ins_share_the_memory_of_the_machine() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow, profile
-from placer.executor.training.slot import Slot
-from placer.executor.training.stage import Stage
+from placer.executor.training.stages.training_slot import Slot
+from placer.executor.training.stages.training_stage import Stage
 from placer.profiler.memory import measure_memory
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet

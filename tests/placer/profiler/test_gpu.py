@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices, zoo
+from placer.capture.capture import capture_graph
 from placer.errors import ProfilingError
-from placer.graph.capture import capture
 from placer.profiler import profile as profile_module
-from placer.profiler.cluster import measure_cluster
+from placer.profiler.links.cluster import measure_cluster
 from placer.profiler.memory import measure_memory
 from placer.profiler.profile import profile
 from placer.profiler.timing import measure_time
@@ -114,7 +114,7 @@ def test_the_allocators_peak_in_inference_is_predicted_and_never_undercut(
     predicted = predict_inference(profile(model, x, ["cuda:0"], training=False, progress=False))
     model.cuda().eval()
     x = x.cuda()
-    graph = capture(model, x)
+    graph = capture_graph(model, x)
     run_in_order(graph, x, torch.device("cuda", 0))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(0)

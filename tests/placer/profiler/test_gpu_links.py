@@ -13,9 +13,9 @@ import placer
 from placer import devices, zoo
 from placer.devices import routes
 from placer.profiler import measure
-from placer.profiler.links import measure_links
+from placer.profiler.links.link_probe import through_host
+from placer.profiler.links.links import measure_links
 from placer.profiler.profile import profile
-from placer.profiler.ways import through_host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

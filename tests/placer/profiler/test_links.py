@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from placer import devices as hardware
 from placer.devices import routes
 from placer.errors import ProfilingError
-from placer.profiler import links, ways
-from placer.profiler.cache import Cache
-from placer.profiler.links import Ports, evened, links_to_measure, measure_links
-from placer.profiler.ways import fit, through_host
+from placer.profiler.cache.file_cache import Cache
+from placer.profiler.links import link_probe, links
+from placer.profiler.links.link_probe import fit, through_host
+from placer.profiler.links.links import Ports, evened, links_to_measure, measure_links
 from placer.schema import Link, Rate
 
 SIZES = (2**16, 2**20, 2**25)
@@ -112,12 +112,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, bool, bool]
 
     def rate(source: torch.device, target: torch.device, *, both_ways: bool = False, computing: bool = False) -> Rate:
         if (str(source), str(target)) == ("cuda:0", "cuda:1") and both_ways:
-            raise ways.Changed(3, 100)
+            raise link_probe.Changed(3, 100)
         key = (str(source), str(target), both_ways, computing)
         return rates.setdefault(key, Rate(bandwidth_bytes_per_s=1e9 * (1 + len(rates)), latency_s=1e-6 * len(rates)))
 
-    monkeypatch.setattr(ways, "rate", rate)
-    monkeypatch.setattr(ways, "check", lambda *_: None)
+    monkeypatch.setattr(link_probe, "rate", rate)
+    monkeypatch.setattr(link_probe, "check", lambda *_: None)
     monkeypatch.setattr(links, "conditions", lambda device: {"type": "GPU"})
     monkeypatch.setattr(hardware, "place", str)
     return rates
@@ -170,9 +170,9 @@ def test_another_start_of_the_machine_measures_its_links_again(monkeypatch: pyte
 
 def test_a_device_whose_way_to_the_host_changes_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def rate(*_: object, **__: object) -> Rate:
-        raise ways.Changed(1, 2)
+        raise link_probe.Changed(1, 2)
 
-    monkeypatch.setattr(ways, "rate", rate)
+    monkeypatch.setattr(link_probe, "rate", rate)
     with pytest.raises(ProfilingError, match=r"between cuda:0 and the host's memory, 1 of 2 bytes .* leave the device"):
         measure_links(GPUS[:2], lambda _: None)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, solve, zoo
-from placer.graph.capture import capture
+from placer.capture.capture import capture_graph
 from placer.profiler.profile import profile
 from placer.solver import memory
 from placer.solver.problem import Problem
@@ -90,7 +90,7 @@ def test_an_inference_peaks_where_its_profile_says(
     predicted = predict_inference(
         profile(model, x, [CPU], training=False, progress=False, repeats=1, granularity=granularity)
     )
-    graph = capture(model.eval(), x, granularity=granularity)
+    graph = capture_graph(model.eval(), x, granularity=granularity)
     with HeldBytes([*_state(model), *graph.state.values(), x]) as held:
         run_in_order(graph, x, CPU)
     assert 0.98 * held.peaks["cpu"] <= predicted <= 1.1 * held.peaks["cpu"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import placer
-from placer.graph.capture import capture
-from placer.graph.wire import to_wire
+from placer.capture.capture import capture_graph
+from placer.capture.serialization import to_wire
 
 VARIABLE = torch.rand(64)
 
@@ -112,12 +112,12 @@ def test_profiling_leaves_a_plain_tensor_as_it_is_that_forward_writes_to(trainin
 
 
 def test_layers_that_one_changes_it_for_stay_together() -> None:
-    graph = capture(Written().eval(), torch.randn(2, 8), granularity="submodule")
+    graph = capture_graph(Written().eval(), torch.randn(2, 8), granularity="submodule")
     assert graph.captured and graph.colocated == (("a", "b"),)
 
 
 def test_a_service_is_sent_the_shape_of_a_plain_tensor_and_who_reads_it() -> None:
-    graph = to_wire(capture(Tables("list").eval(), torch.randn(4, 64), granularity="fine"))
+    graph = to_wire(capture_graph(Tables("list").eval(), torch.randn(4, 64), granularity="fine"))
     (constant,) = (state for state in graph.state if state.kind == "constant")
     assert constant.shape == (64,) and not graph.colocated
     readers = [layer.name for layer in graph.layers if constant.name in layer.state]

@@ -20,7 +20,7 @@ from placer.errors import InputError, ProfilingError
 from placer.profiler import measure as measuring
 from placer.profiler import profile as profile_module
 from placer.profiler import timing
-from placer.profiler.core_waits import CoreWaits
+from placer.profiler.cpu_contention import CoreWaits
 from placer.schema import Profile
 
 TIMES = ("forward_ms", "backward_ms", "weights_ms", "optimizer_ms", "spread", "host_ms")

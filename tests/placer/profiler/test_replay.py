@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import placer
+from placer.capture.capture import capture_graph
+from placer.capture.serialization import to_wire
 from placer.errors import InputError, ProfilingError
-from placer.graph.capture import capture
-from placer.graph.wire import to_wire
-from placer.profiler import allowed
-from placer.profiler.replay import rebuild, replay
+from placer.profiler.remote import allowed_ops
+from placer.profiler.remote.replay import rebuild, replay
 from placer.schema.graph import Graph, ProfileRequest
 
 
@@ -30,7 +30,7 @@ def test_a_graph_is_profiled_as_its_model_is(training):
     direct = placer.profile(
         model, X, ["cpu:0", "cpu:1"], training=training, repeats=2, cache=False, progress=False, granularity="fine"
     )
-    graph = to_wire(capture(model, (X,), granularity="fine"))
+    graph = to_wire(capture_graph(model, (X,), granularity="fine"))
     replayed = replay(ProfileRequest(graph=graph, devices=2, repeats=2))
 
     def without_times(profile):
@@ -53,7 +53,7 @@ def test_times_of_a_replayed_graph_are_those_of_the_model_on_the_gpu():
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
     x = torch.randn(256, 4096)
     direct = placer.profile(model.cuda(), x.cuda(), 1, cache=False, progress=False, granularity="fine")
-    graph = to_wire(capture(model.cpu().train(), (x,), granularity="fine"))
+    graph = to_wire(capture_graph(model.cpu().train(), (x,), granularity="fine"))
     replayed = replay(ProfileRequest(graph=graph, devices=1))
     for one, other in zip(direct.layers, replayed.layers, strict=True):
         (kind,) = one.forward_ms
@@ -214,28 +214,30 @@ def test_what_a_stranger_says_of_its_layers_stays_out_of_the_cache():
 
 
 def test_every_allowed_name_is_an_operator_of_this_torch():
-    known = {name for name in allowed.ALLOWED if hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, name + "_")}
-    assert known == allowed.ALLOWED
+    known = {
+        name for name in allowed_ops.ALLOWED if hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, name + "_")
+    }
+    assert known == allowed_ops.ALLOWED
 
 
 def test_the_only_text_that_an_allowed_operator_takes_is_a_mode_an_equation_or_a_message():
     taken = set()
-    for name in allowed.ALLOWED:
+    for name in allowed_ops.ALLOWED:
         for form in (name, f"{name}_"):
             packet = getattr(torch.ops.aten, form, None)
             for overload in packet.overloads() if packet else ():
                 arguments = getattr(packet, overload)._schema.arguments
                 taken |= {argument.name for argument in arguments if "str" in str(argument.type)}
     assert taken <= TEXTS | PLAIN_TEXT
-    for name in allowed.ALLOWED:
+    for name in allowed_ops.ALLOWED:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet else ():
             arguments = getattr(packet, overload)._schema.arguments
             if any(argument.name in PLAIN_TEXT and "str" in str(argument.type) for argument in arguments):
                 with pytest.raises(InputError):
-                    allowed.find(f"aten.{name}.{overload}")
+                    allowed_ops.find(f"aten.{name}.{overload}")
 
 
 def test_a_request_says_nothing_of_the_machine_it_comes_from():
-    text = json.dumps(to_wire(capture(small(), (X,))).model_dump(mode="json"))
+    text = json.dumps(to_wire(capture_graph(small(), (X,))).model_dump(mode="json"))
     assert "/" not in text.replace("\\/", "")

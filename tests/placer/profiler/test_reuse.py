@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from placer import profiler, zoo
 from placer.profiler import measure
 from placer.profiler import profile as profile_module
-from placer.profiler.cache import Cache
+from placer.profiler.cache.file_cache import Cache
 from placer.profiler.profile import profile
 from placer.schema import Profile
 

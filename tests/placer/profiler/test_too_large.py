@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import zoo
-from placer.graph.capture import capture
+from placer.capture.capture import capture_graph
 from placer.profiler.measure import measure_layers
 from placer.profiler.optimizer import OptimizerState
 from placer.profiler.profile import profile
@@ -60,7 +60,7 @@ def _llama(layers: int) -> nn.Module:
 
 def _most_held(layers: int, training: bool) -> int:
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    graph = capture(_llama(layers), tokens, granularity=BLOCKS)
+    graph = capture_graph(_llama(layers), tokens, granularity=BLOCKS)
     optimizer = OptimizerState("adam") if training else None
     with _Held() as held:
         measure_layers(graph, [tokens], CPU, training, 1, lambda _: None, optimizer)
@@ -90,7 +90,7 @@ def test_no_more_is_held_than_the_largest_layer_with_its_training_state_and_acti
 def test_blocks_that_are_alike_are_measured_once() -> None:
     told: list[str] = []
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    graph = capture(_llama(8), tokens, granularity=BLOCKS)
+    graph = capture_graph(_llama(8), tokens, granularity=BLOCKS)
     measure_layers(graph, [tokens], CPU, True, 1, told.append)
     assert len(graph.layers) > 8
     assert len(told) == len({layer.signature for layer in graph.layers}) < len(graph.layers)
@@ -101,7 +101,7 @@ def test_weights_on_the_host_are_brought_layer_by_layer() -> None:
     torch.manual_seed(0)
     model = zoo.llama(layers=10, width=64, heads=4, key_heads=2, hidden=160, vocabulary=70)
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    graph = capture(model, tokens, granularity=BLOCKS)
+    graph = capture_graph(model, tokens, granularity=BLOCKS)
     with _Held(model.parameters()) as held:
         measure_layers(graph, [tokens], CPU, True, 1, lambda _: None, OptimizerState("adam"))
     assert held.most < sum(parameter.nbytes for parameter in model.parameters()) / 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from placer.graph.layers import Layer
+from placer.capture.layers import Layer
 from placer.profiler.trial import bring_input, bring_state
 
 CPU = torch.device("cpu", 0)

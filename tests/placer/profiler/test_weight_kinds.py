@@ -12,7 +12,7 @@ from torch.nn import functional
 from weight_kinds import KINDS, WIDTH, Kind, Linear, Packed, Scaled, State, batch_of, model_of
 
 import placer
-from placer.graph.capture import capture
+from placer.capture.capture import capture_graph
 from placer.profiler.profile import profile
 from placer.schema import Profile
 
@@ -121,7 +121,7 @@ def test_wrappers_that_differ_inside_are_measured_apart() -> None:
     """Weights of one class, shape and type, of which one has a single scale."""
 
     def signature(weight_of: Any) -> str:
-        return capture(nn.Sequential(Linear(weight_of)).eval(), batch_of(KINDS["wrapper"])).layers[0].signature
+        return capture_graph(nn.Sequential(Linear(weight_of)).eval(), batch_of(KINDS["wrapper"])).layers[0].signature
 
     by_rows, again = signature(Scaled.of), signature(Scaled.of)
     single = signature(lambda weight: Scaled(weight.to(torch.int8), torch.ones(1)))
@@ -130,7 +130,7 @@ def test_wrappers_that_differ_inside_are_measured_apart() -> None:
 
 def test_a_layer_with_a_wrapper_is_measured_anew_in_each_run() -> None:
     """The class may do something else in the next run, and no signature tells."""
-    graph = capture(model_of(KINDS["wrapper"]), batch_of(KINDS["wrapper"]))
+    graph = capture_graph(model_of(KINDS["wrapper"]), batch_of(KINDS["wrapper"]))
     assert [layer.told_by_signature for layer in graph.layers] == [False, True, False]
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from placer.report.charts import Bar, Chart, Part, bars, columns, drawing, legend
-from placer.units import ms_text
+from placer.utils.units import ms_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

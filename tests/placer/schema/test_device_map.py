@@ -11,9 +11,9 @@ from model_list import CASES, transformers
 from torch import Tensor, nn
 
 import placer
-from placer import Constraints, Placement, capture
+from placer import Constraints, Placement, capture_graph
+from placer.capture import LayerGraph
 from placer.errors import MixedDevicesError, PlacementError
-from placer.graph import LayerGraph
 from placer.testing import logical_devices
 
 
@@ -71,7 +71,7 @@ LANGUAGE_MODELS = ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGener
 def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(name: str, granularity: str) -> None:
     model = CASES[name].make()
     args, kwargs = CASES[name].inputs(False)
-    graph = capture(model.eval(), args, kwargs, granularity=granularity)
+    graph = capture_graph(model.eval(), args, kwargs, granularity=granularity)
     try:
         found = _halves(graph).device_map(model)
     except PlacementError:
@@ -115,7 +115,7 @@ def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
     args, kwargs = CASES[name].inputs(False)
     with torch.no_grad():
         expected = model(*args, **kwargs)[0]
-    found = _halves(capture(model, args, kwargs, granularity="blocks")).device_map(model)
+    found = _halves(capture_graph(model, args, kwargs, granularity="blocks")).device_map(model)
     assert set(found.values()) == {0, 1}
     with logical_devices(2), torch.no_grad():
         dispatched = accelerate.dispatch_model(
@@ -126,7 +126,7 @@ def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
 
 def _cut_in_a_block(model: nn.Module) -> Placement:
     kwargs = {"input_ids": torch.randint(3, 50, (2, 7))}
-    names = [layer.name for layer in capture(model, (), kwargs, granularity="fine").layers]
+    names = [layer.name for layer in capture_graph(model, (), kwargs, granularity="fine").layers]
     cut = next(index for index, name in enumerate(names) if name.startswith("model.layers.1.mlp"))
     return _placed(**{name: f"cuda:{int(index >= cut)}" for index, name in enumerate(names)})
 
@@ -203,7 +203,7 @@ def test_blocks_of_all_models_that_a_model_is_made_of_stay_whole() -> None:
     tokens = torch.randint(3, 50, (2, 8))
     tokens[:, 1:5] = 59
     kwargs = {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 28, 28)}
-    graph = capture(model, (), kwargs, granularity="blocks")
+    graph = capture_graph(model, (), kwargs, granularity="blocks")
     names = [layer.name for layer in graph.layers]
     assert {"model.vision_tower.encoder.layers.1", "model.language_model.layers.2"} <= set(names)
     assert set(_halves(graph).device_map(model).values()) == {0, 1}

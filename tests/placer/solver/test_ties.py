@@ -12,8 +12,8 @@ from placer.errors import PlacementError
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import ties
 from placer.solver.check import check
+from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Limits
 from placer.solver.solve import solve
 
 SETTINGS = examples(60)

@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from placer.schema import Constraints
+from placer.solver.cpsat.model import PlacementModel
+from placer.solver.cpsat.runner import Limits, Meter
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Limits, Meter
-from placer.solver.program.model import PlacementModel
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
 

@@ -209,7 +209,7 @@ OPERATIONS = st.fixed_dictionaries(
 @given(st.lists(OPERATIONS, max_size=3), st.lists(ARGUMENTS, max_size=2))
 def test_whatever_a_graph_holds_its_reader_says_what_is_wrong_or_takes_it(steps, results):
     from placer.errors import InputError
-    from placer.profiler.replay import rebuild
+    from placer.profiler.remote.replay import rebuild
     from placer.schema.graph import ProfileRequest
 
     body = copy.deepcopy(examples.graphs()["one layer"]["value"])

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from placer import DataFlow, devices
 from placer.errors import StageError
-from placer.executor.inference import compiled
+from placer.executor.inference import compiled_streams
 from placer.zoo import gpt, resnet18, unet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
@@ -58,8 +58,10 @@ def test_a_compiled_stream_equals_the_unsplit_model(name: str, monkeypatch: pyte
     batches = [data(4).cuda(0) for _ in range(6)]
     with torch.no_grad():
         expected = [whole.cuda(0)(batch) for batch in batches]
-    times, trial = iter(range(1000, 0, -10)), compiled.trial_ms
-    monkeypatch.setattr(compiled, "trial_ms", lambda *given: trial(*given) and float(next(times)))  # always faster
+    times, trial = iter(range(1000, 0, -10)), compiled_streams.trial_ms
+    monkeypatch.setattr(
+        compiled_streams, "trial_ms", lambda *given: trial(*given) and float(next(times))
+    )  # always faster
     flow = _flow(model)
     _close(list(flow.stream(batches, compile=True)), expected)
     stages = flow._streams.pipelines()[0].stages

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from placer import DataFlow
 from placer.errors import StageError
 from placer.executor.inference import repeated_calls
-from placer.executor.inference.pipeline import InferencePipeline
-from placer.executor.state.census import Census
+from placer.executor.inference.stream_pipeline import InferencePipeline
+from placer.executor.state.model_fingerprint import Census
 from placer.testing import logical_devices
 
 CALLS = 4

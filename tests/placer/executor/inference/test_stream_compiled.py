@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.compiled_segments import CompiledSegment
-from placer.executor.inference import compiled
+from placer.executor.engine.compiled_segments import CompiledSegment
+from placer.executor.inference import compiled_streams
 from placer.testing import logical_devices
 
 
@@ -48,13 +48,13 @@ def _batches(*rows: int) -> list[Tensor]:
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial takes half the time of the one before it."""
     times = (2.0**-trial for trial in itertools.count())
-    trial = compiled.trial_ms
+    trial = compiled_streams.trial_ms
 
     def faster(*given: Any) -> float:
         trial(*given)
         return next(times)
 
-    monkeypatch.setattr(compiled, "trial_ms", faster)
+    monkeypatch.setattr(compiled_streams, "trial_ms", faster)
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt", "lstm_stacked"])
@@ -123,7 +123,7 @@ def test_weights_that_change_in_place_are_those_that_compiled_segments_use() -> 
 @pytest.mark.parametrize("after_ms", [2.0, 1.0, 0.996])
 def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, after_ms: float) -> None:
     times = iter([1.0, after_ms, 1.0, after_ms])
-    monkeypatch.setattr(compiled, "trial_ms", lambda *given: next(times))
+    monkeypatch.setattr(compiled_streams, "trial_ms", lambda *given: next(times))
     flow = _flow(_Model())
     list(flow.stream(_batches(4, 4, 4), compile="aot_eager"))
     assert flow.compiled == {}
@@ -227,7 +227,7 @@ def test_trials_leave_no_trace_in_what_a_model_counts() -> None:
 
 def test_of_two_shapes_the_one_that_came_last_says_whether_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 2.0])
-    monkeypatch.setattr(compiled, "trial_ms", lambda *given: next(times))
+    monkeypatch.setattr(compiled_streams, "trial_ms", lambda *given: next(times))
     flow = _flow(_Model())
     list(flow.stream(_batches(4, 4, 3, 3), compile="aot_eager"))
     assert flow.compiled == {} and len(flow.not_compiled_because) == 2
@@ -313,7 +313,7 @@ def test_a_batch_is_measured_compiled_where_that_is_asked_for() -> None:
 
 
 def test_a_measurement_says_why_a_segment_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "gains", lambda after_ms, before_ms: False)
+    monkeypatch.setattr(compiled_streams, "gains", lambda after_ms, before_ms: False)
     (batch,) = _batches(8)
     notes = _flow(_Model()).measure(batch, chunks=2, compile="aot_eager").notes
     for index in range(2):

@@ -11,7 +11,7 @@ from splitting import scatter_layers
 from streams import ROW, assert_close, placed, skips, unsplit
 from torch import Tensor
 
-from placer.executor.inference.pipeline import InferencePipeline
+from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.testing import logical_devices
 
 

@@ -13,8 +13,8 @@ from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.executor import latest_shapes
-from placer.executor.latest_shapes import LatestShapes
+from placer.executor.engine import shape_cache
+from placer.executor.engine.shape_cache import LatestShapes
 from placer.testing import logical_devices
 from placer.zoo import unet
 
@@ -96,7 +96,7 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
 def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(latest_shapes, "KEPT_SHAPES", 2)
+    monkeypatch.setattr(shape_cache, "KEPT_SHAPES", 2)
     races = _stream(monkeypatch, "skips", 0, batches=10, rows=(6, 5, 4, 3, 2))
     assert races.found == []
 

@@ -12,7 +12,7 @@ from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.executor.inference.stage import Slot, Stage
+from placer.executor.inference.stream_stage import Slot, Stage
 from placer.testing import logical_devices
 from placer.zoo import gpt
 

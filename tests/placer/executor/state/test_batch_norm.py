@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 SIZE = 10

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor.program import Capture
-from placer.graph import attributes
+from placer.capture.python_state import attribute_reads
+from placer.executor.model_captures import Capture
 from placer.testing import logical_devices
 
 
@@ -226,7 +226,7 @@ def test_captures_of_the_model_as_it_was_are_not_kept() -> None:
 def test_classes_are_as_they_were_after_a_capture() -> None:
     model = Model()
     before = [dict(vars(cls)) for cls in (Model, Head, Config)]
-    with attributes.noted(model) as notes:
+    with attribute_reads.noted(model) as notes:
         model(torch.randn(2, 4))
         model.doubled = True
         assert Head.temperature == 1.0 and not hasattr(Model, "power")
@@ -240,7 +240,7 @@ def test_classes_are_as_they_were_after_a_capture() -> None:
 
 def test_an_attribute_that_is_taken_away_is_missing_while_it_is_noted_too() -> None:
     model = Model()
-    with attributes.noted(model):
+    with attribute_reads.noted(model):
         del model.power
         with pytest.raises(AttributeError, match="power"):
             _ = model.power

@@ -23,7 +23,7 @@ def test_switching_between_maps_moves_no_weight_and_gives_the_same_results(monke
     with logical_devices(3), torch.no_grad():
         flow = DataFlow(model, enable_clone=True)
         flow(X)
-        monkeypatch.setattr("placer.executor.state.apply.relocate", lambda *_: pytest.fail("a weight was moved"))
+        monkeypatch.setattr("placer.executor.state.state_moves.relocate", lambda *_: pytest.fail("a weight was moved"))
         for seed in range(4):
             scatter_layers(flow, 3, seed)
             torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import DataFlow, InputError, PlacementError, devices
-from placer.executor.state import apply
+from placer.executor.state import state_moves
 from placer.schema import BatchOptions, Placement
 from placer.testing import logical_devices
 
@@ -243,7 +243,7 @@ def test_a_tensor_that_refuses_its_new_data_keeps_its_gradient(monkeypatch: pyte
     with logical_devices(2):
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.full((2,), 3.0)
-        fill, calls = apply._Contents.fill, []
+        fill, calls = state_moves._Contents.fill, []
 
         def refusing(self: Any, tensor: Tensor) -> None:
             calls.append(tensor)
@@ -252,7 +252,7 @@ def test_a_tensor_that_refuses_its_new_data_keeps_its_gradient(monkeypatch: pyte
                 raise _InjectedError
             fill(self, tensor)
 
-        monkeypatch.setattr(apply._Contents, "fill", refusing)
+        monkeypatch.setattr(state_moves._Contents, "fill", refusing)
         with pytest.raises(_InjectedError):
-            apply.relocate(weight, torch.device("cpu:1"))
+            state_moves.relocate(weight, torch.device("cpu:1"))
         assert weight.grad is not None and weight.grad.tolist() == [3.0, 3.0]

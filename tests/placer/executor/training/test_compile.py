@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import InputError
-from placer.executor.training import compiled
-from placer.executor.training.opened_segments import OpenedSegment
-from placer.executor.training.pipeline import Order
-from placer.executor.training.step import TrainStep
+from placer.executor.training.stages import compiled_stages
+from placer.executor.training.stages.split_segments import OpenedSegment
+from placer.executor.training.train_step import TrainStep
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 CHUNKS = 4
@@ -99,13 +99,13 @@ def test_every_segment_is_compiled_for_its_own_shapes_alone() -> None:
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial takes half the time of the one before it."""
     times = (2.0**-trial for trial in itertools.count())
-    trial = compiled._trial_ms
+    trial = compiled_stages._trial_ms
 
     def faster(stage: Any) -> float:
         trial(stage)
         return next(times)
 
-    monkeypatch.setattr(compiled, "_trial_ms", faster)
+    monkeypatch.setattr(compiled_stages, "_trial_ms", faster)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
@@ -296,7 +296,7 @@ def test_the_loss_is_compiled_where_that_is_faster_whatever_its_segment(
     times: list[float], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(times)
-    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: float(next(left)))
+    monkeypatch.setattr(compiled_stages, "_trial_ms", lambda stage: float(next(left)))
     step = _train("zero-bubble", "aot_eager")
     last = step.compiled["segment 1 of 2 on cpu:1"]
     assert told in last and ("loss" in last) is bool(told)
@@ -317,7 +317,7 @@ def test_a_loss_that_cannot_be_compiled_stays_as_it_is_and_says_why() -> None:
 @pytest.mark.parametrize("after_ms", [2.0, 1.0, 0.996])
 def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, after_ms: float) -> None:
     times = iter([1.0, after_ms, 1.0, after_ms, after_ms])
-    monkeypatch.setattr(compiled, "_trial_ms", lambda stage: next(times))
+    monkeypatch.setattr(compiled_stages, "_trial_ms", lambda stage: next(times))
     step = _train("1f1b", "aot_eager")
     assert step.compiled == {}
     why = f"it is no faster: {after_ms:.3g} ms forwards and backwards, 1 ms without"

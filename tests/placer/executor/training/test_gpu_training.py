@@ -13,7 +13,7 @@ from torch.nn import functional
 from unverified import unverified
 
 from placer import DataFlow
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 
 pytestmark = pytest.mark.usefixtures("exact")
 

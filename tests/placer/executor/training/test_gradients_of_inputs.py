@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 CHUNKS = 3

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from placer.executor.training import accumulation
-from placer.executor.training.accumulation import Accumulation
+from placer.executor.training.optimizer import gradient_accumulation
+from placer.executor.training.optimizer.gradient_accumulation import Accumulation
 
 LAYERS, PASSES = 4, 3
 
@@ -51,7 +51,7 @@ def _gradients(model: nn.Module) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("most_bytes", [2**20, 50, 0])
 def test_sums_are_those_of_autograd_and_stay_in_place(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulation, "_MOST_BYTES", most_bytes)
+    monkeypatch.setattr(gradient_accumulation, "_MOST_BYTES", most_bytes)
     ours, theirs = _model(), _model()
     places = [id(parameter.grad) for parameter in ours.parameters()]
     together = Accumulation(ours.parameters())

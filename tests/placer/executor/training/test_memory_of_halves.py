@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import BatchOptions, Constraints, DataFlow, PlacementRequest, profile, solve
-from placer.executor.training import accumulation
-from placer.executor.training.slot import Slot
-from placer.executor.training.stage import Stage
-from placer.graph.deferred import Addition
-from placer.profiler import writing
+from placer.capture.weight_grads.deferred import Addition
+from placer.executor.training.optimizer import gradient_accumulation
+from placer.executor.training.stages.training_slot import Slot
+from placer.executor.training.stages.training_stage import Stage
+from placer.profiler import profile_writer
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
 
@@ -129,8 +129,8 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
 ) -> None:
     make, data = MODELS[name]
     model, (part, target) = make(), data(4)
-    monkeypatch.setattr(writing, "_material", lambda size: size)  # here 1 MiB is much
-    monkeypatch.setattr(accumulation, "_MOST_BYTES", 0)  # and so are 32
+    monkeypatch.setattr(profile_writer, "_material", lambda size: size)  # here 1 MiB is much
+    monkeypatch.setattr(gradient_accumulation, "_MOST_BYTES", 0)  # and so are 32
     given: Any = {"optimizer": None, "loss_fn": _loss, "target": target}
     with logical_devices(3):
         measured = profile(model, part, 3, progress=False, repeats=1, cache=False, **given)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import placer
 from placer import Constraints, DataFlow, Placement, PlacementRequest, devices
-from placer.units import bytes_text
+from placer.utils.units import bytes_text
 
 NAMES = ["cpu:0", "cpu:1"]
 WIDTH, LAYERS = 64, 4

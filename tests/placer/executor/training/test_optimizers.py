@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from placer import DataFlow, InputError, devices
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.profiler.optimizer import OptimizerState
 from placer.testing import logical_devices
 

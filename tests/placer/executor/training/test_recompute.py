@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from placer import DataFlow
 from placer.errors import PlacementError
-from placer.executor.training.pipeline import Order
-from placer.executor.training.recomputed import RecomputedStage
-from placer.executor.training.stage import Stage
+from placer.executor.training.stages.recomputed_stage import RecomputedStage
+from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.training_pipeline import Order
 from placer.schema import Placement
 from placer.testing import logical_devices
 from placer.zoo import gpt

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor.training.pipeline import TrainingPipeline
-from placer.executor.training.step import TrainStep
+from placer.executor.training.train_step import TrainStep
+from placer.executor.training.training_pipeline import TrainingPipeline
 from placer.schema import Constraints, Placement
 from placer.solver.solve import solve
 from placer.testing import logical_devices

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from placer import DataFlow
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 CHUNKS = 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import devices
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 from placer.zoo import gpt
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow
-from placer.executor.training.pipeline import SCHEDULES, Order
+from placer.executor.training.training_pipeline import SCHEDULES, Order
 from placer.testing import logical_devices
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from unverified import unverified
 
 from placer import DataFlow
-from placer.executor.training.pipeline import Order
+from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 CHUNKS = 4

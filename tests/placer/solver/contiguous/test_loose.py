@@ -10,8 +10,8 @@ from small_graphs import best_of, drawn
 from placer.solver import costs
 from placer.solver.contiguous import ideals
 from placer.solver.contiguous.loose import LooseModel, _patterns, loose_nodes
+from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
-from placer.solver.program.cpsat import Limits
 from placer.solver.reduce import reduced
 from placer.solver.solve import Portfolio
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from small_graphs import best_of
 
-from placer.solver.contiguous import fronts, ideals
+from placer.solver.contiguous import ideal_frontiers, ideals
 from placer.solver.contiguous.merges import merged
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -54,7 +54,7 @@ def test_too_many_ideals_are_left_alone(chain):
 
 def test_ideals_of_a_front_that_are_too_many_are_left_alone(chain, monkeypatch):
     problem = Problem.from_request(chain([1.0] * 8, devices=3))
-    monkeypatch.setattr(fronts, "MOST_IDEALS", 2)
+    monkeypatch.setattr(ideal_frontiers, "MOST_IDEALS", 2)
     assert ideals.best_chain(problem, reduced(problem)) is None
 
 

@@ -8,9 +8,9 @@ import pytest
 from small_graphs import best_of, drawn
 
 from placer.solver import costs
-from placer.solver.contiguous import fronts, ideals, sends
+from placer.solver.contiguous import ideal_frontiers, ideals, sends
+from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import reduced
 
 
@@ -24,7 +24,7 @@ def in_order(seed):
         readers = tuple(sorted(random.sample(behind, random.randint(1, len(behind)))))
         values.append(replace(value, readers=readers, ordered=True, weightless=True))
     problem = replace(problem, values=tuple(values), multicast=False)
-    if memory_rules.holds_state_alone(problem):
+    if memory_constraints.holds_state_alone(problem):
         return problem
     roomy = tuple(device.model_copy(update={"memory_bytes": 1_000}) for device in problem.devices)
     return replace(problem, devices=roomy)
@@ -84,4 +84,4 @@ def test_a_product_in_parts_is_that_of_the_whole():
     random = np.random.default_rng(0)
     for rows, inner, columns in ((1, 1, 1), (3, 70, 5), (90, 40, 200), (500, 300, 1), (2, 300_000, 3), (0, 5, 9)):
         left, right = random.integers(9, size=(rows, inner)), random.integers(9, size=(inner, columns))
-        assert (fronts.product(left.astype(float), right.astype(float)) == left @ right).all()
+        assert (ideal_frontiers.product(left.astype(float), right.astype(float)) == left @ right).all()

@@ -8,9 +8,9 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.free import local, pair_search, pair_sweep, set_graph
+from placer.solver.cpsat import memory_constraints
+from placer.solver.free import local_search, pair_search, pair_sweep, set_graph
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
 
@@ -37,7 +37,7 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
-    room_is_known = not memory_rules.can_bind(problem) or memory_rules.holds_state_alone(problem)
+    room_is_known = not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem)
     if len(problem.devices) == 2 and room_is_known:  # else there is room for what there was at the last look
         assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
 
@@ -108,8 +108,8 @@ def test_it_goes_on_from_a_better_placement_that_others_found(chain):
 def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
     moved = []
-    improved = local.improved
-    monkeypatch.setattr(local, "improved", lambda *given: moved.append(1) or improved(*given))
+    improved = local_search.improved
+    monkeypatch.setattr(local_search, "improved", lambda *given: moved.append(1) or improved(*given))
     monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)  # not the integer program at first,
     monkeypatch.setattr(set_graph, "applies", lambda problem: False)  # nor prices: they prove it
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]

@@ -11,10 +11,10 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.free import local, pair_sweep
+from placer.solver.cpsat import memory_constraints
+from placer.solver.free import local_search, pair_sweep
 from placer.solver.free.pair_sweep import Pairs, TooWide
 from placer.solver.problem import Problem
-from placer.solver.program import memory_rules
 from placer.solver.reduce import reduced
 
 SETTINGS = examples(150)
@@ -27,7 +27,7 @@ def free_problem(data):
     problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
     multicast, untaxed = data.draw(st.sampled_from([(False, ()), (True, ()), (True, (0,))]))
     problem = replace(problem, multicast=multicast, untaxed=frozenset(untaxed))
-    assume(local.applies(problem) and len(problem.devices) > 1)
+    assume(local_search.applies(problem) and len(problem.devices) > 1)
     return problem
 
 
@@ -52,7 +52,7 @@ def test_loads_are_those_of_the_cost_model(data):
 @given(data=st.data())
 def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_is_found(data):
     problem, nodes, devices = placed_freely(data)
-    assume(not memory_rules.can_bind(problem) or memory_rules.holds_state_alone(problem))
+    assume(not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem))
     held = [node for node, device in enumerate(devices) if device < 2]
     assume(held)
     room = [device.usable_bytes for device in problem.devices]

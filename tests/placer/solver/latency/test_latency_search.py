@@ -1,8 +1,8 @@
 """Objective latency in the portfolio."""
 
 from placer.schema import Constraints
+from placer.solver.cpsat import runner
 from placer.solver.latency import latency_search
-from placer.solver.program import cpsat
 from placer.solver.solve import Portfolio, solve
 
 FREE = Constraints(contiguous=False)
@@ -26,7 +26,7 @@ def test_what_all_devices_share_is_no_less_than_the_work_there_is(rows):
 def test_local_search_goes_on_until_its_work_is_done_where_no_program_is_worth_building(rows, monkeypatch):
     monkeypatch.setattr(latency_search, "worth_building", lambda *asked: False)
     problem = rows([[1.0]] * 251, devices=2, constraints=FREE, work_limit=2.0)  # 126 or more, but no proof of that
-    search = Portfolio(problem, meter=cpsat.Meter(2.0))
+    search = Portfolio(problem, meter=runner.Meter(2.0))
     search._start()
     assert search.open()
     latency_search.before_the_program(search)

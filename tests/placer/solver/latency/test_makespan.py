@@ -7,9 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from small_requests import examples, small_requests
 
-from placer.solver import bounds, costs
-from placer.solver.free.room import Room
-from placer.solver.latency.moves import _State
+from placer.solver import costs
+from placer.solver.bounds import simple_bounds
+from placer.solver.free.device_capacity import Room
+from placer.solver.latency.latency_moves import _State
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -33,7 +34,7 @@ def test_the_latency_kept_move_by_move_is_that_of_the_cost_model_as_are_its_requ
         assert costs.allowed(problem, layers)
         assert result is not None
         assert state.length_ms == pytest.approx(costs.latency_ms(problem, layers), abs=1e-9)
-        assert bounds.lower_bound(problem, nodes) <= state.length_ms * (1 + 1e-9)
+        assert simple_bounds.lower_bound(problem, nodes) <= state.length_ms * (1 + 1e-9)
 
 
 @SETTINGS

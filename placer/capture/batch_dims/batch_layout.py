@@ -1,0 +1,419 @@
+"""Where the samples of a batch lie in its values, and how the values are cut into micro-batches.
+
+inputs, BatchOptions ──▶ BatchLayout: number of samples, and for each tensor its batch dimension, or None
+                             └──▶ cut(): the values of each micro-batch
+
+Values have names by which options refer to them: ``images``, ``targets.0.boxes``, ``logits``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from placer.capture import input_forms
+from placer.capture.pytrees import Structure, flatten_inputs, parts_of
+from placer.errors import InputError, kind_of
+from placer.schema import BatchOptions
+from placer.schema.batch_options import OTHERS, Cut, rule_for
+
+DEFAULT = BatchOptions()
+"""The options of a batch that nothing was declared of."""
+
+_STEP = re.compile(r"\[(?:'((?:[^'\\]|\\.)*)'|\"([^\"]*)\"|([^\]]*))\]|\.(\w+)")
+"""A step of a path in a nest, as ``Structure.paths`` has it: ``[0]``, ``['mask']``, ``.logits``."""
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+class Part(NamedTuple):
+    """The inputs of a micro-batch, or of a batch that is not cut.
+
+    Attributes:
+        tensors: flattened.
+        inputs: their structure.
+        dims: of each, the batch dimension; None where it has none.
+    """
+
+    tensors: list[Any]
+    inputs: Structure
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where the samples of inputs, or of a target, lie.
+
+    Attributes:
+        size: number of samples.
+        dims: of each tensor, the dimension that is the batch; None: every micro-batch has all of it.
+        names: of the tensors.
+        declared: of each tensor, whether the options name it.
+        lists: the names of lists whose items are samples.
+        packed: the name of a PackedSequence that would be cut; None if there is none.
+    """
+
+    size: int
+    dims: tuple[int | None, ...]
+    names: tuple[str, ...]
+    declared: tuple[bool, ...]
+    lists: frozenset[str] = frozenset()
+    packed: str | None = None
+
+    def undeclared(self) -> list[int]:
+        """Return the positions of the tensors that are cut although the options do not name them."""
+        each = enumerate(zip(self.dims, self.declared, strict=True))
+        return [place for place, (dim, named) in each if dim is not None and not named]
+
+    def without(self, whole: Collection[int]) -> BatchLayout:
+        """Return the layout that leaves these tensors whole, given by position."""
+        return replace(self, dims=tuple(None if place in whole else dim for place, dim in enumerate(self.dims)))
+
+    def described(self) -> str:
+        """Return how the values are cut, for messages."""
+        pairs = zip(self.names, self.dims, strict=True)
+        cuts = [f"{name or 'it'} along dimension {dim}" for name, dim in pairs if dim is not None]
+        cuts += [f"{name or 'it'} by its items" for name in sorted(self.lists)]
+        return (", ".join(cuts[:4]) + (", ..." if len(cuts) > 4 else "")) or "no value was cut"
+
+    def cut(self, tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+        """Return the tensors of each micro-batch, where no list has samples for items.
+
+        Args:
+            tensors: in the order of ``dims``.
+            sizes: samples in each micro-batch.
+
+        Raises:
+            InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence.
+        """
+        self._refuse_packed(sizes)
+        columns = [cut(*column, sizes) for column in zip(tensors, self.dims, self.names, strict=True)]
+        return [[column[index] for column in columns] for index in range(len(sizes))]
+
+    def cut_call(self, call: Call, parameters: Parameters, sizes: Sequence[int]) -> list[Call]:
+        """Return the arguments of each micro-batch, lists of samples cut by their items.
+
+        Args:
+            call: positional and keyword arguments.
+            parameters: of the model's forward method.
+            sizes: samples in each micro-batch.
+
+        Raises:
+            InputError: as ``cut``.
+        """
+        count = len(call[0])
+        named = [list(part.items()) for part in self.cut_values(values_of(call, parameters), sizes)]
+        return [(tuple(value for _, value in part[:count]), dict(part[count:])) for part in named]
+
+    def cut_values(self, values: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the values of each micro-batch, lists of samples cut by their items.
+
+        Args:
+            values: nests of tensors, by name.
+            sizes: samples in each micro-batch.
+
+        Raises:
+            InputError: as ``cut``.
+        """
+        self._refuse_packed(sizes)
+        dims = {name: dim for name, dim in zip(self.names, self.dims, strict=True) if dim is not None}
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [
+            {name: self._slice(value, name, dims, start, size) for name, value in values.items()}
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def _slice(self, value: Any, name: str, dims: Mapping[str, int], start: int, size: int) -> Any:
+        if name in self.lists:
+            return type(value)(value[start : start + size])
+        if isinstance(value, Tensor):
+            return _strided(value, name).narrow(dims[name], start, size) if name in dims else value
+        if not any(not name or one.startswith(f"{name}.") for one in (*self.lists, *dims)):
+            return value
+        labels, children, assemble = parts_of(value) or ([], [], lambda _: value)
+        each = zip(labels, children, strict=True)
+        return assemble([self._slice(child, below(name, label), dims, start, size) for label, child in each])
+
+    def _refuse_packed(self, sizes: Sequence[int]) -> None:
+        if self.packed is not None and len(sizes) > 1:
+            raise InputError(
+                f"{self.packed or 'it'} is a PackedSequence, whose rows are steps of several samples, so that it "
+                "cannot be cut into micro-batches; give the padded tensor and its lengths, or chunks=1"
+            )
+
+
+def cut(tensor: Any, dim: int | None, name: str, sizes: Sequence[int]) -> Sequence[Any]:
+    """Return a tensor's part for each micro-batch.
+
+    Args:
+        tensor: the tensor.
+        dim: the dimension to cut along; None: every part is the whole.
+        name: of the tensor, for messages.
+        sizes: samples in each micro-batch.
+
+    Raises:
+        InputError: the tensor is sparse.
+    """
+    if dim is None or len(sizes) == 1:
+        return [tensor] * len(sizes)
+    parts: Sequence[Any] = _strided(tensor, name).split(list(sizes), dim)  # type: ignore[no-untyped-call]
+    return parts
+
+
+class Parameters(NamedTuple):
+    """The parameters of a model's forward method.
+
+    Attributes:
+        positional: names of those that may be given by position.
+        known: all names; None if forward takes any.
+    """
+
+    positional: tuple[str, ...] = ()
+    known: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Parameters:
+        """Return the parameters of a module's forward method."""
+        try:
+            found = inspect.signature(module.forward).parameters.values()
+        except (TypeError, ValueError):  # a scripted one tells no signature
+            return cls()
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        is_open = any(one.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL) for one in found)
+        positional = tuple(one.name for one in found if one.kind in by_position)
+        return cls(positional, None if is_open else frozenset(one.name for one in found))
+
+    def name_of(self, place: int) -> str:
+        """Return the name of an argument that is given by position."""
+        return self.positional[place] if place < len(self.positional) else str(place)
+
+    def renamed(self, name: str) -> str:
+        """Return a name that begins with a position as one that begins with a parameter."""
+        first, dot, rest = name.partition(".")
+        return f"{self.name_of(int(first))}{dot}{rest}" if first.isdecimal() else name
+
+
+ANY = Parameters()
+"""The parameters of a model that is not known."""
+
+
+def values_of(call: Call, parameters: Parameters) -> dict[str, Any]:
+    """Return a call's arguments by name, in their order."""
+    return {parameters.name_of(place): one for place, one in enumerate(call[0])} | call[1]
+
+
+def layout_of_inputs(
+    call: Call,
+    tensors: Sequence[Any],
+    inputs: Structure,
+    options: BatchOptions,
+    parameters: Parameters,
+) -> BatchLayout:
+    """Return where the samples of a call's inputs lie.
+
+    Args:
+        call: positional and keyword arguments.
+        tensors: the flattened inputs.
+        inputs: their structure.
+        options: what was declared.
+        parameters: of the model's forward method.
+
+    Raises:
+        InputError: the options name an input that the model does not have, or inputs of unlike batches.
+    """
+    rules = {parameters.renamed(name): rule for name, rule in _rules(options.inputs).items()}
+    names = [_input_name(path, parameters) for path in inputs.paths]
+    values = values_of(call, parameters)
+    if parameters.known is not None:
+        for name in rules:
+            if name != OTHERS and name.partition(".")[0] not in (*parameters.known, *values):
+                known = ", ".join([*values] or sorted(parameters.known))
+                raise InputError(f"batch_options.inputs names {name!r}, which is not an input; there are {known}")
+    layout = _layout(values, tensors, names, rules, None, "batch_options.inputs")
+    return replace(layout, packed=_packed(inputs.key, values, layout))
+
+
+def refuse_no_options(options: Any) -> BatchOptions:
+    """Return options, or raise an InputError if they are not BatchOptions."""
+    if not isinstance(options, BatchOptions):
+        raise InputError(f"batch_options is {kind_of(options)}; give placer.BatchOptions(...), or leave it out")
+    return options
+
+
+def layout_of(model: nn.Module, inputs: Any, options: BatchOptions, name: str = "inputs") -> BatchLayout:
+    """Return where the samples of inputs lie.
+
+    Args:
+        model: that takes them.
+        inputs: one tensor, a tuple of positional or a dict of keyword arguments.
+        options: what was declared.
+        name: of the inputs, for messages.
+
+    Raises:
+        InputError: they are no inputs, or the options do not fit them.
+    """
+    call = input_forms.split(inputs, name)
+    return layout_of_inputs(call, *flatten_inputs(*call), options, Parameters.of(model))
+
+
+def layout_of_target(
+    target: Any, leaves: Sequence[Any], structure: Structure, options: BatchOptions, size: int
+) -> BatchLayout:
+    """Return where the samples of a target lie.
+
+    Args:
+        target: as the caller gave it.
+        leaves: the same, flattened.
+        structure: of the target.
+        options: what was declared.
+        size: number of samples in the inputs.
+
+    Raises:
+        InputError: the options name a part that is not there, or a part is of another batch than the inputs.
+    """
+    names = [name_of(path) for path in structure.paths]
+    rules: dict[str, Cut] = {}
+    if options.target != "auto":
+        rules = _rules(options.target)
+    elif isinstance(options.inputs, int):  # like the inputs, where that can be
+        along = options.inputs
+        for name, leaf in zip(names, leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.dim() > along and leaf.shape[along] == size:
+                rules[name or OTHERS] = along
+    for name in rules:
+        if name != OTHERS and not any(one == name or one.startswith(f"{name}.") for one in names):
+            raise InputError(
+                f"batch_options.target names {name!r}, which is not in the target; there are {', '.join(names)}"
+            )
+    layout = _layout({"": target}, leaves, names, rules, size, "batch_options.target")
+    for leaf, dim, name in zip(leaves, layout.dims, names, strict=True):
+        goes_whole = rule_for(name, rules, 0)[0] is None or any(_is_below(name, one) for one in layout.lists)
+        if dim is None and not goes_whole and isinstance(leaf, Tensor) and leaf.dim():
+            raise InputError(
+                f"a target{f' {name!r}' if name else ''} of shape {tuple(leaf.shape)} goes with a batch of {size} "
+                "samples; its first dimension must be the batch. Else declare it: BatchOptions(target=1) for another "
+                "dimension, target='items' for a list of samples, target=None for what is not cut; or give chunks=1"
+            )
+    return replace(layout, packed=_packed(structure.key, {"": target}, layout))
+
+
+def name_of(path: str) -> str:
+    """Return the name of a value in a result or target from its path: ``['loss'][0]`` is ``loss.0``."""
+    return ".".join(next(filter(None, step.groups()), "") for step in _STEP.finditer(path))
+
+
+def below(name: str, label: str) -> str:
+    """Return the name of a part from the name of the whole and the part's label in it, such as ``[0]``."""
+    return f"{name}.{name_of(label)}" if name else name_of(label)
+
+
+def _rules(given: Cut | Mapping[str, Cut]) -> dict[str, Cut]:
+    return dict(given) if isinstance(given, Mapping) else {OTHERS: given}
+
+
+def _input_name(path: str, parameters: Parameters) -> str:
+    """Return the name of an input from its path in ``(args, kwargs)``."""
+    steps = name_of(path).split(".", 1)
+    return parameters.renamed(steps[1]) if steps[0] == "0" else steps[1]
+
+
+def _layout(
+    values: Mapping[str, Any],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    rules: Mapping[str, Cut],
+    size: int | None,
+    where: str,
+) -> BatchLayout:
+    found = [rule_for(name, rules, 0) for name in names]
+    declared = [entry != OTHERS for _, entry in found]
+    lists = {name: len(one) for value in values.items() for name, one in _lists(*value, rules)}
+    for name, rule in rules.items():
+        if rule == "items" and name in values and not any(_is_below(one, name) for one in lists):
+            given = values[name]
+            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else kind_of(given)
+            raise InputError(f"{where} says that the items of {name!r} are samples; it is {what}, not a list")
+    each = list(zip(leaves, names, (rule for rule, _ in found), declared, strict=True))
+    sizes = list(lists.items())
+    for wanted in (True, False):  # what was declared tells the size, wherever it stands
+        for leaf, name, rule, named in each:
+            inside = any(_is_below(name, one) for one in lists)
+            if named == wanted and isinstance(rule, int) and not inside and isinstance(leaf, Tensor):
+                if leaf.dim() > rule:
+                    sizes.append((name, int(leaf.shape[rule])))
+                elif named:
+                    raise InputError(
+                        f"{where} says that dimension {rule} of {name!r} is the batch; it has shape {tuple(leaf.shape)}"
+                    )
+    if size is None:
+        size = sizes[0][1] if sizes else 1
+    for name, length in lists.items():
+        if length != size:
+            raise InputError(f"{name!r} is a list of {length} samples, and the batch has {size}")
+    dims: list[int | None] = []
+    for leaf, name, rule, named in each:
+        inside = any(_is_below(name, one) for one in lists)
+        fits = isinstance(rule, int) and not inside and isinstance(leaf, Tensor) and leaf.dim() > rule
+        if fits and leaf.shape[rule] == size:
+            dims.append(rule)  # type: ignore[arg-type]
+        elif fits and named:
+            raise InputError(
+                f"{name!r} has shape {tuple(leaf.shape)}, {leaf.shape[rule]} along dimension {rule}, which {where} "
+                f"says is the batch; the batch has {size} samples"
+            )
+        else:
+            dims.append(None)
+    return BatchLayout(size, tuple(dims), tuple(names), tuple(declared), frozenset(lists))
+
+
+def _lists(name: str, value: Any, rules: Mapping[str, Cut]) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost lists whose items are samples, with their names."""
+    if "items" not in rules.values() or isinstance(value, Tensor):
+        return
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and rule_for(name, rules, 0)[0] == "items":
+        yield name, value
+        return
+    for label, child in zip(*(parts_of(value) or ((), ()))[:2], strict=True):
+        yield from _lists(below(name, label), child, rules)
+
+
+def _is_below(name: str, above: str) -> bool:
+    return not above or name == above or name.startswith(f"{above}.")
+
+
+def _packed(key: Hashable, values: Mapping[str, Any], layout: BatchLayout) -> str | None:
+    """Return the name of a PackedSequence that would be cut."""
+    if not _has_packed(key):
+        return None
+    cuts = [name for name, dim in zip(layout.names, layout.dims, strict=True) if dim is not None]
+    waiting = list(values.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, PackedSequence) and any(_is_below(one, name) for one in cuts):
+            return name
+        if not isinstance(value, (Tensor, PackedSequence)):
+            labels, children, _ = parts_of(value) or ([], [], None)
+            waiting += [(below(name, label), child) for label, child in zip(labels, children, strict=True)]
+    return None
+
+
+def _has_packed(key: Hashable) -> bool:
+    return key is PackedSequence or (isinstance(key, tuple) and any(map(_has_packed, key)))
+
+
+def _strided(tensor: Tensor, name: str) -> Tensor:
+    if tensor.layout != torch.strided:
+        raise InputError(
+            f"{name or 'a tensor'} of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be cut into "
+            "micro-batches; give it as .to_dense(), or chunks=1"
+        )
+    return tensor

@@ -1,0 +1,62 @@
+"""What an operation of a captured graph does beside giving its result: it draws random numbers, or writes in place.
+
+Torch tells some of it, in schemas and tags; what it does not tell, of batch norm and dropouts, is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from placer.capture.export import nested_ops
+
+_DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+"""Those that hand on what they were given where they drop nothing."""
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node without users must stay: it writes in place, draws random numbers, or is a border."""
+    if node.op in ("placeholder", "output") or nested_ops.is_transform(node) or updates_running_statistics(node):
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
+
+
+def updates_running_statistics(node: fx.Node) -> bool:
+    """Batch norm changes its running statistics without saying so in its schema."""
+    name = getattr(node.target, "_schema", None)
+    return name is not None and name.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether the node, or a graph of its own, draws from the device's random number generator.
+
+    A dropout of an evaluated model does not.
+    """
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        module = node.graph.owning_module
+        bodies = [nested_ops.body(module, source) for source in node.all_input_nodes] if module is not None else []
+        return any(draws_random(inner) for found in bodies if found is not None for inner in found.graph.nodes)
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation with these arguments draws random numbers.
+
+    Attention and recurrent networks, which may have dropout, do not without any.
+
+    Args:
+        operation: an overload of torch.ops; anything else draws nothing.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    schema = operation._schema
+    given = {argument.name: argument.default_value for argument in schema.arguments}
+    given |= {**dict(zip(given, args, strict=False)), **kwargs}
+    trains = given.get("train") is not False and given.get("training") is not False
+    name = "p" if schema.name in _DROPOUTS else "dropout" if "dropout" in given else "dropout_p"
+    return trains and given.get(name) != 0

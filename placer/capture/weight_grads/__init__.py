@@ -1,0 +1,1 @@
+"""Weight gradients as passes of their own, apart from input gradients."""

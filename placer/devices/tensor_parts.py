@@ -1,0 +1,410 @@
+"""The plain tensors that hold a tensor's data, and a tensor like another one over other plain tensors.
+
+Not every weight is one block of numbers:
+
+    plain              itself
+    sparse             indices and values
+    wrapper subclass   inner tensors (``__tensor_flatten__``), perhaps wrappers again: a quantised weight
+    with attributes    itself, and the tensors in its attributes: a quantisation state
+
+Counting bytes, telling where a weight is, copying it and moving it in place all work on these plain tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from placer.devices.stand_ins import unobserved
+from placer.utils.python_objects import fields, is_object, is_torchs, own
+
+Change: TypeAlias = Callable[[Tensor], Tensor]
+"""From a plain tensor to the plain tensor that takes its place."""
+
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+USUAL = frozenset({Tensor, nn.Parameter})
+"""The classes of tensors that are no wrappers."""
+_NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+MAX_DEPTH = 4
+"""Objects and containers inside one another that are searched for attached tensors."""
+_MAX_ITEMS = 1_000
+"""Larger containers are no state of a weight."""
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is one block of numbers without attributes."""
+    return is_block(tensor) and not (type(tensor) in USUAL and vars(tensor))
+
+
+def is_block(tensor: Tensor) -> bool:
+    """Return whether a tensor is one block of numbers of a usual class; it may have attributes."""
+    kind = type(tensor)
+    if tensor.layout != torch.strided:
+        return False
+    # Of torch's own classes that do not wrap tensors, those that stand for tensors while a model is traced remain.
+    return kind in USUAL or (is_torchs(kind) and not is_traceable_wrapper_subclass(tensor))
+
+
+def dispatches(kind: type) -> bool:
+    """Return whether a tensor class defines what operations do with its tensors, as wrappers of quantised weights do.
+
+    A mode that watches operations leaves such an operation to the class, and sees the operations that this makes of it.
+    """
+    return not is_torchs(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has one block of memory of its own, whatever its class."""
+    return tensor.layout == torch.strided and not _is_wrapper(tensor)
+
+
+def parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the plain tensors that hold a tensor's data and what is attached to it.
+
+    A tensor's own data come last, and of a sparse tensor the values.
+    """
+    if is_plain(tensor):
+        return (tensor,)
+    return (*attached(tensor), *own_parts(tensor))
+
+
+def own_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the plain tensors that hold a tensor's data, without what is attached to it."""
+    if is_block(tensor):
+        return (tensor,)
+    if _is_wrapper(tensor):
+        return tuple(part for inner in _inner(tensor).values() for part in own_parts(inner))
+    return _components(tensor)
+
+
+def attached(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the plain tensors in the attributes of a tensor, and of the tensors that it wraps."""
+    return tuple(_attached(tensor, {id(tensor)}))
+
+
+def _attached(tensor: Tensor, seen: set[int]) -> Iterator[Tensor]:
+    wrapped = _inner(tensor)
+    for inner in wrapped.values():
+        yield from _attached(inner, seen)
+    for name, value in _attributes(tensor).items():
+        for _, held in named_tensors(value) if name not in wrapped else ():
+            if id(held) not in seen:
+                seen.add(id(held))
+                yield from _attached(held, seen)
+                yield from own_parts(held)
+
+
+def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a container or an object, with their names in it.
+
+    Parameters, and tensors with a history, belong to somebody else. What refers to modules or optimizers is more than
+    the state of a weight, and has none here.
+    """
+    return _named_tensors(value, "", 0, set())
+
+
+def _named_tensors(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter) and value.grad_fn is None:
+            yield name, value
+    elif depth < MAX_DEPTH and id(value) not in seen:
+        seen.add(id(value))
+        inside = contents(value)
+        if not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in inside.values()):
+            for key, item in inside.items():
+                if type(item) not in _NUMBERS:
+                    yield from _named_tensors(item, f"{name}.{key}" if name else str(key), depth + 1, seen)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether there are tensors in a container or an object."""
+    return next(named_tensors(value), None) is not None
+
+
+def rebuilt_object(value: Any, change: Change, known: Known | None = None) -> Any:
+    """Return a container or an object like this one with other tensors in it; see ``rebuilt``."""
+    with unobserved(), torch.no_grad():
+        return _Rebuilding(change, Known() if known is None else known).value(value)
+
+
+def with_tensors(value: Any, others: Mapping[int, Tensor]) -> Any:
+    """Return a container or an object like this one with given tensors in it.
+
+    Args:
+        value: it is not changed; without tensors in it, it is what is returned.
+        others: by the ``id`` of each tensor in it, the tensor in its place.
+    """
+    rebuilding = _Rebuilding(lambda part: part, Known())
+    rebuilding.seen.update(others)
+    return rebuilding.value(value)
+
+
+def take_over_object(value: Any, made: Any) -> None:
+    """Give a container or an object the tensors of another one, which ``rebuilt_object`` made of it."""
+    _taken(value, made, set())
+
+
+def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tensor:
+    """Return a tensor like this one, of the same class and with the same attributes, over other plain tensors.
+
+    Args:
+        tensor: any tensor; it is not changed.
+        change: is called once for each plain tensor; views of the same memory remain views of the same memory.
+        known: keeps what ``change`` returned for several calls.
+
+    Returns:
+        The tensor, without a history. Tensors in attributes are replaced, too; other attributes are shared.
+    """
+    with unobserved(), torch.no_grad():
+        return _Rebuilding(change, Known() if known is None else known).tensor(tensor)
+
+
+def take_over(tensor: Tensor, made: Tensor) -> None:
+    """Give a tensor the data and the attached state of another one, which ``rebuilt`` made of it; it remains the same.
+
+    Objects in its attributes remain the same, too, since others may refer to them.
+    """
+    if is_plain(tensor):
+        tensor.data = made
+        return
+    with unobserved(), torch.no_grad():
+        _take_over(tensor, made)
+
+
+class Known:
+    """The plain tensors that took the place of others, by the memory of these."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self.devices: dict[torch.device, torch.device] = {}
+
+    def get(self, part: Tensor, change: Change) -> Tensor:
+        """Return what takes the place of a plain tensor."""
+        key = memory_key(part)
+        if key not in self._made:
+            made = change(part)
+            self._made[key] = part, made  # the first one is kept: its memory must not become another tensor's
+            self.devices[part.device] = made.device
+        return self._made[key][1]
+
+
+def memory_key(part: Tensor) -> tuple[Any, ...]:
+    """Return what tells the memory of a plain tensor from the memory of others, as long as it lives."""
+    try:
+        storage = part.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # it hides its memory, as tensors of oneDNN do
+        return (id(part),)
+    lies = part.storage_offset(), part.shape, part.stride()
+    return storage, *lies, part.dtype, part.is_conj(), part.is_neg()
+
+
+class _Rebuilding:
+    """One call of ``rebuilt``.
+
+    Attributes:
+        seen: by the ``id`` of tensors, containers and objects, what takes their place.
+    """
+
+    def __init__(self, change: Change, known: Known) -> None:
+        self._change, self._known = change, known
+        self.seen: dict[int, Any] = {}
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that takes the place of another one."""
+        if id(tensor) in self.seen:
+            known: Tensor = self.seen[id(tensor)]
+            return known
+        made = self._data(tensor)
+        self.seen[id(tensor)] = made
+        for name, value in _attributes(tensor).items():
+            if name not in vars(made):
+                vars(made)[name] = self.value(value)
+        return made
+
+    def _data(self, tensor: Tensor) -> Tensor:
+        if _is_wrapper(tensor):
+            inner = {name: self.tensor(item) for name, item in _inner(tensor).items()}
+            return _wrapped(tensor, inner, self._on_devices)
+        with torch._C.DisableTorchFunctionSubclass():  # a class may not implement what is called here
+            own_data = [part.detach() for part in _components(tensor)]
+            if type(tensor) not in USUAL and not is_block(tensor):
+                own_data = [part.as_subclass(Tensor) for part in own_data]
+            new_data = [self._known.get(part, self._change) for part in own_data]
+            return _like(tensor, new_data[0]) if len(new_data) == 1 else _sparse(tensor, new_data)
+
+    def value(self, value: Any) -> Any:
+        """Return what takes the place of an attribute's value."""
+        if isinstance(value, Tensor):
+            return self.tensor(value) if holds_tensors(value) else value
+        if id(value) in self.seen:
+            return self.seen[id(value)]
+        if not holds_tensors(value):
+            return value
+        if isinstance(value, tuple):
+            items = [self.value(item) for item in value]
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        made = self.seen[id(value)] = copy.copy(value)
+        inside = contents(value)
+        for key, item in inside.items():
+            put(made, key, self.value(item))
+        for key, item in inside.items():
+            if isinstance(item, torch.device):
+                put(made, key, self._on_devices(item))
+        return made
+
+    def _on_devices(self, context: Any) -> Any:
+        """The same with each device that tensors came from replaced by the device that they went to."""
+        if isinstance(context, torch.device):
+            return self._known.devices.get(context, context)
+        if isinstance(context, dict):
+            return {key: self._on_devices(item) for key, item in context.items()}
+        if type(context) in (list, tuple):
+            return type(context)(map(self._on_devices, context))
+        if dataclasses.is_dataclass(context) and not isinstance(context, type):
+            inside = {one.name: getattr(context, one.name) for one in dataclasses.fields(context) if one.init}
+            named = {name: item for name, item in inside.items() if isinstance(item, torch.device)}
+            return dataclasses.replace(context, **self._on_devices(named)) if named else context
+        return context
+
+
+def _take_over(tensor: Tensor, made: Tensor) -> None:
+    if tensor.layout in (*_BY_ROWS, *_BY_COLUMNS):
+        # Assigning to ``data`` does not replace the components of these layouts. Swapping takes the flag along.
+        made.requires_grad_(tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, made)
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.data = made
+    for name in _inner(tensor):
+        is_property = isinstance(getattr(type(tensor), name, None), property)
+        if name not in vars(tensor) and not is_property:  # it is in ``__slots__``
+            setattr(tensor, name, getattr(made, name))
+    seen: set[int] = set()
+    for name, value in vars(made).items():
+        vars(tensor)[name] = _taken(vars(tensor).get(name), value, seen)
+
+
+def _taken(old: Any, new: Any, seen: set[int]) -> Any:
+    """What an attribute has from now on: the old object with new tensors where there is one."""
+    if old is new or type(old) is not type(new) or isinstance(new, Tensor | tuple):
+        return new
+    if not (isinstance(new, dict | list) or fields(new)):
+        return new
+    if id(old) not in seen:
+        seen.add(id(old))
+        inside = contents(old)
+        for key, item in contents(new).items():
+            put(old, key, _taken(inside.get(key), item, seen))
+    return old
+
+
+def _attributes(tensor: Tensor) -> dict[str, Any]:
+    return getattr(tensor, "__dict__", {})
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, and says what it wraps, or has it in its attributes."""
+    if type(tensor) in USUAL or is_traceable_wrapper_subclass(tensor):
+        return type(tensor) not in USUAL
+    with torch._C.DisableTorchFunctionSubclass():
+        is_theirs = not is_torchs(type(tensor)) and tensor.layout == torch.strided and not tensor.is_meta
+        return is_theirs and tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
+def _inner(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors that a wrapper subclass wraps, by name; {} of any other."""
+    if not _is_wrapper(tensor):
+        return {}
+    if not is_traceable_wrapper_subclass(tensor):
+        return {name: item for name, item in _attributes(tensor).items() if isinstance(item, Tensor)}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: item for name in names if isinstance(item := getattr(tensor, name), Tensor)}
+
+
+def _wrapped(tensor: Tensor, inner: dict[str, Tensor], on_devices: Callable[[Any], Any]) -> Tensor:
+    """A wrapper like another one, around other tensors."""
+    made: Tensor
+    if is_traceable_wrapper_subclass(tensor):
+        context = on_devices(tensor.__tensor_flatten__()[1])
+        made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        return made
+    made = torch.Tensor._make_wrapper_subclass(
+        type(tensor), tensor.size(), tensor.stride(), dtype=tensor.dtype, device=on_devices(tensor.device)
+    )
+    vars(made).update(inner)
+    return made
+
+
+def _components(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in _BY_COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def _sparse(tensor: Tensor, components: Sequence[Tensor]) -> Tensor:
+    """A sparse tensor of the same layout over other components."""
+    if tensor.layout == torch.sparse_coo:
+        indices, values = components
+        coalesced = tensor.is_coalesced()
+        return torch.sparse_coo_tensor(
+            indices, values, tensor.shape, is_coalesced=coalesced, check_invariants=False, device=values.device
+        )
+    compressed, plain, values = components
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=False, device=values.device
+    )
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """Plain data as a tensor of the same class; a parameter's without its class, as copies always are."""
+    kind = type(tensor)
+    if kind in USUAL or is_torchs(kind):
+        # Attributes belong to this tensor only, although others may have the same data.
+        return torch.Tensor._make_subclass(Tensor, data, False) if vars(tensor) else data
+    return torch.Tensor._make_subclass(kind, data, False)
+
+
+def contents(value: Any) -> dict[Any, Any]:
+    """Return what a container or an object holds, by key; {} of anything else."""
+    if isinstance(value, dict):
+        return dict(value) if len(value) <= _MAX_ITEMS else {}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value)) if len(value) <= _MAX_ITEMS else {}
+    return fields(value)
+
+
+def put(holder: Any, key: Any, item: Any) -> None:
+    """Let a list, a dict or an object hold something under a key."""
+    if isinstance(holder, dict | list):
+        holder[key] = item
+    elif is_object(holder) and key in own(holder):
+        own(holder)[key] = item
+    else:  # in ``__slots__``
+        object.__setattr__(holder, key, item)
+
+
+def unwrapped_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors themselves if all are of the usual classes, else the parts of each.
+
+    Calls of a flow ask for it again and again, so that hundreds of usual tensors cost no step of Python each.
+    """
+    return tensors if {*map(type, tensors)} <= USUAL else [part for tensor in tensors for part in parts(tensor)]
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the data of tensors are, for each of their parts; other numbers where one was moved or replaced."""
+    try:
+        return [*map(Tensor.data_ptr, unwrapped_all(tensors))]
+    except RuntimeError:  # one is sparse
+        return [part.data_ptr() for tensor in tensors for part in parts(tensor)]

@@ -1,0 +1,148 @@
+"""The end of the line: the loss, or the outputs, of each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer.capture.loss_functions import refuse_no_number, refuse_untrained
+from placer.capture.pytrees import Structure, detached_nest
+from placer.distributed.tensor_codec import Parcel
+from placer.errors import InputError
+from placer.executor.checks.label_counts import Uneven, uneven
+from placer.executor.output_joining import Joining, join
+from placer.executor.stage_errors import Place, explain
+from placer.executor.training.autograd_reach import parameters
+from placer.executor.training.loss.label_weights import LabelWatch
+from placer.executor.training.loss.loss_check import compare_losses
+from placer.executor.training.loss.loss_weights import Goals, Weighing
+
+
+class Head:
+    """From the last stage's flat outputs to what the user knows.
+
+    Args:
+        loss_fn: the loss of a micro-batch; None without training.
+        structure: of the model's result.
+        parcels: the model's flat outputs.
+        joining: how results of micro-batches are joined.
+        sizes: samples in each micro-batch.
+        device: of this process.
+        elsewhere: the model's parameters that belong to other processes, their names by identity.
+
+    Attributes:
+        targets: of each micro-batch; None where the library was given the target itself.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Weighing | None,
+        structure: Structure,
+        parcels: Sequence[Parcel],
+        joining: Joining,
+        sizes: Sequence[int],
+        device: torch.device,
+        elsewhere: Mapping[int, str],
+    ) -> None:
+        self._loss_fn, self._sizes, self._device = loss_fn, list(sizes), device
+        self._elsewhere: Mapping[int, str] | None = elsewhere
+        self._structure, self._parcels, self._joining = structure, parcels, joining
+        self._goals: Goals | None = None
+        self._made: list[tuple[Any, dict[str, Any]]] | None = None
+        self.targets: Sequence[Any] | None = None
+        self._now: Uneven = frozenset()
+        self._uneven: Uneven = frozenset()
+
+    def take(self, target: Any) -> None:
+        """Take the target of a batch.
+
+        Raises:
+            InputError: it is of another batch.
+        """
+        assert self._loss_fn is not None
+        goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
+        if len(self._sizes) > 1:
+            self._loss_fn.tell_of_labels(goals.leaves)
+        self._now = uneven(goals.leaves, goals.layout, self._sizes)
+        leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves]
+        self._goals = goals._replace(leaves=leaves)
+        nest = goals.structure.unflatten(leaves)
+        parts = goals.layout.cut_values({"": nest}, self._sizes) if len(self._sizes) > 1 else [{"": nest}]
+        self.targets = [part[""] for part in parts]
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Return a micro-batch's share of the batch's loss.
+
+        Args:
+            output: of the last stage.
+            target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
+
+        Raises:
+            InputError: the loss is no number, no gradient comes from it, or it reads what is trained elsewhere.
+            StageError: it failed.
+        """
+        assert self._loss_fn is not None
+        number, goal = (0, target) if self.targets is None else (int(target), self.targets[int(target)])
+        try:
+            result = self.result(output)
+            loss, values = self._loss_fn(result, goal)
+        except Exception as error:  # whatever a user's function raises
+            raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
+        refuse_no_number(loss)
+        refuse_untrained(loss)
+        self._refuse_elsewhere(loss)
+        if self._made is not None:
+            self._made.append((detached_nest(result), detached_nest(values)))
+        return loss * self._loss_fn.shares(self._sizes)[number]
+
+    def collect(self, wanted: bool) -> None:
+        """Keep the results of micro-batches from now on, for ``compare``, or no longer."""
+        self._made = [] if wanted else None
+
+    def has_other_labels(self) -> bool:
+        """Return whether the micro-batches of a target have unequal numbers of labels, as in no batch before."""
+        return not self._now <= self._uneven
+
+    def compare(self, losses: Sequence[Tensor]) -> None:
+        """Compare the losses of all micro-batches with that of the whole batch.
+
+        Raises:
+            BatchError: it is another.
+        """
+        if losses and self._loss_fn is not None and self._goals is not None and self._made is not None:
+            loss = torch.stack([loss.detach() for loss in losses]).sum()
+            compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made, LabelWatch())
+            self._uneven |= self._now
+
+    def _refuse_elsewhere(self, loss: Tensor) -> None:
+        """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""
+        known, self._elsewhere = self._elsewhere, None
+        if known is not None:
+            name = next((known[id(item)] for item in parameters(loss) if id(item) in known), None)
+            if name is not None:
+                raise InputError(
+                    f"loss_fn reads {name!r}, which belongs to another process, so that it would not be trained by it: "
+                    "let the model return what the loss needs of it"
+                )
+
+    def result(self, output: Any) -> Any:
+        """What the model returns, from the last stage's output."""
+        return self._structure.unflatten(self._leaves(output))
+
+    def join(self, outputs: Sequence[Any]) -> Any:
+        """Return the results of all micro-batches as one.
+
+        Args:
+            outputs: of the last stage, by micro-batch.
+        """
+        return join([self.result(output) for output in outputs], self._sizes, self._joining)
+
+    def _leaves(self, output: Any) -> list[Any]:
+        flat = [output] if isinstance(output, Tensor) else list(output)
+        return [
+            tensor if parcel.value.dtype is not None else parcel.unpack(tensor)
+            for parcel, tensor in zip(self._parcels, flat, strict=True)
+        ]

@@ -1,0 +1,42 @@
+"""The library's stage, whose passes say where they fail: the library hides what a layer raised behind its own error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.pipelining import PipelineStage
+
+from placer.distributed.stage import StageModule
+from placer.executor.stage_errors import Place, explain
+from placer.utils.error_translation import ErrorTranslation
+
+
+class TellingStage(PipelineStage):
+    """A stage of the library that tells of a failure as ``DataFlow`` does.
+
+    Raises:
+        StageError: a pass failed; it names stage, device, layer and micro-batch.
+    """
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """Run one micro-batch forwards."""
+        with self._explained(fwd_chunk_id, "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """Run one micro-batch backwards."""
+        with self._explained(bwd_chunk_id, "backward"):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+    def _explained(self, micro_batch: int, phase: str) -> ErrorTranslation:
+        """Let an error inside say in which pass it happened."""
+
+        def explained(error: BaseException) -> BaseException:
+            if not isinstance(error, Exception):
+                return error
+            assert isinstance(self.submod, StageModule)
+            plan = self.submod.plan
+            place = Place(micro_batch, phase, self.stage_index, self.num_stages, plan.device, plan.trail.layer)
+            return explain(error.__cause__ or error, place)
+
+        return ErrorTranslation(explained)

@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer state of one process, and checkpoints of them."""

@@ -1,0 +1,176 @@
+"""Checkpoints under the model's own keys: gathered into one process, or written by all with torch's own format.
+
+``torch.distributed.checkpoint`` stores each tensor under its key, from whichever process has it. So what four processes
+wrote two can read, and so can the unsplit model::
+
+    import torch.distributed.checkpoint as dcp
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from placer import devices
+from placer.capture.user_objects import optimizers_of
+from placer.distributed.collective_errors import together
+from placer.distributed.state import optimizer_state
+from placer.distributed.tensor_codec import as_bytes
+from placer.errors import InputError, kind_of
+
+_OPTIMIZER = "optimizer."
+
+
+def gather(
+    own: Mapping[str, Tensor], keys: Sequence[str], rank: int, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[str, Tensor] | None:
+    """Every process's tensors in one process.
+
+    Args:
+        own: this process's.
+        keys: of the result, in order.
+        rank: of the process that gets them, in the group.
+        device: of this process, through which they are sent.
+        group: the processes.
+
+    Returns:
+        In that process the tensors on the CPU, elsewhere None.
+    """
+    forms: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
+    taken = {name: _taken_apart(tensor) for name, tensor in own.items()}
+    dist.all_gather_object(forms, {name: form for name, (form, _) in taken.items()}, group=group)
+    here = dist.get_rank(group)
+    if here != rank:
+        for _, parts in taken.values():
+            for part in parts:
+                if part.numel():
+                    dist.send(as_bytes(part.to(device)), _global(rank, group), group=group)
+        return None
+    found = {name: devices.rebuilt(tensor, _on_host) for name, tensor in own.items()}
+
+    def received(part: Tensor) -> Tensor:
+        arrived = torch.empty(part.shape, dtype=part.dtype, device=device)
+        if arrived.numel():
+            raw = as_bytes(arrived)
+            dist.recv(raw, _global(source, group), group=group)
+            arrived = raw.view(part.dtype).view(part.shape)
+        return arrived.cpu()
+
+    for source, there in enumerate(forms):
+        if source != rank:
+            found |= {name: devices.rebuilt(form, received) for name, form in there.items()}
+    return {key: found[key] for key in keys if key in found}
+
+
+def _taken_apart(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A tensor like this one on meta, and the plain tensors that it consists of, in the order of ``rebuilt``."""
+    parts: list[Tensor] = []
+
+    def bare(part: Tensor) -> Tensor:
+        parts.append(part.detach())
+        return torch.empty(part.shape, dtype=part.dtype, device="meta")
+
+    return devices.rebuilt(tensor, bare), parts
+
+
+def _on_host(part: Tensor) -> Tensor:
+    return part.detach().cpu().clone()
+
+
+def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Load this process's part of a whole model's state.
+
+    Raises:
+        InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded then.
+    """
+    missing, unknown = [key for key in keys if key not in state], [key for key in state if key not in set(keys)]
+    if missing or unknown:
+        raise InputError(
+            f"this is no state of the model: missing are {', '.join(missing[:5]) or 'none'}; "
+            f"not known are {', '.join(list(unknown)[:5]) or 'none'}"
+        )
+    own = module.state_dict()
+    for key, tensor in own.items():
+        if state[key].shape != tensor.shape:
+            raise InputError(f"{key!r} has shape {tuple(state[key].shape)}; the model's has {tuple(tensor.shape)}")
+    module.load_state_dict({key: state[key] for key in own})
+
+
+def save(
+    module: nn.Module,
+    path: str | PathLike[str],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write what all processes hold.
+
+    Raises:
+        InputError: it cannot be written there, or the path is none.
+    """
+    state: dict[str, Any] = {"model": module.state_dict()}
+    with together(group, "write its part of the checkpoint"):
+        for each in optimizers_of(optimizer):  # none, perhaps, of a process without parameters
+            state.setdefault("optimizer", {}).update(optimizer_state.flat(module, each))
+    with _explained("written", path):
+        state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
+
+
+def load(
+    module: nn.Module,
+    path: str | PathLike[str],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Read what this process holds.
+
+    Raises:
+        InputError: there is none, the path is none, or it is of another model or optimizer.
+    """
+    state: dict[str, Any] = {"model": module.state_dict()}
+    with _explained("read", path):
+        with together(group, "read its part of the checkpoint"):
+            optimizers = optimizers_of(optimizer)
+            there = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
+            kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
+            for each in optimizers:
+                state.setdefault("optimizer", {}).update(optimizer_state.places(module, each, kept))
+        state_dict_loader.load(_filled(state), checkpoint_id=path, process_group=group)
+    module.load_state_dict(state["model"])
+    for each in optimizers:
+        optimizer_state.put(module, each, state["optimizer"])
+
+
+def _filled(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what is empty, as all is of a process without parameters: torch would look for that, too."""
+    return {key: part for key, part in state.items() if part}
+
+
+@contextmanager
+def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
+    """Say in one line what every process is told when one of them fails; a path that is none is refused in each."""
+    if not isinstance(path, str | PathLike):
+        raise InputError(f"path is {kind_of(path)}; give a folder that all processes see")
+    try:
+        yield
+    except (CheckpointException, OSError) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        line = (str(reason).splitlines() or [""])[0]
+        raise InputError(
+            f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "
+            "processes see, and the model that it is of"
+        ) from error
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,0 +1,1 @@
+"""Checks of captures and of micro-batches against the unsplit model."""

@@ -1,0 +1,1 @@
+"""Running segments: pass order of calls, recorded and compiled segments, caches by shape."""

@@ -1,0 +1,138 @@
+"""Segments that keep to the checkpoints of the model's own: what the user lets run again in the backward pass does.
+
+A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run again. Here the layers
+of each checkpoint are one call of it. Left alone are layers that change their state, or read what is overwritten before
+they would run again, and on GPUs those that draw random numbers, which a recorded pass could not draw again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from placer.capture.layers import Layer
+from placer.capture.python_state.mutable_inputs import written_inputs
+from placer.capture.weight_grads.deferred import whole
+from placer.devices import Repeated
+from placer.executor.segments import MicroBatch, Segment, Step
+from placer.executor.stage_errors import Trail
+
+
+@dataclass
+class CheckpointedSegment(Segment):
+    """A segment some of whose layers run again in the backward pass.
+
+    Attributes:
+        groups: the steps in order, those of one checkpoint together; alone, or with ``again``, what runs again.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+
+    def run(self, values: MicroBatch) -> None:
+        """Compute the segment for one micro-batch."""
+        for group in self.groups:
+            group.run(values, self.device)
+
+
+@dataclass
+class Group:
+    """Steps that follow one another.
+
+    Attributes:
+        steps: those.
+        again: whether they run again in the backward pass.
+        reads: names of values that they read and others made.
+        writes: names of values that they make and something later reads.
+    """
+
+    steps: list[Step]
+    again: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, steps: list[Step], again: bool) -> Group:
+        """Of these steps."""
+        made = dict.fromkeys(name for step in steps for name in step.layer.writes)
+        gone = {name for step in steps for name in step.forget}
+        reads = dict.fromkeys(name for step in steps for name in step.layer.reads if name not in made)
+        return cls(steps, again, tuple(reads), tuple(name for name in made if name not in gone))
+
+    def run(self, values: MicroBatch, device: torch.device) -> None:
+        """Compute the steps for one micro-batch."""
+        if not self.again or not torch.is_grad_enabled():
+            for step in self.steps:
+                step.run(values)
+            return
+        trails = [values.trail]
+
+        def compute(*tensors: Any) -> tuple[Any, ...]:
+            # The second time nobody asks for the trail: it is the backward pass of a layer that runs.
+            inner = MicroBatch(self.reads, tensors, trails.pop() if trails else Trail())
+            for step in self.steps:
+                step.run(inner)
+            return tuple(inner.read(name, device) for name in self.writes)
+
+        reads = [values.read(name, device) for name in self.reads]
+        with whole():
+            made = checkpoint(
+                compute, *reads, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts(device)
+            )
+        values.write(self.writes, made)
+        values.forget(name for step in self.steps for name in step.forget if name in self.reads)
+
+    def _contexts(self, device: torch.device) -> Any:
+        chance = Repeated(device) if any(step.layer.random for step in self.steps) else None
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return (nullcontext(), nullcontext()) if chance is None else (chance.first(), chance.again())
+
+        return contexts
+
+
+def with_checkpoints(parts: Sequence[Segment], paths: Sequence[str]) -> list[Segment]:
+    """Segments that keep to checkpoints.
+
+    Args:
+        parts: segments.
+        paths: the modules that the model runs under checkpoints.
+    """
+    return [_with_checkpoints(part, paths) for part in parts] if paths else list(parts)
+
+
+def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
+    runs: list[tuple[str | None, list[Step]]] = []
+    for step in part.steps:
+        path = _checkpoint(step.layer, paths, part.device)
+        if not runs or runs[-1][0] != path:
+            runs.append((path, []))
+        runs[-1][1].append(step)
+    if all(path is None for path, _ in runs):
+        return part
+    overwritten = frozenset().union(*(_overwritten(step.layer) for step in part.steps))
+    groups = [Group.of(steps, path is not None) for path, steps in runs]
+    kept = [replace(group, again=group.again and overwritten.isdisjoint(group.reads)) for group in groups]
+    return CheckpointedSegment(part.device, part.steps, kept)
+
+
+def _overwritten(layer: Layer) -> frozenset[str]:
+    """The values that a layer reads and writes to in place."""
+    if layer.program is None:
+        return frozenset()
+    first = sum(node.op == "placeholder" for node in layer.program.nodes) - len(layer.reads)
+    return frozenset(layer.reads[place - first] for place in written_inputs(layer.program) if place >= first)
+
+
+def _checkpoint(layer: Layer, paths: Sequence[str], device: torch.device) -> str | None:
+    """The checkpoint that a layer is in; None if in none, or if it cannot run again."""
+    if layer.mutated or (layer.random and device.type == "cuda"):
+        return None
+    for path in paths:
+        if layer.modules and all(f"{name}.".startswith(f"{path}.") for name in layer.modules):
+            return path
+    return None

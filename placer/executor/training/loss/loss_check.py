@@ -1,0 +1,362 @@
+"""Whether the losses of micro-batches give the loss of the batch: seen once for each kind of batch.
+
+    results of micro-batches ──▶ joined ──▶ loss_fn(joined, whole target) ──┐
+    losses of micro-batches  ──▶ joined ──────────────────────────────────┴▶ equal, or BatchError
+
+That takes no forward pass. It tells a sum from a mean, and sees samples that meet one another in the loss, and labels
+that are left out in unlike numbers. Losses can agree by chance, as those of a model that is not trained yet, whose
+labels are all equally likely. Therefore the gradients of the losses by the results are compared as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture.python_state import host_rng
+from placer.capture.python_state.comparable_runs import Draws, evaluated
+from placer.capture.pytrees import detached_nest, flatten
+from placer.errors import InputError
+from placer.executor.checks.batch_check import difference_error
+from placer.executor.checks.label_counts import Uneven, uneven
+from placer.executor.checks.tolerances import Closeness
+from placer.executor.output_joining import Joining, find_rules, join
+from placer.executor.training.loss.label_weights import LabelWatch
+from placer.executor.training.loss.loss_weights import Goals, Weighed, Weighing
+from placer.executor.training.training_batch import Batch
+from placer.utils.user_warnings import warn
+
+_KNOWN = 1000
+_FLOOR = 1e-2
+"""Results are taken to be of this size at least, where gradients are asked whether they matter: some begin at zero."""
+
+
+class LossChecks:
+    """The kinds of batches whose loss was compared so far.
+
+    Args:
+        loss_fn: the loss of a micro-batch.
+    """
+
+    def __init__(self, loss_fn: Weighing) -> None:
+        self._loss_fn = loss_fn
+        self._known: dict[Hashable, tuple[Joining, Uneven, Uneven]] = {}
+        self._left_out: set[int] = set()
+
+    def wants(self, batch: Batch) -> bool:
+        """Return whether a batch is to be compared: it is cut, and the first of its kind or of unequal labels."""
+        is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
+        if not is_cut:
+            return False
+        known, now = self._known.get(_kind(batch)), _uneven(batch, self._left_out)
+        return known is None or not all(one <= before for one, before in zip(now, known[1:], strict=True))
+
+    def leave_out(self, batch: Batch) -> None:
+        """Compare no batch of this kind."""
+        self._note(batch, Joining.of(self._loss_fn.options))
+
+    def known(self, batch: Batch) -> Joining:
+        """Return how further values of the loss are joined."""
+        known = self._known.get(_kind(batch))
+        return known[0] if known is not None else Joining.of(self._loss_fn.options)
+
+    def joining(
+        self, batch: Batch, loss: Tensor, made: Sequence[tuple[Any, dict[str, Any]]], labels: LabelWatch
+    ) -> Joining:
+        """Compare the loss of a batch, and return how further values of the loss are joined.
+
+        Args:
+            batch: the batch.
+            loss: of its micro-batches, joined.
+            made: by micro-batch, the model's result and the further values of the loss.
+            labels: sees which labels the loss counts.
+
+        Raises:
+            BatchError: the loss of the whole batch, or a further value, is another.
+        """
+        found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels)
+        self._left_out |= labels.left_out()
+        self._note(batch, found)
+        return found
+
+    def _note(self, batch: Batch, joining: Joining) -> None:
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+        inputs, target = _uneven(batch, self._left_out)
+        _, inputs_before, target_before = self._known.get(_kind(batch), (joining, frozenset(), frozenset()))
+        self._known[_kind(batch)] = joining, inputs | inputs_before, target | target_before
+
+
+def compare_losses(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    loss: Tensor,
+    made: Sequence[tuple[Any, dict[str, Any]]],
+    labels: LabelWatch,
+) -> Joining:
+    """Compare the loss of a batch with that of its micro-batches, without a further forward pass of the model.
+
+    Args:
+        loss_fn: the loss of a micro-batch.
+        goals: the target of the batch.
+        sizes: samples in each micro-batch.
+        joining: how results are joined.
+        loss: of the micro-batches, joined.
+        made: by micro-batch, the model's result and the further values of the loss.
+        labels: sees which labels the loss counts.
+
+    Returns:
+        How further values are joined.
+
+    Raises:
+        BatchError: the loss of the whole batch, or a further value, is another.
+    """
+    target = goals.structure.unflatten(goals.leaves)
+    if isinstance(target, Weighed):
+        target = target.target
+    weights = loss_fn.means(goals, sizes)
+    whole = join([result for result, _ in made], sizes, joining, weights)
+    place = devices.location(loss)
+    with host_rng.given_back(), devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device
+        outputs, goal = _on(whole, place), _on(target, place)
+        try:
+            with labels, torch.enable_grad():  # a loss may differentiate by leaves of its own
+                expected, values = loss_fn.plain(outputs, goal)
+        except Exception as error:  # whatever a user's function raises on results that have no graph
+            warn(
+                "the loss of micro-batches was not compared with that of the whole batch, of which it fails: "
+                f"{type(error).__name__}: {error}"
+            )
+            return Joining.of(loss_fn.options)
+        expected, values = detached_nest((expected, values))
+    if loss_fn.options.weigh is None:
+        labels.look(expected, goal, goals.layout)
+    closeness = Closeness.of([*flatten(whole)[0], loss, expected])
+    results = [result for result, _ in made]
+    if not closeness(loss, expected):
+        is_random = _is_random(loss_fn, goals, sizes, joining, results, weights, place, closeness)
+        if not is_random:
+            ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
+            raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
+    with host_rng.given_back(), devices.Lane(place, caller=True):
+        _compare_gradients(loss_fn, goals, sizes, joining, results, weights, place, closeness)
+    declared = Joining.of(loss_fn.options)
+    found, differences, _ = find_rules(values, [one for _, one in made], sizes, declared, closeness, weights)
+    for one in differences:
+        what = f"the value {one.name!r} of loss_fn"
+        ways_out = (
+            f"declare how it is joined, as BatchOptions(outputs={{{one.name!r}: 'list'}}) for a list with the value of "
+            "each micro-batch, or give chunks=1; if it was made by int() or .item(), give the tensor instead"
+        )
+        raise difference_error(what, one.whole, one.joined, closeness.tolerance, ways_out)
+    return found
+
+
+def _is_random(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    results: Sequence[Any],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+    closeness: Closeness,
+) -> bool:
+    """Return whether a loss draws random numbers, and that of the batch is equal where these are the same."""
+    draws, target = Draws(), _on(goals.structure.unflatten(goals.leaves), place)
+    parts = [_on(result, place) for result in results]
+    plain = target.target if isinstance(target, Weighed) else target
+    found: list[Tensor] = []
+    start = 0
+    try:
+        with host_rng.given_back(), devices.Lane(place, caller=True), torch.no_grad(), evaluated():
+            with draws.first():
+                expected = loss_fn.plain(join(parts, sizes, joining, weights), plain)[0]
+            cut = goals.layout.cut_values({"": target}, sizes)
+            for part, goal, size, share in zip(parts, cut, sizes, loss_fn.shares(sizes), strict=True):
+                with draws.again(start, size, sum(sizes)):
+                    found.append(loss_fn(part, goal[""])[0] * share)
+                start += size
+    except Exception:  # whatever a user's function raises: then the values that it gave before are compared
+        return False
+    return closeness(torch.stack(found).sum(), expected)
+
+
+def _compare_gradients(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    results: Sequence[Any],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+    closeness: Closeness,
+) -> None:
+    """Compare the gradient of the loss of the batch, by the model's results, with those of micro-batches.
+
+    Nothing is compared where the gradients cannot be computed apart from the model, or for want of memory.
+
+    Args:
+        loss_fn: the loss of a micro-batch.
+        goals: the target of the batch.
+        sizes: samples in each micro-batch.
+        joining: how results are joined.
+        results: of the micro-batches.
+        weights: of each micro-batch in a mean; ``sizes`` if None.
+        place: where the loss runs.
+        closeness: equality up to rounding.
+
+    Raises:
+        BatchError: a gradient differs.
+    """
+    parts = [_on(result, place) for result in results]
+    leaves = [_differentiable(part) for part in parts]
+    try:
+        with torch.enable_grad(), evaluated():
+            loss, expected, found = _both_gradients(loss_fn, goals, sizes, joining, parts, leaves, weights, place)
+    except InputError:
+        raise
+    except (RuntimeError, TypeError, ValueError):  # such as from a loss that differentiates by itself
+        return
+    # A result that is the same for all micro-batches is taken from the first one, which then has its whole gradient.
+    left_out = _taken_from_the_first(leaves, expected)
+    kept = [number for number in range(len(expected)) if number not in left_out]
+    if not kept:
+        return
+    results_of = [leaf.detach() for some in leaves for leaf in some]
+    pairs = [
+        (_filled(expected[number], results_of[number]), _filled(found[number], results_of[number])) for number in kept
+    ]
+    size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
+    values = [results_of[number] for number in kept]
+    reach = size * max(_norm(values), _FLOOR * math.sqrt(sum(value.numel() for value in values)))
+    matters = reach > closeness.tolerance * sum(sizes) * abs(float(loss))
+    if matters and _norm([one - other for one, other in pairs]) > closeness.tolerance * size:
+        one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
+        raise difference_error("the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT)
+
+
+def _both_gradients(
+    loss_fn: Weighing,
+    goals: Goals,
+    sizes: Sequence[int],
+    joining: Joining,
+    parts: Sequence[Any],
+    leaves: Sequence[Sequence[Tensor]],
+    weights: Sequence[Tensor] | None,
+    place: torch.device,
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    """Return the loss of the batch, its gradients by the results of micro-batches, and those of the parts' losses."""
+    target = _on(goals.structure.unflatten(goals.leaves), place)
+    whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
+    plain = target.target if isinstance(target, Weighed) else target
+    draws = Draws()
+    with draws.first():
+        loss = loss_fn.plain(join(whole, sizes, joining, weights), plain)[0]
+    expected = _gradients(loss, [leaf for some in leaves for leaf in some], sum(sizes))
+    found: list[Tensor | None] = []
+    cut = goals.layout.cut_values({"": target}, sizes)
+    start = 0
+    for part, some, goal, size, share in zip(parts, leaves, cut, sizes, loss_fn.shares(sizes), strict=True):
+        with draws.again(start, size, sum(sizes)):
+            part_loss = loss_fn(_with_copies(part, some), goal[""])[0]
+        found += _gradients(part_loss, some, sum(sizes) * share)
+        start += size
+    return loss.detach(), expected, found
+
+
+def _differentiable(nest: Any) -> list[Tensor]:
+    """Return copies of the floating-point tensors of a nest, which take gradients."""
+    some = [leaf for leaf in flatten(nest)[0] if _takes_gradients(leaf)]
+    return [leaf.detach().requires_grad_() for leaf in some]
+
+
+def _takes_gradients(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
+    """Return a nest with copies of these tensors, to which a loss may write, in the places of its own."""
+    given = iter(leaves)
+    old, structure = flatten(nest)
+    return structure.unflatten([next(given).clone() if _takes_gradients(leaf) else leaf for leaf in old])
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor], scale: float) -> list[Tensor | None]:
+    """Return gradients, multiplied by a number that keeps them above the smallest number of float16."""
+    if not loss.requires_grad or not leaves:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True))
+
+
+def _filled(gradient: Tensor | None, result: Tensor) -> Tensor:
+    """Return the gradient by a result; zeros where there is none."""
+    return torch.zeros_like(result) if gradient is None else gradient.detach()
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of all elements together, without copies in another precision."""
+    wide = [torch.float64 if one.dtype in (torch.float64, torch.complex128) else torch.float32 for one in tensors]
+    parts = [
+        torch.linalg.vector_norm(one.abs() if one.is_complex() else one, dtype=dtype)
+        for one, dtype in zip(tensors, wide, strict=True)
+    ]
+    return math.hypot(*map(float, parts))
+
+
+def _taken_from_the_first(leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]) -> set[int]:
+    """Return the places of results that the loss reads for the first micro-batch alone."""
+    count = len(leaves[0])
+    if any(len(some) != count for some in leaves):
+        return set()
+    return {
+        place + count * number
+        for place in range(count)
+        if all(one is None for one in expected[place + count :: count])
+        for number in range(len(leaves))
+    }
+
+
+_GENERAL_WAYS_OUT = (
+    "If it is a mean that leaves samples or labels out, give the weight of each sample, as batch_options="
+    "BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it compares samples with one another, "
+    "chunks=1; BatchOptions(verify=False) takes it as it is"
+)
+
+
+def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> str:
+    ratio = float(expected) / float(loss) if float(loss) else 0.0
+    is_sum = loss_fn.options.reduction == "mean" and abs(ratio - count) < 0.01 * count
+    if is_sum:
+        return "It is a sum over samples: declare that, as batch_options=BatchOptions(reduction='sum')"
+    return _GENERAL_WAYS_OUT
+
+
+def _kind(batch: Batch) -> Hashable:
+    """Return what tells kinds of batches apart: structure, types and numbers of dimensions, and nothing of sizes."""
+    leaves = [*batch.tensors, *batch.goals.leaves]
+    kinds = frozenset((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    if batch.has_lists:
+        return kinds
+    return batch.inputs.paths, batch.goals.structure.paths, kinds
+
+
+def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:
+    """Return what micro-batches have unequal shares of, in the inputs and in the target."""
+    goals = batch.goals
+    inputs: Uneven = frozenset()
+    if batch.joining.reduces_floats:  # else labels among the inputs are in no mean
+        inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out)
+    return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out)
+
+
+def _on(nest: Any, place: torch.device) -> Any:
+    leaves, structure = flatten(nest)
+    return structure.unflatten([devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves])

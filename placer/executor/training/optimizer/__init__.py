@@ -1,0 +1,1 @@
+"""Gradients of a whole batch: accumulation, clipping, the optimizers and their memory."""

@@ -1,0 +1,180 @@
+"""What follows the gradients of a batch: unscale, clip, and the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from placer.capture.user_objects import optimizers_of, refuse_closures
+from placer.errors import InputError, PlacerError, kind_of
+from placer.utils.error_translation import ErrorTranslation
+
+_OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
+"""What is asked of a gradient scaler."""
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""What a training step steps: one optimizer, a list of them, or None."""
+
+
+@dataclass
+class Update:
+    """The end of a training step, on whatever devices the parameters are.
+
+    Args:
+        optimizer: is stepped, or each one of a list, in its order; None to leave that to the caller.
+        scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is infinite on any
+            device lets its optimizer skip the step on all of them. Each optimizer of a list decides for itself, as in
+            a loop that calls ``scaler.step`` for each.
+        max_norm: the gradients' norm, over all parameters, is clipped to it.
+
+    Attributes:
+        optimizers: those that are stepped.
+        norm: of the gradients of the latest batch before they were clipped; None where they are not.
+
+    Raises:
+        InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or ``max_norm`` is not a
+            positive number.
+    """
+
+    optimizer: Optimizers = None
+    scaler: Any = None
+    max_norm: float | None = None
+    norm: Tensor | None = None
+    optimizers: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizers = optimizers_of(self.optimizer)
+        for optimizer in self.optimizers:
+            _refuse_no_optimizer(optimizer)
+            refuse_closures(optimizer)
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                raise InputError(
+                    "SparseAdam takes sparse gradients, and those of a training step are dense; give another "
+                    "optimizer, such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
+                )
+        if self.scaler is not None and not self.optimizers:
+            raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
+        if self.scaler is not None and not all(callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS):
+            raise InputError(f"scaler is {self.scaler!r}; give a torch.amp.GradScaler, or leave it out")
+        number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if self.max_norm is not None and not (number and self.max_norm > 0 and math.isfinite(self.max_norm)):
+            raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
+
+    @property
+    def count(self) -> int:
+        """How many parameters the optimizers step; every step asks, so it looks at none."""
+        return sum(len(group["params"]) for group in self._groups)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the optimizers step, as far as they say so in ``param_groups``."""
+        return [parameter for group in self._groups for parameter in group["params"]]
+
+    @property
+    def _groups(self) -> list[Mapping[str, Any]]:
+        return [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """What the loss is multiplied by before its gradient is taken; None for 1.
+
+        Args:
+            device: of the loss.
+        """
+        if self.scaler is None or not self.scaler.is_enabled():
+            return None
+        scale: Tensor = self.scaler.scale(torch.ones((), device=device))
+        return scale
+
+    def __call__(self, module: nn.Module) -> None:
+        """Update the parameters of a module by their gradients.
+
+        An error leaves the parameters as the optimizer left them, the gradients in place, and the next step to begin
+        anew.
+        """
+        try:
+            self._step(module)
+        except BaseException as error:
+            error.add_note(
+                "in the optimizer's part of a training step: gradients are in place, and parameters as it left them"
+            )
+            if self.scaler is not None:
+                with suppress(Exception):  # else it would take the next batch's gradients for this one's, unscaled
+                    self.scaler.update()
+            raise
+
+    def _step(self, module: nn.Module) -> None:
+        self._clip(module)
+        for optimizer in self.optimizers:
+            with ErrorTranslation(partial(_named, optimizer)):
+                if self.scaler is None:
+                    optimizer.step()
+                    continue
+                with _overflow_counted_once(optimizer):
+                    self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def _clip(self, module: nn.Module) -> None:
+        if self.max_norm is None:
+            return
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
+
+
+def _refuse_no_optimizer(given: Any) -> None:
+    """Raise an InputError for what cannot be stepped."""
+    if isinstance(given, type):
+        wanted = f"{given.__name__}(flow.parameters(), ...)"
+        raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
+    if isinstance(given, LRScheduler):
+        raise InputError(
+            f"optimizer is {kind_of(given)}, which steps no parameters; give the optimizer that it "
+            "was made for, and step the scheduler yourself"
+        )
+    if not callable(getattr(given, "step", None)):
+        raise InputError(f"optimizer is {given!r}; give a torch.optim.Optimizer, or a list of them")
+
+
+def _named(optimizer: Any, error: BaseException) -> BaseException:
+    """Name an optimizer that does not do without a closure, though its ``step`` has a default for it."""
+    called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+    asks = isinstance(error, Exception) and not isinstance(error, PlacerError) and "closure" in str(error).lower()
+    if not (called_none or asks):
+        return error
+    named = InputError(
+        f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: {error}); a training "
+        "step evaluates the loss once, so give an optimizer that steps by gradients alone, such as AdamW"
+    )
+    named.__cause__ = error
+    return named
+
+
+@contextmanager
+def _overflow_counted_once(optimizer: Any) -> Iterator[None]:
+    """Let a fused optimizer skip its step where gradients overflowed on several devices.
+
+    A scaler hands it the number of those devices, and its kernels skip at 1.
+    """
+    hooks = getattr(optimizer, "register_step_pre_hook", None)
+    handle = None if hooks is None else hooks(_at_most_one)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _at_most_one(optimizer: Any, *_: Any) -> None:
+    found = getattr(optimizer, "found_inf", None)
+    if found is not None:
+        optimizer.found_inf = found.clamp(max=1.0)

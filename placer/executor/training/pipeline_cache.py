@@ -1,0 +1,275 @@
+"""The pipelines of a training step: one is made for each shape that comes, and kept for those that came last.
+
+    batch ──▶ capture that covers it ──▶ pipeline of its shape, kept or made now
+        └─────────────┴──▶ none, and why is told: micro-batches run one after another
+
+A shape is all that a pipeline is made for: sizes and types, what requires a gradient, what the flow asks of its passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.capture.batch_dims.batch_layout import Part
+from placer.capture.layers import LayerGraph
+from placer.errors import InputError
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.shape_cache import LatestShapes
+from placer.executor.model_captures import Capture, shapes
+from placer.executor.segments import segments, taken_in_turn
+from placer.executor.stage_errors import nothing_held
+from placer.executor.state.assignment import Assignment
+from placer.executor.training.loss.loss_weights import Weighing
+from placer.executor.training.stages.weight_aliases import Weights
+from placer.executor.training.training_batch import Batch
+from placer.executor.training.training_pipeline import PENALTY, Order, PenaltyError, Recipe, TrainingPipeline
+from placer.utils.user_warnings import warn
+
+
+class Placed(Protocol):
+    """What pipelines are made of: a model, its captures, and where its layers are."""
+
+    module: nn.Module
+    in_flight: Sequence[int]
+    deferred_batch_norm: bool
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The devices of the layers; None before the first ``update_flow``."""
+
+    def recomputed(self) -> frozenset[torch.device]:
+        """The devices that run forwards once more in their backward passes."""
+
+    def captured(self, part: Part, needed: bool = True) -> Capture | None:
+        """The capture for inputs like these; None where the model runs through hooks."""
+
+    def holds(self, capture: Capture) -> bool:
+        """Whether a capture is still of the model as it is."""
+
+    def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
+        """The layers of a capture and the device of each."""
+
+
+_every: WeakSet[Pipelines] = WeakSet()
+"""Those of all training steps: where memory is short, a step takes what other steps of its flow keep."""
+
+
+class Pipelines:
+    """The pipelines of one training step, the latest used last.
+
+    Args:
+        flow: whose layers they run.
+        loss_fn: the loss of a micro-batch.
+        schedule: the order of micro-batches.
+        compile: the backend of torch.compile; None to compile nothing.
+    """
+
+    def __init__(self, flow: Placed, loss_fn: Weighing, schedule: Order, compile: Backend | None) -> None:
+        self._flow = flow
+        self._loss_fn = loss_fn
+        self._schedule = schedule
+        self._compile = compile
+        self._made: LatestShapes[TrainingPipeline] = LatestShapes(lambda pipeline: pipeline.lanes)
+        self._placed: Assignment | None = None
+        _every.add(self)
+
+    def __iter__(self) -> Iterator[TrainingPipeline]:
+        return iter(self._made.values())
+
+    def ready(
+        self, batch: Batch, outputs: bool = False, is_compared: bool = False, has_waiting: bool = False
+    ) -> TrainingPipeline | None:
+        """As ``of``, its passes made; where there is no memory for both, without those of other shapes and steps.
+
+        A shape beside others is recorded when it comes for the second time.
+
+        Args:
+            batch: what is to be trained on.
+            outputs: whether the caller wants the model's results.
+            is_compared: whether the loss is to be compared with that of the whole batch: results are collected this
+                once, by passes that are not recorded.
+            has_waiting: whether gradients of earlier batches wait: to record passes is to run them, which would add to
+                the gradients. They are recorded in a later step.
+        """
+        pipeline = self.of(batch)
+        if pipeline is not None and not pipeline.collect(outputs or is_compared):
+            self._made.keep_only(lambda key: self._made[key] is not pipeline)
+            pipeline = self.of(batch)
+            assert pipeline is not None
+            pipeline.collect(outputs or is_compared)
+        others = len(self._made) - 1
+        try:
+            if pipeline is not None:
+                with nothing_held():
+                    # Recording pays where a shape comes back: the first is taken to, others when they have.
+                    comes_back = pipeline.is_prepared or not others
+                    record = comes_back and not is_compared and not has_waiting
+                    pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
+            return pipeline
+        except PenaltyError as error:
+            tell_in_turn(str(error))
+            return None
+        except torch.OutOfMemoryError as error:
+            kept = [one for one in _every if one._flow is self._flow and one._made]
+            count = sum(len(one._made) for one in kept) - 1
+            if not count:
+                raise
+            why = str(error)
+        pipeline = None
+        for one in kept:
+            one._made.keep_only(lambda key: False)
+        devices.release_cache()
+        warn(
+            f"there is no memory for a batch of this shape beside the passes of {count} other(s), of this step or of "
+            f"other steps of the flow, which are let go of and made again when such a batch comes: {why}"
+        )
+        pipeline = self.of(batch)
+        if pipeline is not None:
+            pipeline.collect(outputs or is_compared)
+        return pipeline
+
+    def of(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
+        """The stages for batches like this one; None where micro-batches run one after another through the flow.
+
+        So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
+        prepared once, and would keep the number that they were prepared with; where a segment uses what another one
+        changes; where a trained parameter is sparse or a wrapper of other tensors; where parameters have hooks, which
+        passes over aliases of them would not run; where the loss reads some by itself, whose gradients such passes
+        would not find; and where a list has samples for items.
+
+        Args:
+            batch: what is to be trained on, or one like it.
+            needed: False lets it run so, too, where call after call would need a capture of its own.
+        """
+        flow, sizes = self._flow, batch.sizes
+        if flow.assignment is not self._placed:
+            self._made.keep_only(lambda key: False)
+            self._placed = flow.assignment
+        if batch.has_lists:
+            tell_in_turn("a list has samples for items")
+            return None
+        first = batch.part(0)
+        capture = flow.captured(first, needed)
+        if capture is None:
+            return None
+        recompute = flow.recomputed()
+        given = (*batch.tensors, *batch.goals.leaves)
+        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
+        room = room_of(flow.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
+        ways = flow.deferred_batch_norm, recompute, room
+        goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
+        key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)
+        known = self._made.used(key)
+        if known is not None and not known.is_stale():
+            return None if _hooked(known.weights) or _penalised(known) else known
+        self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
+        graph, places = flow.layers(capture)
+        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or _has_unusual_gradients(graph):
+            return None
+        if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
+            return None
+        if sizes[-1] != sizes[0] and flow.captured(batch.part(-1)) is not capture:
+            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
+            equal = batch.of_equal_sizes()
+            _tell_of(equal.sizes, sizes)
+            return self.of(equal, needed)
+        recipe = Recipe(
+            self._loss_fn,
+            capture.exported.outputs,
+            batch.goals.structure,
+            self._schedule,
+            tuple(sizes),
+            batch.dims,
+            batch.goal_dims,
+            flow.deferred_batch_norm,
+            recompute,
+            self._compile,
+            capture.exported.checkpoints,
+            room,
+        )
+        self._made.make_room()
+        self._made[key] = made = TrainingPipeline(graph, places, recipe)
+        made.weights.leave_out(flow.module.parameters())
+        return made
+
+    def let_go(self, interrupted: TrainingPipeline | None) -> None:
+        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""
+        for key, pipeline in list(self._made.items()):
+            if pipeline is interrupted or not pipeline.is_prepared:
+                with suppress(RuntimeError):  # of a device that is lost the first error tells
+                    self._made.let_go(key)
+
+
+def room_of(in_flight: Any) -> tuple[int, ...]:
+    """For how many micro-batches each segment has room.
+
+    Args:
+        in_flight: what a flow says.
+
+    Raises:
+        InputError: it is no sequence of whole numbers, 1 or more.
+    """
+    if (
+        isinstance(in_flight, str)
+        or not isinstance(in_flight, Sequence)
+        or not all(type(one) is int and one > 0 for one in in_flight)
+    ):
+        raise InputError(
+            f"flow.in_flight is {in_flight!r}: give a number of micro-batches, 1 or more, for each segment, or () for "
+            "as many as the order needs"
+        )
+    return tuple(in_flight)
+
+
+def tell_in_turn(why: str) -> bool:
+    """Say why batches have no pipeline; True."""
+    warn(f"{why}: micro-batches run one after another")
+    return True
+
+
+def _hooked(weights: Weights) -> bool:
+    """Whether the user has hooks on a parameter; says so."""
+    name = weights.hooked()
+    return name is not None and tell_in_turn(f"parameter {name!r} has hooks, which a pipeline would not run")
+
+
+def _has_unusual_gradients(graph: LayerGraph) -> bool:
+    """Whether a trained parameter is sparse or wraps other tensors; says so.
+
+    Passes add to a gradient that is one block of numbers. Of these parameters their class decides what a gradient is.
+    """
+    used = (name for layer in graph.layers for name in layer.state)
+    name = next((name for name in used if (it := graph.state[name]).requires_grad and not devices.is_block(it)), None)
+    return name is not None and tell_in_turn(f"parameter {name!r} is trained and not a plain tensor")
+
+
+def _penalised(pipeline: TrainingPipeline) -> bool:
+    """Whether the loss reads parameters by itself; says so."""
+    return bool(pipeline.penalised) and tell_in_turn(PENALTY)
+
+
+def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> bool:
+    """Whether a micro-batch would find in a buffer what later ones left; says so."""
+    name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]), gathered)
+    return name is not None and tell_in_turn(f"buffer {name!r} is changed in one segment and used in another")
+
+
+def _tell_of(equal: list[int], sizes: list[int]) -> None:
+    """Say that micro-batches are of other sizes than those asked for."""
+    warn(
+        f"forward does something else with the {sizes[-1]} samples of the last micro-batch than with {sizes[0]}: "
+        f"micro-batches are {len(equal)} of {equal[0]}, not {len(sizes)}; "
+        f"a batch whose size {len(sizes)} divides keeps them"
+    )
+
+
+def _kinds(goals: list[Any]) -> Hashable:
+    """What passes keep of a target beside its values."""
+    return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)

@@ -1,0 +1,71 @@
+"""What passes between the stages of a training pipeline, and how long that takes on these devices.
+
+stage 0 ── values, gradients back ──▶ stage 1 ──▶ stage 2          one transfer for each pair of stages
+└───────────── a skip ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.executor.training.stages.training_slot import Slot
+from placer.executor.training.stages.training_stage import Stage
+from placer.schedule import Transfer
+
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""What is copied, and where to."""
+
+REPEATS = 3
+
+
+def crossings(stages: Sequence[Stage]) -> list[Transfer]:
+    """The transfers between stages of unlike devices; none where passes are not timed either.
+
+    Args:
+        stages: all, with slots; what lies in the first slot of each is overwritten.
+    """
+    if any(not stage.is_recorded for stage in stages):
+        return []
+    return found(stages, _copy_ms)
+
+
+def found(stages: Sequence[Stage], clock: Callable[[Copies], float]) -> list[Transfer]:
+    """The transfers, by a clock that is given what is copied at one time."""
+    maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
+    transfers = []
+    for target, stage in enumerate(stages):
+        slot = stage.slots[0]
+        for source in sorted({maker[name] for name in stage.reads if name in maker}):
+            if stages[source].device == stage.device:
+                continue
+            names = [name for name in stage.reads if maker.get(name) == source]
+            values, gradients = _values(names, stages[source].slots[0], slot), _gradients(names, target, stages, source)
+            if values:
+                transfers.append(Transfer(source, target, clock(values), clock(gradients) if gradients else None))
+    return transfers
+
+
+def _values(names: Sequence[str], made: Slot, read: Slot) -> Copies:
+    pairs = [(made.outputs[name], read.inputs[name]) for name in names]
+    return [(source, target) for source, target in pairs if isinstance(target, Tensor)]
+
+
+def _gradients(names: Sequence[str], reader: int, stages: Sequence[Stage], maker: int) -> Copies:
+    sent, summed = stages[reader].slots[0].input_gradients, stages[maker].slots[0].gradients
+    return [(sent[name], summed[name]) for name in names if reader in stages[maker].awaited.get(name, ())]
+
+
+@torch.no_grad()
+def _copy_ms(copies: Copies) -> float:
+    """The median of a few copies behind a queue that is full."""
+
+    def run() -> None:
+        for source, target in copies:
+            devices.fill(target, source)
+
+    return statistics.median(devices.queued_ms([run], devices.location(copies[0][1]), REPEATS)[0])

@@ -1,0 +1,1 @@
+"""The stages of a training pipeline: slots, weight aliases, recomputation and compilation."""

@@ -1,0 +1,147 @@
+"""``torch.compile`` of a whole segment, and of the loss, kept where it is faster.
+
+It fuses what a layer border would keep apart. What it gains is measured against the same segment without it, on the
+device; where it gains nothing, or cannot compile the segment, the segment stays as it was and the reason is told.
+
+Where weight gradients are a pass of their own they stay one: see ``placer.capture.weight_grads.compiled_layers``. A segment that cannot be
+compiled so is compiled with whole backward passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture import autocast
+from placer.executor.engine.compiled_segments import (
+    Backend,
+    Border,
+    CompiledSegment,
+    gains,
+    modes_kept,
+    obstacle,
+    told,
+    trial_ms,
+)
+from placer.executor.segments import MicroBatch
+from placer.executor.training.stages.recomputed_stage import RecomputedStage
+from placer.executor.training.stages.split_segments import OpenedSegment, compiled_loss
+from placer.executor.training.stages.training_slot import Head
+from placer.executor.training.stages.training_stage import Stage
+
+
+def compile_stage(stage: Stage, backend: Backend) -> None:
+    """Let a stage whose slots are open run compiled, if that is faster; its loss, too.
+
+    Args:
+        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
+        backend: of ``torch.compile``.
+    """
+    stage.not_compiled_because = _obstacle(stage)
+    if stage.not_compiled_because:
+        return
+    try:
+        now_ms = _trial_ms(stage)
+    except devices.NotRecordable as error:
+        stage.not_compiled_because = f"it runs without CUDA graphs: {error}"
+        return
+    with modes_kept():
+        now_ms = _compile_segment(stage, backend, now_ms)
+    if stage.head is not None:
+        with modes_kept():
+            _compile_loss(stage, stage.head, backend, now_ms)
+
+
+def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
+    """What the stage's passes take then."""
+    plain, split = stage.segment, stage.split
+    why_whole, border = "", _border(stage)
+    for kind in (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,):
+        stage.split, stage.reuses = kind is OpenedSegment, True  # such passes write to what the forward pass left
+        try:
+            stage.segment = kind.of(plain, border, backend)
+            after_ms = _trial_ms(stage)
+        except Exception as error:  # whatever a compiler may raise: the segment runs without it
+            why_whole = stage.not_compiled_because = told(error)
+            continue
+        times = _times(after_ms, before_ms)
+        if gains(after_ms, before_ms):
+            stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
+            stage.not_compiled_because = ""
+            return after_ms
+        stage.not_compiled_because = f"it is no faster: {times}"
+        break
+    stage.segment, stage.split, stage.reuses = plain, split, False
+    return before_ms
+
+
+def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) -> None:
+    """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is, too."""
+    plain = head.loss
+    try:
+        head.loss = compiled_loss(plain, backend)
+        after_ms = _trial_ms(stage)
+    except Exception as error:
+        after_ms = before_ms
+        if stage.compiled:
+            stage.compiled += f"; the loss is not: {told(error)}"
+    if gains(after_ms, before_ms):
+        stage.reuses = True  # as above
+        times = _times(after_ms, before_ms)
+        stage.compiled = f"{stage.compiled}; the loss too: {times}" if stage.compiled else f"the loss alone: {times}"
+    else:
+        head.loss = plain
+
+
+def _times(after_ms: float, before_ms: float) -> str:
+    return f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
+
+
+def _obstacle(stage: Stage) -> str:
+    """What forbids to compile a stage; empty if nothing does."""
+    if stage.gathers:
+        return "deferred_batch_norm takes batch normalisations apart"
+    if isinstance(stage, RecomputedStage):
+        return "it recomputes"
+    return obstacle(stage.segment)
+
+
+def _border(stage: Stage) -> Border:
+    """What a stage's segment is given, and what it makes that something outside it reads."""
+    made = {name for step in stage.segment.steps for name in step.layer.writes}
+    names = [*stage.writes, *(stage.head.names if stage.head is not None else ())]
+    writes = [name for name in dict.fromkeys(names) if name in made]
+    awaited = {*stage.awaited} | _awaited_by_loss(stage)
+    return Border(stage.reads, tuple(writes), frozenset(writes) - awaited)
+
+
+def _awaited_by_loss(stage: Stage) -> set[str]:
+    """Of what the loss is given, the values that it depends on."""
+    slot, head = stage.slots[0], stage.head
+    if head is None:
+        return set()
+    if len(head.names) == 1:
+        return set(head.names)  # a loss that depends on nothing is refused
+    batch = MicroBatch(slot.inputs.keys(), slot.inputs.values())
+    with torch.no_grad(), autocast.uncached(stage.device):
+        stage.segment.run(batch)
+    values = {name: batch.read(name, stage.device) for name in head.names}
+    leaves = {name: value.detach().requires_grad_() for name, value in values.items() if _is_differentiable(value)}
+    with torch.enable_grad(), autocast.uncached(stage.device):
+        loss, _ = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
+    with autocast.off(stage.device):
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _trial_ms(stage: Stage) -> float:
+    """Time of a forward and a backward pass of the first slot."""
+    slot = stage.slots[0]
+    return trial_ms([slot.forward, slot.backward, slot.weights], stage.device)

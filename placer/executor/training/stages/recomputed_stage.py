@@ -1,0 +1,162 @@
+"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in its backward pass.
+
+    forward     inputs ──▶ (no graph) ──▶ outputs               kept: the inputs
+    backward    inputs ──▶ forward again ──▶ backward ──▶ input gradients, and everything is let go
+
+It holds the activations of one micro-batch, in its backward pass, in place of those of every micro-batch in flight,
+for one more forward pass. Random numbers and buffers are in the second pass what they were in the first.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe (Huang et al., NeurIPS 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture import autocast
+from placer.devices import Repeated
+from placer.executor.segments import MicroBatch, Segment
+from placer.executor.training.stages.training_slot import Slot
+from placer.executor.training.stages.training_stage import Stage
+
+
+class RecomputedStage(Stage):
+    """As ``Stage``, but not split: nothing is kept that weight gradients could be made of apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._buffers, self._again = _with_copies(self.segment)
+        self._written = _written_weights(self.segment)
+        self._random = any(step.layer.random for step in self.segment.steps)
+        self._before: dict[int, list[Tensor]] = {}
+        self._chances: dict[int, Repeated] = {}
+
+    def begin(self) -> None:
+        """New random numbers for a batch."""
+        if self.is_recorded:
+            for chance in self._chances.values():
+                chance.seed()
+
+    def _opened(
+        self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> tuple[list[Slot], dict[str, Any]]:
+        slots, made = super()._opened(count, inputs, targets, weight)
+        for slot in slots:
+            # What passes leave for others is not theirs: recorded, they all share the memory of their own results.
+            slot.outputs = {name: self._static(value) for name, value in made.items()}
+            slot.landing = self._landing(slot)
+            self._before[id(slot)] = [torch.empty_like(tensor, requires_grad=False) for tensor in self._changed()]
+            if self._random:
+                self._chances[id(slot)] = Repeated(self.device)
+        return slots, made
+
+    def close_slots(self) -> None:
+        """Let go of the slots and of what is kept for them."""
+        super().close_slots()
+        self._before.clear()
+        self._chances.clear()
+
+    def release(self) -> None:
+        """Nothing is left in the slots between passes."""
+        self._accumulation.drop()
+        for slot in (*self.slots, *self.tail.values()):
+            self._let_go(slot)
+
+    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
+        """None: both passes share one memory, in which the larger leaves room for the smaller. They are not warm."""
+        return []
+
+    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
+        """No pass leaves anything but in static tensors, so that all of them share their memory; each runs first."""
+        chance = self._chances.get(id(slot))
+        generators = [[generator] for generator in chance.generators] if chance is not None else None
+        slot.forward, slot.backward = devices.record(
+            [slot.forward, slot.backward], self.device, pools=[self._shared_memory] * 2, generators=generators
+        )
+
+    @torch.no_grad()
+    def _forward(self, slot: Slot) -> None:
+        _write(self._before[id(slot)], self._changed())
+        # Copies, since a layer may write to what it reads, and the backward pass needs it as it was.
+        inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in slot.inputs.items()}
+        batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
+        with autocast.uncached(self.device), self._chance(slot, "first"):
+            with self.segment.counting(), self.gather():
+                self.segment.run(batch)
+            for name, static in slot.outputs.items():
+                made = batch.read(name, self.device)
+                if isinstance(static, Tensor):
+                    static.copy_(made)
+            if self.head is not None:
+                self._lose(self.head, slot, batch)
+                self.head.total.add_(slot.roots[0])
+        slot.roots = []
+
+    def _backward(self, slot: Slot) -> None:
+        outputs, before = slot.outputs, self._before[id(slot)]
+        now = [weight.detach().clone() for weight in self._written]
+        _write([copy for _, copy in self._buffers] + self._written, before)
+        try:
+            with self._chance(slot, "again"):
+                self._compute(slot, self._again)
+            super()._backward(slot)
+        finally:
+            slot.outputs = outputs
+            _write(self._written, now)
+            self._let_go(slot)
+
+    def _changed(self) -> list[Tensor]:
+        """What a forward pass changes: the buffers, and then the weights."""
+        return [buffer for buffer, _ in self._buffers] + self._written
+
+    def _chance(self, slot: Slot, which: str) -> AbstractContextManager[None]:
+        chance = self._chances.get(id(slot))
+        if chance is None:
+            return nullcontext()
+        return chance.first() if which == "first" else chance.again()
+
+    def _let_go(self, slot: Slot) -> None:
+        for leaf in slot.leaves.values():
+            leaf.grad = None
+        slot.leaves, slot.roots = {}, []
+
+
+def _with_copies(segment: Segment) -> tuple[list[tuple[Tensor, Tensor]], Segment]:
+    """The buffers that a segment changes, each with a copy, and the segment over the copies.
+
+    Weights are not among them: gradients are those of the weights themselves.
+    """
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+    steps = []
+    for step in segment.steps:
+        state = list(step.state)
+        for index, name in enumerate(step.layer.state):
+            if name in step.layer.mutated and not state[index].requires_grad:
+                buffer = state[index]
+                state[index] = copies.setdefault(id(buffer), (buffer, buffer.clone()))[1]
+        steps.append(replace(step, state=state))
+    return list(copies.values()), Segment(segment.device, steps)
+
+
+def _written_weights(segment: Segment) -> list[Tensor]:
+    """The weights that forward writes to, as an embedding with a largest norm does."""
+    found = {
+        id(tensor): tensor
+        for step in segment.steps
+        for name, tensor in zip(step.layer.state, step.state, strict=True)
+        if name in step.layer.mutated and tensor.requires_grad
+    }
+    return list(found.values())
+
+
+@torch.no_grad()
+def _write(targets: list[Tensor], values: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, values)

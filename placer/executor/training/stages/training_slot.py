@@ -1,0 +1,168 @@
+"""A micro-batch in flight through one segment in training, and the loss behind the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture.weight_grads.deferred import Addition, Queue
+from placer.devices import Mark
+from placer.executor.stage_errors import Trail
+from placer.executor.training.optimizer.gradient_accumulation import Accumulation
+
+Key = str | int
+"""The name of a value, or the position of a tensor in the target."""
+
+
+@dataclass
+class Collected:
+    """What a caller is given of a micro-batch in addition to its loss.
+
+    Attributes:
+        outputs: the model's results, flattened; None where nobody asks for them.
+        values: the further values of the loss, by name.
+    """
+
+    outputs: list[Any] | None
+    values: dict[str, Any]
+
+    @classmethod
+    def like(cls, other: Collected | None) -> Collected:
+        """Return room for the same of another micro-batch."""
+        if other is None:
+            return cls(None, {})
+        outputs = None if other.outputs is None else list(map(_room, other.outputs))
+        return cls(outputs, {name: _room(value) for name, value in other.values.items()})
+
+    @torch.no_grad()
+    def take(self, other: Collected) -> None:
+        """Copy what is in another one, on the stream in use."""
+        pairs = [*zip(self.values.values(), other.values.values(), strict=True)]
+        pairs += zip(self.outputs or (), other.outputs or (), strict=True)
+        for mine, theirs in pairs:
+            if isinstance(mine, Tensor):
+                mine.copy_(theirs)
+
+
+def _room(value: Any) -> Any:
+    return torch.empty_like(value, requires_grad=False) if isinstance(value, Tensor) else value
+
+
+@dataclass
+class Head:
+    """The loss, computed behind the last segment.
+
+    Attributes:
+        names: the values that the model returns.
+        loss: from those, and the target of the micro-batch, to a number, and further values by name.
+        targets: the static tensors of each slot's target.
+        total: sum over micro-batches of loss times weight.
+        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
+        dtype: of the loss, once it was computed.
+        parameters: those that it reads beside result and target, as a penalty of their size does.
+        collects: whether the model's results are kept for the caller.
+    """
+
+    names: tuple[str, ...]
+    loss: Callable[[list[Any], list[Any]], tuple[Tensor, dict[str, Any]]]
+    total: Tensor
+    scale: Tensor
+    dtype: torch.dtype = torch.float32
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    collects: bool = False
+
+
+@dataclass
+class Slot:
+    """A micro-batch in flight.
+
+    Attributes:
+        inputs: static tensors, or numbers, by name.
+        weight: of its loss in the batch's: its share of the samples.
+        targets: static tensors of the loss's target, in the last stage.
+        gradients: of each output, static: the sum of what its readers send.
+        entering: the inputs and targets that a gradient goes back to.
+        leaves: what the forward pass differentiates by, of these.
+        outputs: what it made, by name.
+        roots: what the backward pass starts from.
+        input_gradients: what it made for those that entered.
+        unreached: those of them that it had no gradient for; zeros stand for it.
+        forward: runs or replays the forward pass.
+        backward: runs or replays the backward pass.
+        weights: runs or replays the weight half of the backward pass, where it is apart.
+        deferred: the weight gradients that the backward pass left to it.
+        landing: static tensors that input gradients are copied to, where other passes work in the memory in which they
+            are made.
+        over: when the last pass of the latest micro-batch that it had was done; None before the first.
+        fetched: when those who read its outputs have copied them.
+        sent: when its input gradients have been copied to where they go.
+        collected: in the last stage, static: what the caller is given of the micro-batch.
+    """
+
+    inputs: dict[str, Any]
+    weight: float
+    targets: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    entering: tuple[Key, ...] = ()
+    leaves: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    roots: list[Tensor] = field(default_factory=list)
+    input_gradients: dict[Key, Tensor] = field(default_factory=dict)
+    unreached: frozenset[Key] = frozenset()
+    forward: Callable[[], None] = lambda: None
+    backward: Callable[[], None] = lambda: None
+    weights: Callable[[], None] = lambda: None
+    deferred: Queue = field(default_factory=Queue)
+    landing: dict[Key, Tensor] = field(default_factory=dict)
+    over: Mark = None
+    fetched: list[Mark] = field(default_factory=list)
+    sent: list[Mark] = field(default_factory=list)
+    collected: Collected | None = None
+
+    def static(self, key: Key) -> Any:
+        """The static tensor of an input or a target."""
+        return self.inputs[key] if isinstance(key, str) else self.targets[key]
+
+
+class NamedQueue(Queue):
+    """Weight gradients that are left for later, each with the layer that it is of."""
+
+    def __init__(self, trail: Trail, reach: Callable[[Tensor], None], accumulation: Accumulation) -> None:
+        super().__init__()
+        self._trail = trail
+        self._reach = reach
+        self._accumulation = accumulation
+
+    def put(self, addition: Addition) -> None:
+        """Leave something for later; see ``Queue``."""
+        self.append(replace(addition, layer=addition.layer or self._trail.layer))
+        self._reached(addition.weights)
+
+    def _reached(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            if weight.requires_grad:
+                self._reach(weight)
+
+    def gradient(self, weight: Tensor) -> Tensor | None:
+        """What is added to, inside ``Accumulation`` and outside; see ``Queue``."""
+        return self._accumulation.total(weight)
+
+    def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a weight, now or with others; see ``Accumulation``."""
+        total = self.gradient(weight)
+        assert total is not None
+        self._accumulation.add(total, gradient)
+
+
+class AtOnce(NamedQueue):
+    """Weight gradients that are not left for later: a product is added as it is made, which is no gradient more."""
+
+    def put(self, addition: Addition) -> None:
+        """Do it now; nothing where the pass is not run for gradients of weights."""
+        if self._accumulation.is_open:
+            addition.run(self)
+            self._reached(addition.weights)

@@ -1,0 +1,430 @@
+"""One segment of a pipeline in training: a forward and a backward pass for each micro-batch in flight.
+
+    inputs (static)  ──▶ forward ──▶ outputs (static)          one slot for each micro-batch in flight;
+    input gradients  ◀── backward ◀── output gradients         its activations live until its backward pass
+
+On a GPU every pass of every slot is one CUDA graph; where that cannot be had the passes run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture import autocast
+from placer.capture.loss_functions import refuse_no_number, refuse_untrained
+from placer.capture.weight_grads.deferred import Addition
+from placer.executor.engine.weak_methods import weakly
+from placer.executor.segments import MicroBatch, Segment
+from placer.executor.stage_errors import Trail
+from placer.executor.training.autograd_reach import parameters, reached
+from placer.executor.training.input_gradients import detached, on_host
+from placer.executor.training.optimizer.gradient_accumulation import Accumulation
+from placer.executor.training.stages.training_slot import AtOnce, Collected, Head, Key, NamedQueue, Slot
+
+LOSS = "(loss)"
+"""What stands for the loss where a layer is named."""
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may not be written to."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Entered(MicroBatch):
+    """A micro-batch that enters a stage: what gradients go back from does so when the first layer reads it.
+
+    Backward passes run what was entered last first. So the gradient of a value is ready as soon as its first reader's
+    is, and no slice of a larger one stays, with all of that, until the pass is over.
+
+    Args:
+        inputs: by name.
+        leaves: of some of them, what a gradient goes back to.
+        trail: is told which layer runs.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], leaves: Mapping[str, Tensor], trail: Trail) -> None:
+        super().__init__(inputs.keys(), inputs.values(), trail)
+        self._leaves = dict(leaves)
+
+    def read(self, name: str, device: torch.device) -> Any:
+        """The value on that device."""
+        if name in self._leaves:
+            self.write([name], [_Entrance.apply(self._leaves.pop(name))])  # type: ignore[no-untyped-call]
+        return super().read(name, device)
+
+
+class Stage:
+    """A segment with its border and its slots.
+
+    Args:
+        segment: its layers, over aliases of the parameters.
+        reads: names of the values that come from other stages, or from the batch.
+        writes: for each value that is read elsewhere: the stages that read it.
+        head: the loss, in the last stage.
+        split: whether weight gradients are a pass of their own.
+        gather: enters what a forward pass runs in, beside: statistics over the whole batch.
+        reach: is told the weights whose gradients are left to a pass of their own.
+
+    Attributes:
+        slots: the micro-batches in flight.
+        tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
+        unreached: of what it reads, the values that the loss does not depend on.
+        awaited: by value that is read elsewhere: the stages that send a gradient of it.
+        memories: by slot, the number of the memory in which its recorded input-gradient pass works, where weight
+            gradients are a pass of their own; see ``Plan.backward_memory``. One for each slot if empty.
+        is_recorded: whether the passes are CUDA graphs.
+        not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
+        reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
+            before the slot's next forward pass runs.
+        compiled: what torch.compile gained; empty where it does not run.
+        not_compiled_because: why not, where it was asked for.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        reads: Sequence[str],
+        writes: Mapping[str, Sequence[int]],
+        head: Head | None = None,
+        split: bool = False,
+        gather: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reach: Callable[[Tensor], None] = lambda weight: None,
+    ) -> None:
+        self.segment = segment
+        self.device = segment.device
+        self.reads = tuple(reads)
+        self.writes = dict(writes)
+        self.head = head
+        self.split = split
+        self.gather = gather
+        self.slots: list[Slot] = []
+        self.tail: dict[int, Slot] = {}
+        self.reach = reach
+        self.gathers = gather is not nullcontext
+        self.is_recorded = False
+        self.not_recorded_because = ""
+        self.reuses = False
+        self.compiled = ""
+        self.not_compiled_because = ""
+        self.trail = Trail(backwards=True)
+        self.unreached: frozenset[Key] = frozenset()
+        self.awaited: dict[str, set[int]] = {}
+        self.memories: list[int] = []
+        self._made_of: dict[str, frozenset[Key]] = {}
+        self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
+        self._shared_memory: Any = None
+
+    def open_slots(
+        self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> dict[str, Any]:
+        """Make the slots like this example, and run the first one forwards once.
+
+        Args:
+            count: micro-batches in flight.
+            inputs: an example of every value that the stage reads; it requires a gradient where one goes back to it.
+            targets: an example of the loss's target, likewise.
+            weight: of each one's loss in the batch's.
+
+        Returns:
+            An example of every value that other stages read, on the host.
+        """
+        self.slots, made = self._opened(count, inputs, targets, weight)
+        return made
+
+    def open_tail(
+        self, micro_batch: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> dict[str, Any]:
+        """Make a slot of its own for the last micro-batch, which is smaller than the others; as ``open_slots``."""
+        tail, made = self._opened(1, inputs, targets, weight)
+        self.tail = {micro_batch: tail[0]}
+        return made
+
+    def close_slots(self) -> None:
+        """Let go of the slots; they are made anew before the next batch."""
+        self.slots, self.tail, self._shared_memory = [], {}, None
+        self.is_recorded, self.not_recorded_because = False, ""
+
+    def _opened(
+        self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
+    ) -> tuple[list[Slot], dict[str, Any]]:
+        slots = []
+        examples: dict[Key, Any] = dict(enumerate(targets))
+        examples.update(inputs)
+        devices.release_cache()  # what stays would keep pieces of memory in which little else fits
+        for _ in range(count):
+            slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
+            if self.head is not None:
+                slot.targets = [self._static(target) for target in targets]
+            slot.entering = tuple(key for key in (*self.reads, *range(len(slot.targets))) if _flows_back(examples[key]))
+            queue = NamedQueue if self.split else AtOnce
+            slot.deferred = queue(self.trail, self.reach, self._accumulation)
+            self._run_eagerly(slot)
+            slots.append(slot)
+        first = slots[0]
+        self._compute(first, self.segment)
+        if self.head is not None:
+            self.head.parameters = parameters(first.roots[0])
+            self.unreached = self._beyond_loss(first)
+        made = {name: first.outputs[name] for name in self.writes}
+        self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}
+        self.awaited = {name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])}
+        # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
+        first.leaves, first.outputs, first.roots = {}, {}, []
+        made = dict(zip(made, on_host(list(made.values())), strict=True))
+        devices.release_cache()  # nothing of the pass is left here, and what comes now stays
+        for slot in slots:
+            slot.collected = slot.collected or (first.collected and Collected.like(first.collected))
+            for name in self.awaited:
+                slot.gradients[name] = torch.zeros_like(made[name], device=self.device, requires_grad=False)
+        return slots, made
+
+    def _run_eagerly(self, slot: Slot) -> None:
+        slot.forward = weakly(self._forward, slot)
+        slot.backward = weakly(self._backward, slot)
+        slot.weights = weakly(self._weights, slot)
+
+    def _beyond_loss(self, slot: Slot) -> frozenset[Key]:
+        """Of what entered, the values that the loss does not depend on."""
+        if not slot.leaves:
+            return frozenset()
+        with autocast.off(self.device):
+            found = torch.autograd.grad(slot.roots, list(slot.leaves.values()), allow_unused=True)
+        slot.deferred.clear()
+        return frozenset(name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None)
+
+    def expect(self, stages: Sequence[Stage]) -> None:
+        """Wait for no gradient of a value that the loss does not depend on, by way of any stage that reads it.
+
+        Args:
+            stages: all; those after this one have been told so.
+        """
+        for name, readers in list(self.awaited.items()):
+            readers -= {reader for reader in readers if name in stages[reader].unreached}
+            if not readers:
+                del self.awaited[name]
+                for slot in (*self.slots, *self.tail.values()):
+                    del slot.gradients[name]
+        if self.head is None:
+            awaited = frozenset[Key]().union(*(self._made_of[name] for name in self.awaited))
+            self.unreached = frozenset(self.slots[0].entering) - awaited
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    def release(self) -> None:
+        """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
+        self._accumulation.drop()
+        if self.is_recorded:
+            return
+        for slot in (*self.slots, *self.tail.values()):
+            slot.leaves, slot.outputs, slot.roots, slot.input_gradients = {}, {}, [], {}
+            slot.deferred.clear()
+
+    def slot(self, micro_batch: int) -> Slot:
+        """The slot that a micro-batch goes through."""
+        return self.tail.get(micro_batch) or self.slots[micro_batch % len(self.slots)]
+
+    def record(self) -> None:
+        """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
+        if self.device.type != "cuda":
+            return
+        for step in self.segment.steps:
+            if any(step.state[index].device.type == devices.CPU for index in step.foreign):
+                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on the host"
+                return
+        self._shared_memory = devices.memory_pool(self.device)
+        every = [*self.slots, *self.tail.values()]
+        pools = self._backward_pools()
+        shared = [slot for slot, pool in zip(every, pools, strict=True) if pools.count(pool) > 1]
+        for slot in shared:
+            slot.landing = self._landing(slot)
+        try:
+            rooms = self._rooms(self.slots[0], len(shared) > 0)
+            for number, (slot, pool) in enumerate(zip(every, pools, strict=True)):
+                is_warm = number < len(self.slots)  # else it is the tail's
+                self._recorded(slot, pool, rooms if is_warm else (), warm=is_warm)
+            self.is_recorded = True
+        except devices.NotRecordable as error:
+            self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
+            for other in every:
+                self._run_eagerly(other)
+
+    def _backward_pools(self) -> list[Any]:
+        """Return by slot, the tail's included, the memory in which its backward pass works.
+
+        A whole backward pass leaves nothing, so that all slots share one memory. An input-gradient pass leaves
+        something to its weight-gradient pass: slots share a memory where the plan has that run before the next
+        input-gradient pass in it.
+        """
+        count = len(self.slots) + len(self.tail)
+        if not self.split:
+            return [self._shared_memory] * count
+        numbers = self.memories or range(len(self.slots))
+        memories = {number: devices.memory_pool(self.device) for number in numbers}
+        return [memories[number] for number in numbers] + [devices.memory_pool(self.device) for _ in self.tail]
+
+    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
+        """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
+        if self.split:
+            passes, shared = [slot.forward, slot.backward, slot.weights], [1, 2] if shares_backward else [2]
+        else:
+            passes, shared = [slot.forward, slot.backward], [1]
+        return devices.fitting_rooms(passes, self.device, shared if len(self.slots) > 1 else [])
+
+    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
+        # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
+        # to the backward pass of its slot. The last pass leaves nothing: those of all slots share their memory. Where
+        # weight gradients are apart, an input-gradient pass leaves something to their pass, and works in a memory of
+        # its own or of slots whose passes do not come between the two. Gradients that are still on their way to other
+        # stages when another pass works there are copied out of a shared memory first.
+        ahead, last = devices.memory_pool(self.device), self._shared_memory
+        if self.split:
+            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, backward_pool, last]
+        else:
+            passes, pools = [slot.forward, slot.backward], [ahead, last]
+        replays = devices.record(passes, self.device, pools=pools, rooms=rooms, warm=warm)
+        slot.forward, slot.backward = replays[:2]
+        if self.split:
+            slot.weights = replays[2]
+
+    def pass_ms(self) -> tuple[float, float, float]:
+        """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
+        if not self.is_recorded:
+            return 1.0, 1.0, 1.0
+        slot = self.slots[0]
+        times = devices.queued_ms([slot.forward, slot.backward, slot.weights], self.device, 3)
+        forward, backward, weights = (sorted(row)[1] for row in times)
+        return forward, backward, weights
+
+    def _static(self, example: Any) -> Any:
+        if not isinstance(example, Tensor):
+            return example
+        static = torch.empty_like(example, device=self.device)
+        with torch.no_grad():
+            static.copy_(example.detach())
+        return static
+
+    def _forward(self, slot: Slot) -> None:
+        with self.segment.counting(), self.gather():
+            self._compute(slot, self.segment)
+        if self.head is not None:
+            self.head.total.add_(slot.roots[0].detach())
+
+    @torch.enable_grad()
+    def _compute(self, slot: Slot, segment: Segment) -> None:
+        """Run a segment over the inputs of a slot, with a graph for the backward pass."""
+        slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
+        leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
+        # A write to what has no gradient yet may give it one, with a graph: the next pass finds none of that.
+        inputs = dict(zip(slot.inputs, detached(list(slot.inputs.values())), strict=True))
+        batch = _Entered(inputs, leaves, self.trail)
+        slot.deferred.clear()
+        with autocast.uncached(self.device):
+            with segment.deferring(slot.deferred):
+                segment.run(batch)
+            slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
+            if self.head is not None:
+                self._lose(self.head, slot, batch)
+
+    def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
+        self.trail.enter(LOSS)
+        targets = list(slot.targets)
+        for key, leaf in slot.leaves.items():
+            if isinstance(key, int):
+                targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
+        outputs = [batch.read(name, self.device) for name in head.names]
+        # "cuda" in a user's loss means this device. Stand-ins would refuse what the loss reads of others.
+        with devices.current(self.device) if self.device.type == "cuda" else nullcontext():
+            loss, values = head.loss(outputs, targets)
+        refuse_no_number(loss)
+        refuse_untrained(loss)
+        head.dtype = loss.dtype
+        slot.roots = [loss * slot.weight]
+        if values or head.collects:
+            made = Collected(detached(outputs) if head.collects else None, values)
+            slot.collected = slot.collected or Collected.like(made)
+            slot.collected.take(made)
+
+    def _backward(self, slot: Slot) -> None:
+        roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
+        for name, gradient in slot.gradients.items():
+            roots.append(slot.outputs[name])
+            gradients.append(gradient)
+        for leaf in slot.leaves.values():
+            leaf.grad = None
+        if not roots:
+            slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
+            slot.unreached = frozenset(slot.leaves)
+            self._land(slot)
+            return
+        with autocast.off(self.device), self._accumulation:
+            torch.autograd.backward(roots, gradients)
+        slot.unreached = frozenset(key for key, leaf in slot.leaves.items() if leaf.grad is None)
+        slot.input_gradients = {
+            name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
+            for name, leaf in slot.leaves.items()
+        }
+        self._land(slot)
+
+    def _landing(self, slot: Slot) -> dict[Key, Tensor]:
+        return {key: torch.zeros_like(slot.static(key)) for key in slot.entering}
+
+    @torch.no_grad()
+    def _land(self, slot: Slot) -> None:
+        """Copy input gradients out of the memory in which they were made, where others work in it."""
+        if slot.landing:
+            for name, static in slot.landing.items():
+                static.copy_(slot.input_gradients[name])
+                slot.leaves[name].grad = None
+            slot.input_gradients = slot.landing
+
+    def _scale(self, root: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.head.scale.to(root.dtype).expand_as(root)
+
+    def _weights(self, slot: Slot) -> None:
+        with autocast.off(self.device):
+            devices.side_by_side([partial(self._add, slot, part) for part in slot.deferred.branches()], self.device)
+        slot.deferred.clear()
+
+    def _add(self, slot: Slot, some: Iterable[Addition]) -> None:
+        for addition in some:
+            self.trail.layer = addition.layer
+            addition.run(slot.deferred)
+        self._accumulation.flush()
+
+
+def drop_unreached(stages: Sequence[Stage]) -> None:
+    """Send no gradient back for what the loss does not depend on: zeros would let weight decay change the weights."""
+    for stage in reversed(stages):
+        stage.expect(stages)
+
+
+def _apart(result: Any, received: Iterable[Any]) -> Any:
+    """A result that lies in none of what is received: the next micro-batch's comes while this one is still sent."""
+    if not isinstance(result, Tensor):
+        return result
+    there = {place for item in received if isinstance(item, Tensor) for place in _places(item)}
+    return result if there.isdisjoint(_places(result)) else result.clone()
+
+
+def _places(tensor: Tensor) -> list[int]:
+    return [part.untyped_storage().data_ptr() for part in devices.parts(tensor)]
+
+
+def _flows_back(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

@@ -1,0 +1,396 @@
+"""What ``DataFlow.train_step`` returns: one batch at a time, forwards, backwards and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from placer import devices
+from placer.capture import autocast, input_forms
+from placer.capture.batch_dims.batch_layout import Call, refuse_no_options
+from placer.capture.loss_functions import LossFunction, refuse_arrays, refuse_no_number, refuse_untrained
+from placer.capture.pytrees import detached_nest, flatten
+from placer.capture.user_objects import refuse_no_chunks, refuse_no_flags, refuse_no_loss
+from placer.errors import BatchError, InputError
+from placer.executor.checks.batch_check import Weights
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.fill_drain import micro_batch_sizes, to_device
+from placer.executor.micro_batches import MicroBatches
+from placer.executor.output_joining import Joining, join
+from placer.executor.stage_errors import Place, failed_module, nothing_held, raise_explained
+from placer.executor.state.batch_statistics import refuse_uncaptured
+from placer.executor.training.ddp_check import refuse_data_parallel
+from placer.executor.training.input_gradients import detached, hand_out
+from placer.executor.training.loss.label_weights import LabelWatch
+from placer.executor.training.loss.loss_check import LossChecks
+from placer.executor.training.loss.loss_weights import Weighing, merged
+from placer.executor.training.optimizer.optimizer_update import Update
+from placer.executor.training.optimizer.shared_optimizers import Others, kept, note_waiting
+from placer.executor.training.pipeline_cache import Pipelines, Placed, room_of, tell_in_turn
+from placer.executor.training.stages.training_slot import Collected
+from placer.executor.training.stages.training_stage import LOSS
+from placer.executor.training.stages.weight_aliases import Keep
+from placer.executor.training.step_rollback import Kept
+from placer.executor.training.training_batch import Batch
+from placer.executor.training.training_pipeline import SCHEDULES, Order, TrainingPipeline
+from placer.schema import BatchOptions
+from placer.schema.batch_options import Weigh
+from placer.utils.user_warnings import warn
+
+
+class Flow(Placed, Protocol):
+    """What a training step needs of a ``DataFlow``."""
+
+    chunks: int
+    batch_options: BatchOptions
+    enable_clone: bool
+    gradients_wait: bool
+    output_device: torch.device
+    lock: RLock
+
+    @property
+    def not_captured_because(self) -> str:
+        """Why the model runs through hooks; empty where it does not."""
+
+    def follow(self, optimizer: Any) -> None:
+        """Keep an optimizer's state on the devices of its parameters, from now on."""
+
+    def cut(
+        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+    ) -> MicroBatches:
+        """Cut a call into micro-batches."""
+
+    def called_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.device]:
+        """Run the model on one micro-batch; results stay where the last layer runs, which is returned too."""
+
+
+class TrainStep:
+    """A training step of a flow.
+
+    Args:
+        flow: a flow to which ``update_flow`` has been called.
+        loss_fn: ``loss_fn(output, target)``: the loss, or the loss and a dict of further values.
+        update: what follows the gradients.
+        schedule: the order of micro-batches.
+        compile: the backend of torch.compile; None to compile nothing.
+        options: of the batch; the flow's, as they are now, if None.
+        weigh: ``BatchOptions.weigh``, where it is given apart.
+
+    Raises:
+        InputError: the loss is no function, or has parameters of its own; the schedule is not known; the optimizer
+            is of another model; or DistributedDataParallel is around the model or in it.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        loss_fn: LossFunction,
+        update: Update,
+        schedule: Order,
+        compile: Backend | None = None,
+        options: BatchOptions | None = None,
+        weigh: Weigh | None = None,
+    ) -> None:
+        refuse_no_loss(loss_fn)
+        options = flow.batch_options if options is None else options
+        refuse_no_options(options)
+        if schedule not in SCHEDULES:
+            raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+        refuse_data_parallel(flow.module)
+        self._others = Others(update, flow.module)
+        self.flow = flow
+        self.loss_fn = Weighing(loss_fn, merged(options, weigh))
+        self.update = update
+        self.schedule = schedule
+        self.compile = compile
+        self._pipelines = self._no_pipelines()
+        self._checks = LossChecks(self.loss_fn)
+        self._has_told = False
+
+    def __call__(
+        self,
+        inputs: Any,
+        target: Any = None,
+        chunks: int | None = None,
+        update: bool = True,
+        outputs: bool = False,
+    ) -> Any:
+        """Train on one batch; afterwards every parameter's ``grad`` is that of the batch's loss.
+
+        Args:
+            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
+                require a gradient are given theirs, and what they were made of, as by the unsplit model.
+            target: what the loss compares with, the batch first; likewise. None where the inputs have it.
+            chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
+                smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
+            update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
+                them, and the optimizer is stepped by the first call that does not say so. ``optimizer.zero_grad()``
+                drops them.
+            outputs: whether to return the model's result for the batch as well, on ``flow.output_device``.
+
+        Returns:
+            The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and these values, joined over
+            the micro-batches. With ``outputs`` the model's result stands at the end of the tuple.
+
+        Raises:
+            BatchError: micro-batches give another result or loss than the batch; nothing was trained then.
+            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
+                another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can be.
+        """
+        if update not in (True, False):
+            raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
+        refuse_no_flags(outputs=outputs)
+        with nothing_held(), self.flow.lock:
+            batch = self._taken(inputs, target, chunks)
+            for optimizer in self.update.optimizers:
+                self.flow.follow(optimizer)
+            keep, self.flow.gradients_wait = kept(self.flow, self.flow.gradients_wait), False
+            try:
+                result = self._computed(batch, keep, outputs)
+            except _LabelsSeen:
+                batch = self._taken(inputs, target, chunks)
+                result = self._computed(batch, keep, outputs)
+            if len(batch.sizes) > 1:
+                self.loss_fn.tell_of_labels([*batch.tensors, *batch.goals.leaves])
+            self.flow.gradients_wait = not update
+            if update:
+                self.update(self.flow.module)
+                self._others.wait_no_longer()
+            else:
+                note_waiting(self.flow)
+            return result
+
+    def _computed(self, batch: Batch, keep: Keep, outputs: bool) -> Any:
+        """Return what the step returns; gradients are in place then, and gone where it fails."""
+        if not self._checks.wants(batch):
+            return self._attempted(batch, keep, outputs, is_compared=False)
+        try:
+            return self._attempted(batch, keep, outputs, is_compared=True)
+        except torch.OutOfMemoryError as error:
+            if any(map(keep, self.flow.module.parameters())):  # gradients of earlier steps waited, and are gone
+                raise
+            why = str(error)
+        self._checks.leave_out(batch)
+        devices.release_cache()
+        warn(f"the loss of micro-batches was not compared with that of the whole batch, for want of memory: {why}")
+        return self._attempted(batch, keep, outputs, is_compared=False)
+
+    def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
+        pipeline = None
+        try:
+            pipeline = self._pipelines.ready(batch, outputs, is_compared, self._has_waiting(keep))
+            self._others.look(pipeline)
+            self._others.drop_gradients(keep)
+            if pipeline is None:
+                loss, made = self._through_hooks(batch, keep, outputs or is_compared)
+            else:
+                scale = self.update.scale(pipeline.stages[-1].device)
+                loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
+                made = [(self._unflattened(pipeline, one), one.values) for one in pipeline.collected]
+            joining = self._compared(batch, pipeline, loss, made, keep) if is_compared else self._checks.known(batch)
+        except BaseException as error:
+            self.flow.module.zero_grad()
+            self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
+            raise
+        return self._returned(batch, loss, made, joining, outputs)
+
+    def _compared(
+        self, batch: Batch, pipeline: TrainingPipeline | None, loss: Tensor, made: list[Any], keep: Keep
+    ) -> Joining:
+        """Compare the loss with that of the whole batch, and return how its further values are joined."""
+        labels = LabelWatch()
+        try:
+            return self._checks.joining(batch, loss, made, labels)
+        except BatchError as error:
+            if pipeline is not None:
+                pipeline.recover()
+            waits = any(map(keep, self.flow.module.parameters()))
+            if labels.found is not None and not waits:  # else gradients of earlier steps would be gone
+                raise _LabelsSeen from error
+            raise
+        finally:
+            if labels.found is not None:
+                self.loss_fn.weigh_by(labels.found)
+                self._pipelines = self._no_pipelines()
+
+    def _returned(self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool) -> Any:
+        found: list[Any] = [loss]
+        values = [values for _, values in made]
+        if not outputs and not any(values):
+            return loss
+        weights = self.loss_fn.means(batch.goals, batch.sizes)
+        if any(values):
+            found.append(join(values, batch.sizes, joining, weights))
+        if outputs:
+            nests = [to_device_nest(result, self.flow.output_device) for result, _ in made]
+            found.append(join(nests, batch.sizes, batch.joining, weights))
+        return tuple(found)
+
+    def _has_waiting(self, keep: Keep) -> bool:
+        """Return whether there are gradients that the next batch adds to."""
+        return any(parameter.grad is not None and keep(parameter) for parameter in self.flow.module.parameters())
+
+    @staticmethod
+    def _unflattened(pipeline: TrainingPipeline, collected: Collected) -> Any:
+        return None if collected.outputs is None else pipeline.recipe.outputs.unflatten(collected.outputs)
+
+    def pipeline(
+        self, inputs: Any, target: Any, chunks: int | None = None
+    ) -> tuple[TrainingPipeline | None, list[Any], list[Any]]:
+        """What a batch like this goes through, without running it.
+
+        Args:
+            inputs: as for a step.
+            target: as for a step.
+            chunks: as for a step.
+
+        Returns:
+            The stages, None where the model runs through hooks; and the flattened inputs and target.
+        """
+        batch = self._taken(inputs, target, chunks).without_gradients()
+        return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals.leaves
+
+    def _taken(self, inputs: Any, target: Any, chunks: int | None) -> Batch:
+        """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
+        self._refuse()
+        call = input_forms.split(inputs)
+        refuse_arrays(target)
+        sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
+        cut = self.flow.cut(call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target))
+        _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
+        goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1)
+        self._others.refuse_nothing_stepped([*cut.tensors, *goals.leaves])
+        dims = cut.parts[0].dims if not cut.layout.lists else cut.layout.dims
+        batch = Batch(cut.tensors, cut.inputs, cut.layout, dims, goals, cut.sizes, cut.joining, cut.parameters)
+        return batch if torch.is_grad_enabled() else batch.without_gradients()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the passes, which are made again when needed."""
+        return {**self.__dict__, "_pipelines": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pipelines = self._no_pipelines()
+
+    def _no_pipelines(self) -> Pipelines:
+        return Pipelines(self.flow, self.loss_fn, self.schedule, self.compile)
+
+    @property
+    def pipelines(self) -> list[TrainingPipeline]:
+        """What batches went through so far: one for each shape that is kept, the latest used last."""
+        return list(self._pipelines)
+
+    @property
+    def not_recorded_because(self) -> dict[str, str]:
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        return {place: why for item in self._pipelines for place, why in item.not_recorded_because.items()}
+
+    @property
+    def compiled(self) -> dict[str, str]:
+        """For each segment that torch.compile made faster: by how much, as measured."""
+        return {place: gain for item in self._pipelines for place, gain in item.compiled.items()}
+
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """For each segment that runs without torch.compile though it was asked for: why."""
+        return {place: why for item in self._pipelines for place, why in item.not_compiled_because.items()}
+
+    def _refuse(self) -> None:
+        flow = self.flow
+        if flow.assignment is None:
+            raise InputError("the flow is not placed yet: call update_flow() before a training step")
+        if flow.enable_clone:
+            raise InputError("clones are not trained: make the flow without enable_clone to train it")
+        if torch.is_inference_mode_enabled():
+            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
+        if not flow.module.training:
+            raise InputError("the model is in eval mode: call flow.train() before a training step")
+        room_of(flow.in_flight)
+        refuse_data_parallel(flow.module)
+
+    @torch.enable_grad()
+    def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:
+        """Run the micro-batches of a model that could not be captured one after another.
+
+        Returns:
+            The loss, and by micro-batch the model's result, if that is asked for, and the further values of the loss.
+        """
+        module = self.flow.module
+        if self.flow.deferred_batch_norm and len(batch.sizes) > 1:
+            refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
+        before = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
+        before.save()
+        for parameter in module.parameters():
+            if not keep(parameter):
+                parameter.grad = None
+        losses: list[Tensor] = []
+        made: list[Any] = []
+        in_loss: torch.device | None = None  # where it runs, as long as it does
+        given = [*batch.tensors, *batch.goals.leaves]
+        leaves = detached(given)
+        try:
+            for ((args, kwargs), goal), share in zip(
+                batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
+            ):
+                output, place = self.flow.called_for_loss(args, kwargs)
+                self._tell_once()  # only now: where the model itself fails on its inputs, that is what is told
+                in_loss = place
+                with devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device, as in a pipeline
+                    loss, values = self.loss_fn(output, to_device_nest(goal, place))
+                refuse_no_number(loss)
+                refuse_untrained(loss)
+                in_loss = None
+                made.append((detached_nest(output) if outputs else None, detached_nest(values)))
+                loss = loss * share
+                scale = self.update.scale(devices.location(loss))
+                with autocast.off(place):
+                    loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+            hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
+        except BaseException as error:
+            before.restore()
+            raise_explained(error, self._place(error, len(losses), in_loss))
+        place = devices.location(losses[-1])  # a module that branches may end on another device each time
+        return torch.stack([devices.move(loss, place) for loss in losses]).sum(), made
+
+    def _tell_once(self) -> None:
+        """Say why the model runs through hooks, the first time that it does."""
+        if self.flow.not_captured_because and not self._has_told:
+            self._has_told = True
+            tell_in_turn(f"the model is not captured: {self.flow.not_captured_because}")
+
+    def _place(self, error: BaseException, micro_batch: int, in_loss: torch.device | None) -> Place:
+        """Where a micro-batch failed on its way through hooks, or in its loss, which runs on ``in_loss``."""
+        layer = failed_module(error, self.flow.module)
+        if layer is None and in_loss is not None:
+            return Place(micro_batch, "training", 0, 0, in_loss, LOSS)
+        assignment = self.flow.assignment
+        device = assignment.of_path(layer) if assignment is not None and layer else None
+        return Place(micro_batch, "training", 0, 0, device or self.flow.output_device, layer)
+
+
+def to_device_nest(nest: Any, place: torch.device) -> Any:
+    """Return a nest with every tensor on one device."""
+    leaves, structure = flatten(nest)
+    return structure.unflatten(to_device(leaves, place))
+
+
+class _LabelsSeen(Exception):
+    """The loss counts its labels, which was not known: the step is to run again, with samples weighed by these."""
+
+
+def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
+    input_forms.refuse_no_tensor(inputs, tensors)
+    if not size:
+        raise InputError("the batch has no samples: leave empty batches out")
+
+
+def _sizes(wanted: int, size: int) -> list[int]:
+    """Of the micro-batches."""
+    refuse_no_chunks(wanted)
+    return micro_batch_sizes(size, wanted)

@@ -1,0 +1,403 @@
+"""A training step through the pipeline: forward and backward passes in the order of a schedule, then the optimizer.
+
+Work is issued from one thread, in an order in which everything that a pass waits for was issued before it. Passes of
+one device go into one lane; copies go beside them, from the stage that made a value straight to each stage that reads
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.capture.batch_dims.batch_layout import cut
+from placer.capture.layers import LayerGraph
+from placer.capture.pytrees import Structure
+from placer.devices import Courier, Lane, Mark
+from placer.errors import InputError
+from placer.executor.engine.checkpointed_segments import with_checkpoints
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.engine.pass_trace import Issued
+from placer.executor.segments import Segment, borders, segments, spread_state
+from placer.executor.stage_errors import Place, explain
+from placer.executor.state.batch_statistics import BatchStatistics
+from placer.executor.training.feed import Feed
+from placer.executor.training.input_gradients import InputGradients, detached
+from placer.executor.training.loss.loss_weights import Weighing
+from placer.executor.training.pass_issue import Passes
+from placer.executor.training.stage_transfers import crossings
+from placer.executor.training.stages.compiled_stages import compile_stage
+from placer.executor.training.stages.recomputed_stage import RecomputedStage
+from placer.executor.training.stages.training_slot import Collected, Head, Key, Slot
+from placer.executor.training.stages.training_stage import Stage, drop_unreached
+from placer.executor.training.stages.weight_aliases import Keep, Weights, keep_none
+from placer.executor.training.step_rollback import Kept
+from placer.schedule import Plan, plan
+from placer.schema import Schedule
+from placer.utils.error_translation import ErrorTranslation
+from placer.utils.user_warnings import warn
+
+PENALTY = "loss_fn reads parameters beside its arguments, whose gradients no pass over layers would bring to them"
+
+Order = Schedule
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a pipeline is to do with batches of one shape.
+
+    Attributes:
+        loss_fn: the loss of a micro-batch, and its further values.
+        outputs: structure of the model's result.
+        target: structure of the target.
+        schedule: the order of micro-batches.
+        sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
+        deferred_batch_norm: whether running statistics follow whole batches.
+        recompute: devices that run forwards once more in the backward pass, and so keep no activations.
+        compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
+        checkpoints: the modules that the model itself lets run again in the backward pass.
+        dims: of each input, the dimension that it is cut along; None where every micro-batch has all of it.
+        goal_dims: the same of the target.
+        in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and ``interleaved``; as many
+            as the order has a use for where there are other segments than so many.
+    """
+
+    loss_fn: Weighing
+    outputs: Structure
+    target: Structure
+    schedule: Order
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    goal_dims: tuple[int | None, ...]
+    deferred_batch_norm: bool = False
+    recompute: frozenset[torch.device] = frozenset()
+    compile: Backend | None = None
+    checkpoints: tuple[str, ...] = ()
+    in_flight: tuple[int, ...] = ()
+
+    def loss(self, leaves: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the loss, and its further values, from the flattened result and target of a micro-batch."""
+        return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
+
+    @property
+    def shares(self) -> list[float]:
+        """By how much the loss of each micro-batch counts in that of the batch."""
+        return self.loss_fn.shares(self.sizes)
+
+
+class PenaltyError(InputError):
+    """The loss has parameters in it that are not in the model's result, such as a penalty of their size."""
+
+
+class TrainingPipeline:
+    """The stages of one capture, ready for batches of one shape.
+
+    Args:
+        graph: of the model at the micro-batch's shape.
+        places: the device of every layer.
+        recipe: what is done with them.
+
+    Attributes:
+        trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
+        is_prepared: whether its passes are ready, as they are once a batch has gone through.
+        is_recorded: whether they were recorded, too, where they can be.
+        collected: by micro-batch of the latest batch, the model's results and the loss's further values, flattened; as
+            far as ``collect`` asks for them.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        places: Sequence[torch.device],
+        recipe: Recipe,
+    ) -> None:
+        self.graph = graph
+        self.recipe = recipe
+        self.sizes = recipe.sizes
+        self.chunks = len(self.sizes)
+        self.weights = Weights.of(graph)
+        self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
+        parts = with_checkpoints(segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints)
+        last = parts[-1].device
+        head = Head(
+            graph.outputs,
+            recipe.loss,
+            torch.zeros((), device=last, dtype=torch.float64),
+            torch.ones((), device=last),
+        )
+        self.collected: list[Collected] = []
+        self.lanes = {part.device: Lane(part.device) for part in parts}
+        self._device_of = [list(self.lanes).index(part.device) for part in parts]
+        room = recipe.in_flight if len(recipe.in_flight) == len(parts) else None
+        self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
+        self.stages = self._stages(parts, head)
+        self.courier = Courier()
+        mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
+        self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
+        spread = set(spread_state(graph, places))
+        self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
+        self.trace: list[Issued] | None = None
+        state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
+        self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
+        self._pointers = devices.addresses(self._buffers)
+        self.is_prepared = False
+        self.is_recorded = False
+        self._scaled = False
+
+    def is_stale(self) -> bool:
+        """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
+        return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
+
+    def collect(self, outputs: bool) -> bool:
+        """Ask for the model's results of each micro-batch, or no longer; recorded passes go on collecting them.
+
+        Returns:
+            False if its passes were made without that, so that another pipeline is needed.
+        """
+        head = self._head
+        if outputs and self.is_prepared:
+            return head.collects
+        if not self.is_recorded:
+            head.collects = outputs
+            for slot in self._last_slots():
+                if slot.collected is not None:
+                    slot.collected.outputs = slot.collected.outputs if outputs else None
+        return True
+
+    def _last_slots(self) -> list[Slot]:
+        return [*self.stages[-1].slots, *self.stages[-1].tail.values()]
+
+    def run(
+        self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep = keep_none, scale: Tensor | None = None
+    ) -> Tensor:
+        """One batch, forwards and backwards; gradients are the parameters' afterwards.
+
+        Args:
+            batch: the flattened inputs; those that require a gradient are given theirs.
+            targets: the flattened target, likewise.
+            keep: whether a parameter's gradient is added to the one that is there.
+            scale: a number that every gradient is multiplied by; 1 if None.
+
+        Returns:
+            The mean loss, a number on the last stage's device, without the scale.
+        """
+        if not self.is_prepared:
+            self.prepare(batch, targets)
+        self._kept.save()
+        try:
+            self._run(batch, targets, keep, scale)
+        except BaseException:
+            self.recover()
+            raise
+        head = self._head
+        return head.total.to(head.dtype, copy=True)
+
+    def _run(self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep, scale: Tensor | None) -> None:
+        if self.statistics is not None:
+            self.statistics.begin()
+        given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
+        owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
+        callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
+        self.weights.refresh()  # in the caller's order: the lanes begin after it
+        begun = {place: caller.mark() for place, caller in callers.items()}
+        dims: dict[Key, int | None] = dict(zip(self.graph.inputs, self.recipe.dims, strict=True))
+        dims |= enumerate(self.recipe.goal_dims)
+        gradients = InputGradients(given, self.sizes, self.courier, dims)
+        given = dict(zip(given, detached(list(given.values())), strict=True))
+        feed = Feed(given, self.sizes, self.courier, begun, dims)
+        last = self.stages[-1]
+        with devices.current(last.device):  # on the caller's stream, whose memory it is
+            self.collected = [Collected.like(last.slot(chunk).collected) for chunk in range(self.chunks)]
+        self._issue(feed, gradients, begun, keep, scale)
+        for place, lane in self.lanes.items():
+            callers[place].wait(lane.mark())
+        for (place, _), mark in feed.read.items():
+            callers[place].wait(mark)
+        self.weights.finish()
+        if self.statistics is not None:
+            self.statistics.commit()
+        gradients.hand_out()
+
+    @property
+    def not_recorded_because(self) -> dict[str, str]:
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        return self._by_segment("not_recorded_because")
+
+    @property
+    def compiled(self) -> dict[str, str]:
+        """For each segment that torch.compile made faster: by how much."""
+        return self._by_segment("compiled")
+
+    @property
+    def not_compiled_because(self) -> dict[str, str]:
+        """For each segment that runs without torch.compile though it was asked for: why."""
+        return self._by_segment("not_compiled_because")
+
+    def _by_segment(self, attribute: str) -> dict[str, str]:
+        return {
+            f"segment {index} of {len(self.stages)} on {stage.device}": getattr(stage, attribute)
+            for index, stage in enumerate(self.stages)
+            if getattr(stage, attribute)
+        }
+
+    @property
+    def penalised(self) -> list[nn.Parameter]:
+        """The parameters that the loss reads by itself, as far as is known: once the passes were made."""
+        return self._head.parameters
+
+    @property
+    def _head(self) -> Head:
+        head = self.stages[-1].head
+        assert head is not None
+        return head
+
+    def _issue(
+        self,
+        feed: Feed,
+        gradients: InputGradients,
+        begun: Mapping[torch.device, Mark],
+        keep: Keep,
+        scale: Tensor | None,
+    ) -> None:
+        """Issue a batch to the lanes; each begins when its own device has done what the caller issued there."""
+        shared = any(self.spread)  # then they work on each other's state
+        for place, lane in self.lanes.items():
+            lane.wait(*(begun.values() if shared else [begun[place]]))
+        self.weights.begin(self.lanes, begun, keep)
+        with self.lanes[self.stages[-1].device], torch.no_grad():
+            self._head.total.zero_()
+            self._set_scale(self._head, scale)
+        for stage in self.stages:
+            stage.begin()
+        Passes(self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
+
+    def recover(self) -> None:
+        """After a batch that failed: nothing runs any more; buffers are as before it, and there are no gradients."""
+        with suppress(RuntimeError):  # of a device that is lost the first error tells
+            for place in self.lanes:
+                devices.synchronise(place)
+        for stage in self.stages:
+            stage.release()
+        self._kept.restore()
+        self.weights.drop()
+
+    def _stages(self, parts: Sequence[Segment], head: Head) -> list[Stage]:
+        """Segments with what passes between them; the last one has the loss."""
+        reads, writes = borders(parts, self.graph.outputs)
+        stages = []
+        for index, part in enumerate(parts):
+            gather = nullcontext if self.statistics is None else partial(self.statistics.gather, index)
+            again = part.device in self.recipe.recompute
+            kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
+            mine = head if index == len(parts) - 1 else None
+            stages.append(kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach))
+        return stages
+
+    def _set_scale(self, head: Head, scale: Tensor | None) -> None:
+        if scale is not None:
+            devices.fill(head.scale, scale)
+        elif self._scaled:
+            head.scale.fill_(1.0)
+        self._scaled = scale is not None
+
+    def _balanced(self) -> Plan:
+        """The schedule by the stages' own times, and those of what passes between them, in the room that there is."""
+        forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
+        whole = [one + other for one, other in zip(backward, weights, strict=True)]
+        return plan(
+            self.recipe.schedule,
+            self._device_of,
+            self.chunks,
+            forward_ms=forward,
+            backward_ms=whole,
+            weights_ms=weights,
+            transfers=crossings(self.stages),
+            room=self.plan.in_flight,
+        )
+
+    def prepare(self, batch: Sequence[Any], targets: Sequence[Any], record: bool = True) -> None:
+        """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay.
+
+        Args:
+            batch: the flattened inputs.
+            targets: the flattened target.
+            record: False leaves passes that are not recorded yet as they are: issued operation by operation.
+
+        Raises:
+            PenaltyError: the loss reads parameters by itself.
+        """
+        if self.is_prepared and (self.is_recorded or not record):
+            return
+        parts, goals = self._cut(batch, self.recipe.dims), self._cut(targets, self.recipe.goal_dims)
+        self._kept.save()
+        try:
+            if not self.is_prepared:
+                self._open(parts, goals)
+            if self.penalised:
+                raise PenaltyError(PENALTY)
+            if record:
+                self.weights.leave_to_holders()
+                self._record()
+        except BaseException:
+            for stage in self.stages:  # the next batch begins anew
+                stage.close_slots()
+            self.is_prepared = False
+            raise
+        finally:
+            self._kept.restore()
+        self.is_prepared, self.is_recorded = True, record
+
+    def _cut(self, given: Sequence[Any], dims: Sequence[int | None]) -> list[list[Any]]:
+        """Return what each micro-batch has of these tensors, as leaves of their own."""
+        columns = [cut(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)]
+        return [detached([column[chunk] for column in columns]) for chunk in range(self.chunks)]
+
+    def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
+        """Give every stage its slots, and one stage's results to the next."""
+        shares = self.recipe.shares
+        last = self.chunks - 1
+        uneven = self.sizes[last] != self.sizes[0]
+        known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))
+        for index, stage in enumerate(self.stages):
+            with self._naming(index, "first", 0):
+                room = min(self.chunks - uneven, self.plan.in_flight[index])
+                stage.memories = self.plan.backward_memory(index)[:room]
+                known |= stage.open_slots(room, known, goals[0], shares[0])
+        known = dict(zip(self.graph.inputs, parts[last], strict=True))
+        for index, stage in enumerate(self.stages if uneven else ()):
+            with self._naming(index, "first", last):
+                known |= stage.open_tail(last, known, goals[last], shares[last])
+        drop_unreached(self.stages)
+
+    def _record(self) -> None:
+        """Record the passes of every stage, compiled where that was asked for, and order them by what they take."""
+        for index, stage in enumerate(self.stages):
+            with self._naming(index, "recorded", 0):
+                devices.synchronise(stage.device)
+                stage.release()
+                if self.recipe.compile is not None:
+                    compile_stage(stage, self.recipe.compile)
+                stage.record()
+        devices.release_cache()  # an optimizer's state would keep pieces of memory in which little else fits
+        for place, why in self.not_recorded_because.items():
+            warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}")
+        alone = len(set(self._device_of)) == len(self._device_of)
+        if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
+            self.plan = self._balanced()
+
+    def _naming(self, index: int, phase: str, micro_batch: int) -> ErrorTranslation:
+        """Let an error inside say in which pass it happened."""
+        return ErrorTranslation(lambda error: explain(error, self.place(index, phase, micro_batch)))
+
+    def place(self, index: int, phase: str, micro_batch: int) -> Place:
+        """Where a pass of a stage is, and in which layer it is now."""
+        stage = self.stages[index]
+        return Place(micro_batch, phase, index, len(self.stages), stage.device, stage.trail.layer)

@@ -1,0 +1,1 @@
+"""Measurements of backward passes that compute input and weight gradients apart."""

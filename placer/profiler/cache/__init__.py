@@ -1,0 +1,1 @@
+"""Measurements and captures that are kept for later runs."""

@@ -1,0 +1,130 @@
+"""The layers of models that were captured before, found by what the models do, so that nothing is captured twice.
+
+model, inputs ──▶ footprint ──▶ in the cache?  layers without their functions  ──▶ all measured before?  no capture
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from placer.capture import granularity as granularities
+from placer.capture.batch_dims.batch_layout import DEFAULT, Call
+from placer.capture.fingerprint import footprint
+from placer.capture.granularity import Granularity
+from placer.capture.layers import Layer, LayerGraph, Value, named_state
+from placer.capture.pytrees import flatten
+from placer.profiler.cache.file_cache import Cache, key_of
+from placer.profiler.conditions import capture_facts
+from placer.schema import BatchOptions
+
+_OF_LAYER = ("name", "modules", "module_type", "state", "mutated", "reads", "writes", "signature", "random")
+_OF_GRAPH = ("inputs", "outputs", "colocated", "training", "batch_size", "granularity", "hash", "model")
+
+
+class KnownGraphs:
+    """The graphs of one model at several calls, as earlier runs captured them.
+
+    Args:
+        cache: of earlier runs; None knows nothing.
+        model: in the mode that is profiled.
+        calls: positional and keyword arguments, of one batch size each.
+        granularity: how the layers are cut; a function cannot be told from another one, so nothing is known then.
+        options: what was declared of the batch.
+    """
+
+    def __init__(
+        self,
+        cache: Cache | None,
+        model: nn.Module,
+        calls: Sequence[Call],
+        granularity: Granularity,
+        options: BatchOptions = DEFAULT,
+    ) -> None:
+        self._cache, self._model = cache, model
+        self._keys: list[str] = []
+        if cache is None or callable(granularity):
+            return
+        prints = [footprint(model, *call) for call in calls]
+        if all(prints):  # all are cut as the first one is
+            whole = sorted(granularities.blocks(model)) if granularity == "blocks" else []
+            facts = capture_facts() | {"first": prints[0], "granularity": repr(granularity), "blocks": whole}
+            facts |= {} if options.inputs == DEFAULT.inputs else {"batch": repr(options.inputs)}
+            self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
+
+    def read(self) -> list[LayerGraph] | None:
+        """The graphs; their layers cannot be run. None where one of them is not known."""
+        graphs = [self._read(key) for key in self._keys]
+        known = [graph for graph in graphs if graph is not None]
+        return known if known and len(known) == len(graphs) else None
+
+    def keep(self, graphs: Sequence[LayerGraph]) -> None:
+        """Write down what was captured, where it can be told when it is the same again."""
+        for key, graph in zip(self._keys, graphs, strict=False):
+            if self._cache is not None and graph.captured and all(layer.told_by_signature for layer in graph.layers):
+                self._cache.write("graphs", key, _content(graph))
+
+    def _read(self, key: str) -> LayerGraph | None:
+        content = None if self._cache is None else self._cache.read("graphs", key)
+        try:
+            return None if content is None else _graph(content, self._model)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+
+def _content(graph: LayerGraph) -> dict[str, Any]:
+    """A graph as JSON can hold it."""
+    named = graph.state.items()
+    return {
+        "layers": [{name: getattr(layer, name) for name in _OF_LAYER} for layer in graph.layers],
+        "values": [asdict(value) | {"dtype": _dtype_name(value.dtype)} for value in graph.values.values()],
+        "bare": graph.result is not None and graph.result.paths == ("",),
+        "constants": {name: [list(t.shape), _dtype_name(t.dtype)] for name, t in named if name in graph.constants},
+        **{name: getattr(graph, name) for name in _OF_GRAPH},
+    }
+
+
+def _graph(content: dict[str, Any], model: nn.Module) -> LayerGraph:
+    """The graph, over the state of this model."""
+    constants = {
+        name: torch.empty(shape, dtype=_dtype(dtype), device="meta")
+        for name, (shape, dtype) in content["constants"].items()
+    }
+    state = named_state(model) | constants
+    layers = [Layer(**_tuples(fields), function=_absent) for fields in content["layers"]]
+    if missing := [name for layer in layers for name in layer.state if name not in state]:
+        raise KeyError(missing[0])
+    values = [Value(**_tuples(fields) | {"dtype": _dtype(fields["dtype"])}) for fields in content["values"]]
+    return LayerGraph(
+        layers=layers,
+        values={value.name: value for value in values},
+        state=state,
+        constants=frozenset(constants),
+        result=flatten(torch.empty(0))[1] if content["bare"] else None,  # how a nest is made is not written
+        **_tuples({name: content[name] for name in _OF_GRAPH}),
+    )
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows lists alone."""
+    return {name: _tuple(value) for name, value in fields.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str | None) -> Any:
+    return None if name is None else getattr(torch, name)
+
+
+def _absent(*_: Any) -> NoReturn:
+    raise AssertionError("the layers of a graph that was not captured now do not run")

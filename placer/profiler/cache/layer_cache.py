@@ -1,0 +1,87 @@
+"""The measurements of layers that are known already: from earlier in this run, and from earlier runs.
+
+    layer ──▶ signature ─┐
+                         ├─▶ key ──▶ seen in this run?  in the cache?  else: measure, and keep
+    conditions ──────────┘
+
+Each is kept the moment it is there, so that a run that is interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from placer.capture.layers import Layer, LayerGraph
+from placer.profiler.cache.file_cache import Cache, key_of
+from placer.profiler.measurement import Measurement
+
+_ENTRIES = TypeAdapter(Measurement)
+
+
+class Remembered:
+    """Measurements of layers by what they do.
+
+    Args:
+        cache: of earlier runs; None for this run alone.
+        facts: what the measurements depend on beside the layer, see ``conditions``.
+        repeats: how often passes are timed; an entry of fewer does not count.
+
+    Attributes:
+        measured: how many were measured in this run.
+        reused: how many were taken from the cache.
+    """
+
+    def __init__(self, cache: Cache | None = None, facts: dict[str, Any] | None = None, repeats: int = 1) -> None:
+        self._cache = cache
+        self._conditions = key_of(**(facts or {}))
+        self._repeats = repeats
+        self._seen: dict[str, Measurement] = {}
+        self.measured = 0
+        self.reused = 0
+
+    def get(self, layer: Layer) -> Measurement | None:
+        """What is known of the layer, or None."""
+        if layer.signature not in self._seen and self._cache is not None and layer.told_by_signature:
+            known = self._read(self._cache, layer)
+            if known is not None:
+                self._seen[layer.signature] = known
+                self.reused += 1
+        return self._seen.get(layer.signature)
+
+    def put(self, layer: Layer, measurement: Measurement) -> None:
+        """Keep what was measured."""
+        self._seen[layer.signature] = measurement
+        self.measured += 1
+        if self._cache is not None and layer.told_by_signature:
+            content = {"repeats": self._repeats, "measurement": _ENTRIES.dump_python(measurement, mode="json")}
+            self._cache.write("layers", self._key(layer), content)
+
+    def missing(self, layers: Iterable[Layer]) -> list[Layer]:
+        """The layers that have to be measured: each signature once, at its first layer."""
+        first = {layer.signature: layer for layer in reversed(list(layers))}
+        return [layer for layer in first.values() if self.get(layer) is None]
+
+    def _key(self, layer: Layer) -> str:
+        return key_of(layer=layer.signature, conditions=self._conditions)
+
+    def _read(self, cache: Cache, layer: Layer) -> Measurement | None:
+        entry = cache.read("layers", self._key(layer))
+        try:
+            known = _ENTRIES.validate_python(entry["measurement"])
+            return known if entry["repeats"] >= self._repeats else None
+        except (ValidationError, KeyError, TypeError):
+            return None
+
+
+def layers_to_run(graph: LayerGraph, measured: Iterable[Layer]) -> set[str]:
+    """The names of the layers that must run: those that are measured, and what their inputs come from."""
+    running = {layer.name for layer in measured}
+    needed: set[str] = set()
+    for layer in reversed(graph.layers):
+        if layer.name in running or not needed.isdisjoint(layer.writes):
+            running.add(layer.name)
+            needed.update(layer.reads)
+    return running

@@ -1,0 +1,1 @@
+"""Measurements of devices and of the links between them."""

@@ -1,0 +1,127 @@
+"""Example inputs in the three forms that users give them, and a model in the mode that is profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer.capture import input_forms
+from placer.capture.batch_dims.batch_layout import ANY, DEFAULT, BatchLayout, Parameters, layout_of_inputs
+from placer.capture.pytrees import Structure, flatten_inputs
+from placer.errors import InputError
+from placer.schema import BatchOptions
+
+
+def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for the model; see ``placer.capture.input_forms``."""
+    return input_forms.split(example_inputs, "example_inputs")
+
+
+def trackable(
+    args: tuple[Any, ...], kwargs: dict[str, Any], options: BatchOptions = DEFAULT, parameters: Parameters = ANY
+) -> tuple[list[Any], Structure, BatchLayout]:
+    """Return the arguments' tensors in order, what rebuilds the arguments from them, and where their samples lie.
+
+    Tensors made in inference mode, which autograd refuses, are copied.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        options: what was declared of the batch.
+        parameters: of the model's forward method.
+
+    Raises:
+        InputError: the batch is empty, or the options do not fit.
+    """
+    tensors, structure = flatten_inputs(args, kwargs)
+    layout = layout_of_inputs((args, kwargs), tensors, structure, options, parameters)
+    if layout.size < 1:
+        raise InputError("the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample")
+    return [_trackable(item) for item in tensors], structure, layout
+
+
+def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> list[list[Any]]:
+    """Return inputs of other batch sizes, the smallest first: what is cut with the batch is repeated or cut.
+
+    Args:
+        tensors: the flattened inputs.
+        layout: where their samples lie.
+        sizes: samples in each batch.
+
+    Raises:
+        InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
+    """
+    wanted = _in_order(layout, sizes)
+    each = list(zip(tensors, layout.dims, strict=True))
+    return [[_resized(tensor, dim, size) for tensor, dim in each] for size in wanted]
+
+
+def sizes(
+    example_inputs: Any,
+    batch_sizes: Sequence[int] | None,
+    options: BatchOptions = DEFAULT,
+    parameters: Parameters = ANY,
+) -> list[int]:
+    """Return the number of samples in each micro-batch that will be measured, the smallest first.
+
+    Args:
+        example_inputs: of one micro-batch.
+        batch_sizes: as for ``profile``: None for the example's own.
+        options: what was declared of the batch.
+        parameters: of the model's forward method.
+
+    Raises:
+        InputError: as ``split``, ``trackable`` and ``resized`` do.
+    """
+    _, _, layout = trackable(*split(example_inputs), options, parameters)
+    return [layout.size] if batch_sizes is None else _in_order(layout, batch_sizes)
+
+
+def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
+    """Return sizes that inputs can have, the smallest first."""
+    wanted = list(sizes) if isinstance(sizes, Iterable) else []
+    if (
+        not wanted
+        or any(not isinstance(size, Integral) or size < 1 for size in wanted)
+        or len(set(wanted)) < len(wanted)
+    ):
+        raise InputError(f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)")
+    if layout.lists:
+        raise InputError(
+            f"{min(layout.lists)!r} is a list of samples, which batch_sizes cannot repeat or cut; profile an example "
+            "of each size by itself"
+        )
+    if all(dim is None for dim in layout.dims):
+        raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
+    return sorted(wanted)
+
+
+def _resized(tensor: Any, dim: int | None, size: int) -> Any:
+    if dim is None or tensor.shape[dim] == size:
+        return tensor
+    return torch.cat([tensor] * -(-size // tensor.shape[dim]), dim).narrow(dim, 0, size).clone()
+
+
+def _trackable(item: Any) -> Any:
+    return item.clone() if isinstance(item, Tensor) and item.is_inference() else item
+
+
+@contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model in training or evaluation mode, unless its root is in it; every module gets its own mode back.
+
+    A model in training mode whose frozen parts are in evaluation mode is left as it is.
+    """
+    before = {module: module.training for module in model.modules()}
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was

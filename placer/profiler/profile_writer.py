@@ -1,0 +1,277 @@
+"""A profile from what was measured of each layer, and from the values that pass between layers.
+
+A device also holds what only the caller sees: inputs until their last layer has read them; and results from the layer
+that makes them, in training until their gradients have come back to it, in inference for good.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from placer import schema
+from placer.capture.layers import Layer, LayerGraph
+from placer.optimizers import OptimizerState
+from placer.profiler.backward_split.deferred_slices import Rest, beside_slices
+from placer.profiler.layer_state import owned_shares, state_bytes, ties
+from placer.profiler.measurement import Measurement
+from placer.profiler.memory import LayerMemory
+from placer.profiler.timing import significant
+
+__all__ = ["fragmented_bytes", "write"]
+
+
+def write(
+    graph: LayerGraph,
+    measured: Mapping[str, Sequence[Measurement]],
+    training: bool,
+    optimizer: OptimizerState,
+    cluster: schema.Cluster | None,
+    places: Mapping[str, torch.device] | None = None,
+) -> schema.Profile:
+    """Write down what was measured.
+
+    Args:
+        graph: the layers.
+        measured: by device type, one measurement for each layer.
+        training: whether backward passes were measured.
+        optimizer: whose state counts.
+        cluster: the devices and links.
+        places: by device type, a device on which the optimizer's step may be tried; without it, the host.
+    """
+    saved = {
+        layer.name: _saved(layer, [rows[index] for rows in measured.values()])
+        for index, layer in enumerate(graph.layers)
+    }
+    kept = _with_results(graph, saved) if training else saved
+    sizes = _sizes(graph, measured)
+    beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
+    around, rests = beside_slices(graph, measured, sizes)
+    edges = _edges(graph, kept, sizes, training, rests, _deferred(graph, measured))
+    pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
+    held = state_bytes(graph, training, optimizer)
+    owned = owned_shares(graph)
+    first_kept = _first_kept(graph, kept)
+    sent = {edge.name for edge in edges}
+    layers = []
+    for index, layer in enumerate(graph.layers):
+        rows = {kind: found[index] for kind, found in measured.items()}
+        memories = [row.memory for row in rows.values()]
+        layers.append(
+            schema.Layer(
+                name=layer.name,
+                module=layer.module_type,
+                forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
+                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
+                weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
+                optimizer_ms=_beyond(
+                    0.0,
+                    {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
+                ),
+                spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
+                host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
+                saved_bytes=max(memory.saved_bytes for memory in memories)
+                + sum(sizes[name] for name in first_kept[layer.name] - sent),
+                forward_workspace_bytes=pieces
+                + max(0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)),
+                backward_workspace_bytes=pieces + around[index] + max(row.backward_workspace_bytes for row in memories),
+                pass_workspace_bytes=_beside(
+                    _told_apart((memory.pass_workspace_bytes for memory in memories), memories), pieces + around[index]
+                ),
+                deferred_bytes=max(memory.deferred_bytes for memory in memories),
+                input_workspace_bytes=_beside(
+                    _told_apart((memory.input_workspace_bytes for memory in memories), memories), pieces + around[index]
+                ),
+                weights_workspace_bytes=_beside(
+                    _material(max(memory.weights_workspace_bytes for memory in memories)), pieces
+                ),
+                **held[layer.name],
+            )
+        )
+    return schema.Profile(
+        model=graph.model,
+        graph_hash=graph.hash,
+        training=training,
+        optimizer=optimizer.name if training else None,
+        optimizer_step_share=_step_share(graph, optimizer, measured, places or {}) if training else 0.0,
+        batch_size=graph.batch_size,
+        granularity=graph.granularity,
+        captured=graph.captured,
+        not_captured_because=graph.not_captured_because[:4096],
+        layers=tuple(layers),
+        edges=tuple(edge.edge for edge in edges),
+        colocated=graph.colocated,
+        tied=tuple(ties(graph, training)),
+        cluster=cluster,
+        versions=_versions(),
+    )
+
+
+def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:
+    """By device type, the most memory that stood empty beside the tensors of a layer, at any batch size."""
+    most: dict[str, int] = {}
+    for of_size in measured:
+        for kind, rows in of_size.items():
+            most[kind] = max([most.get(kind, 0), *(row.memory.fragmented_bytes for row in rows)])
+    return most
+
+
+def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
+    """Without those that say nothing, which keeps profiles small."""
+    return {kind: value for kind, value in values.items() if value > least}
+
+
+def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, float]:
+    """The weight halves; left out where there are no gradients of parameters, as that says it all."""
+    halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
+    return halves if grad_bytes else _beyond(0.0, halves)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A value that crosses layers."""
+
+    name: str
+    edge: schema.Edge
+
+
+def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
+    """The values that a layer keeps for its backward pass, on any type of device."""
+    saved: set[str] = set()
+    for row in rows:
+        saved.update(layer.reads[index] for index in row.memory.saved_reads)
+        saved.update(layer.writes[index] for index in row.memory.saved_writes)
+    return saved
+
+
+def _with_results(graph: LayerGraph, saved: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What is kept in training: also what the model returns, by the layer that makes it, as the loss is behind it."""
+    return {layer.name: saved[layer.name] | set(graph.outputs).intersection(layer.writes) for layer in graph.layers}
+
+
+def _again(
+    graph: LayerGraph, saved: Mapping[str, set[str]], kept: Mapping[str, set[str]], sizes: Mapping[str, int]
+) -> list[int]:
+    """By layer, what its measured workspace has of results that count as kept: less than nothing."""
+    return [-sum(sizes[name] for name in kept[layer.name] - saved[layer.name]) for layer in graph.layers]
+
+
+def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
+    """By layer, the inputs and results that are there in inference as it runs, and that no edge has."""
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    readers = {name: [place[reader] for reader in found] for name, found in graph.readers().items()}
+    beside = [0] * len(graph.layers)
+    for name in dict.fromkeys((*graph.inputs, *graph.outputs)):
+        if name not in graph.values or graph.values[name].dtype is None:
+            continue
+        source, read = graph.values[name].source, readers.get(name, [])
+        if source is None:
+            there = range(min(read), max(read) + 1) if read else range(0)
+        else:
+            there = range(max([place[source] - 1, *read]) + 1, len(graph.layers))
+        for index in there:
+            beside[index] += sizes[name]
+    return beside
+
+
+def _beside(workspace: int, around: int) -> int:
+    """Both; 0, which stands for another workspace that has the latter, stays 0."""
+    return workspace + around if workspace else 0
+
+
+def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
+    """The bytes of every value, as it was on the type of device where it was largest."""
+    sizes = {name: value.bytes for name, value in graph.values.items()}
+    for index, layer in enumerate(graph.layers):
+        rows = [found[index].write_bytes for found in measured.values() if found[index].write_bytes]
+        if rows:
+            sizes.update(zip(layer.writes, map(max, zip(*rows, strict=True)), strict=True))
+    return sizes
+
+
+def _edges(
+    graph: LayerGraph,
+    kept: Mapping[str, set[str]],
+    sizes: Mapping[str, int],
+    training: bool,
+    rests: Mapping[str, Rest],
+    deferred: Collection[str],
+) -> list[_Sent]:
+    edges = []
+    for name, readers in graph.readers().items():
+        value = graph.values[name]
+        targets = tuple(reader for reader in readers if reader != value.source)
+        if value.source is None or value.dtype is None or not targets:  # a number stays with the host
+            continue
+        rest = rests.get(name, Rest())
+        edge = schema.Edge(
+            source=value.source,
+            targets=targets,
+            bytes=sizes[name],
+            gradient_bytes=sizes[name] if training and value.requires_grad else 0,
+            saved_by=tuple(layer for layer in (value.source, *targets) if name in kept[layer]),
+            rest_bytes=rest.bytes,
+            rest_until=rest.until,
+            deferred=name in deferred and len(targets) == 1 and _material(sizes[name]) > 0,
+        )
+        edges.append(_Sent(name, edge))
+    return edges
+
+
+def _deferred(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> set[str]:
+    """The values whose gradients are part of what their layers leave to weight passes, on every type of device."""
+    found: set[str] = set()
+    for index, layer in enumerate(graph.layers):
+        of_each = [rows[index].memory.deferred_writes for rows in measured.values()]
+        found.update(layer.writes[place] for place in frozenset.intersection(*of_each))
+    return found
+
+
+def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """By layer, the values that it keeps and none before it does."""
+    counted: set[str] = set()
+    first = {}
+    for layer in graph.layers:
+        first[layer.name] = kept[layer.name] - counted
+        counted |= kept[layer.name]
+    return first
+
+
+def _step_share(
+    graph: LayerGraph,
+    optimizer: OptimizerState,
+    measured: Mapping[str, Sequence[Measurement]],
+    places: Mapping[str, torch.device],
+) -> float:
+    """The largest share of temporaries over the types of GPUs; 0 on CPUs, which step parameters one by one."""
+    gpus = [kind for kind, rows in measured.items() if any(row.memory.in_segments for row in rows)]
+    trained = [tensor for tensor in graph.state.values() if tensor.requires_grad]
+    return significant(max((optimizer.step_share(trained, places.get(kind)) for kind in gpus), default=0.0))
+
+
+def _material(size_bytes: int) -> int:
+    """Without what is too little to tell, which keeps profiles small."""
+    return size_bytes if size_bytes >= 2**20 else 0
+
+
+def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
+    """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass does, if about that."""
+    eager = [memory.backward_workspace_bytes for memory in memories]
+    own = max(size or other for size, other in zip(sizes, eager, strict=True))
+    return own if _material(abs(own - max(eager))) else 0
+
+
+def _placer_version() -> str:
+    try:
+        return version("torch-placer")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": _placer_version()}
+    return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

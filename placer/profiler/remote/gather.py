@@ -1,0 +1,137 @@
+"""One profile of several hosts, each measured by a process of its own under torchrun.
+
+    node7: rank 0 ── profile ─┐                        ┌─▶ every rank: the profile of all
+    node7: rank 1 ── waits    ├─ gather, merge ────────┤
+    node9: rank 2 ── profile ─┘   and the network      └─▶
+                                  between 0 and 2
+
+The network is measured between the hosts' memories, one pair at a time, and every way is checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from placer import devices
+from placer.errors import InputError, ProfilingError
+from placer.profiler.links.link_probe import HOST_SIZES, fit, pattern
+from placer.profiler.merge import merge_profiles
+from placer.schema import Profile, Rate
+
+__all__ = ["gather_profile"]
+
+_REPEATS = 5
+
+
+def gather_profile(measure: Callable[[], Profile]) -> Profile:
+    """Measure on every host at once, and give every process the profile of all of them.
+
+    Call it in every process, as ``gather_profile(lambda: placer.profile(model, inputs))``. The first process of each
+    host measures that host's devices; the others of the host wait for it.
+
+    Args:
+        measure: makes the profile of the devices of one host.
+
+    Returns:
+        The profiles merged, with a link for every pair of devices on different hosts.
+
+    Raises:
+        InputError: torch.distributed was not started.
+        ProfilingError: a host could not measure, or the network changes bytes; the same error in every process.
+        ProfileError: the hosts have measured different models.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "torch.distributed was not started: run under torchrun, and call torch.distributed.init_process_group first"
+        )
+    group = dist.new_group(backend="gloo")  # of the hosts' memories, whatever the user's own group is of
+    hosts: list[str] = _all(devices.host_name(), group)
+    leaders = {host: hosts.index(host) for host in hosts}
+    mine = leaders[hosts[dist.get_rank()]] == dist.get_rank()
+    profile, failure = _tried(measure) if mine else (None, "")
+    found = _all((profile and profile.to_json(), failure), group)
+    for host, (_, wrong) in zip(hosts, found, strict=True):
+        if wrong:
+            raise ProfilingError(f"host {host} could not measure: {wrong}")
+    network = _network(leaders, group)
+    profiles = [Profile.model_validate_json(text) for text, _ in found if text]
+    return merge_profiles(*profiles, network=network)
+
+
+def _tried(measure: Callable[[], Profile]) -> tuple[Profile | None, str]:
+    """A profile, or what went wrong: other processes wait, and must be told."""
+    try:
+        return measure(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[str, str], Rate]:
+    """The way between every two hosts, by source and target; measured one after another."""
+    ways: dict[tuple[str, str], Rate] = {}
+    wrong = 0
+    for source, sender in leaders.items():
+        for target, receiver in leaders.items():
+            if source == target:
+                continue
+            if dist.get_rank() == sender:
+                ways[source, target], wrong = _send(receiver, group)
+            elif dist.get_rank() == receiver:
+                _receive(sender, group)
+            spoilt = max(_all(wrong, group))
+            if spoilt:
+                raise ProfilingError(
+                    f"the network {source} -> {target} changes bytes: {spoilt} of {HOST_SIZES[-1]}; leave one host out"
+                )
+    return {pair: rate for found in _all(ways, group) for pair, rate in found.items()}
+
+
+def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
+    """Time the way to another process, there and back; and how many bytes arrived changed."""
+    times = {}
+    for size in (1, *HOST_SIZES):
+        sent = pattern(size)
+        times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))
+    changed = _round_trip(pattern(HOST_SIZES[-1]), receiver, group)[1]
+    back_s = times.pop(1) / 2
+    # The way there carries more than the way back; on a busy host the one byte may by chance have been the slower.
+    one_way = [max(there_and_back / 2, there_and_back - back_s) for there_and_back in times.values()]
+    latency_s, bandwidth = fit(list(times), one_way)
+    return Rate(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), changed
+
+
+def _round_trip(sent: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> tuple[float, int]:
+    """The seconds until the other end has answered, and its answer."""
+    answer = torch.zeros(1, dtype=torch.int64)
+    began = time.perf_counter()
+    dist.send(sent, receiver, group=group)
+    dist.recv(answer, receiver, group=group)
+    return time.perf_counter() - began, int(answer)
+
+
+def _receive(sender: int, group: dist.ProcessGroup) -> None:
+    """The other end of ``_send``: answer at once, and the last time with how many bytes were changed."""
+    answer = torch.zeros(1, dtype=torch.int64)
+    for size in (1, *HOST_SIZES):
+        received = torch.zeros(size, dtype=torch.int8)
+        for _ in range(_REPEATS):
+            dist.recv(received, sender, group=group)
+            dist.send(answer, sender, group=group)
+    dist.recv(received, sender, group=group)
+    answer.fill_(_changed(received))
+    dist.send(answer, sender, group=group)
+
+
+def _changed(received: torch.Tensor) -> int:
+    return int((received != pattern(received.numel())).sum())

@@ -1,0 +1,52 @@
+"""From a model and example inputs to the graphs that another machine can profile: no weights leave this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from placer.capture.batch_dims.batch_layout import DEFAULT, Parameters
+from placer.capture.granularity import Granularity
+from placer.capture.serialization import to_wire
+from placer.devices import unobserved
+from placer.profiler import profile_inputs
+from placer.profiler.profile import capture_each
+from placer.schema import BatchOptions
+from placer.schema.graph import Graph
+
+
+def describe(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    training: bool = True,
+    granularity: Granularity = "auto",
+    batch_sizes: Sequence[int] | None = None,
+    options: BatchOptions = DEFAULT,
+) -> list[Graph]:
+    """Capture a model and describe it as data; the model is left as it was.
+
+    Args:
+        model: any module, on any device, ``meta`` included.
+        example_inputs: of one micro-batch, as for ``profile``.
+        training: whether a training step or inference is to be profiled.
+        granularity: how the model is cut into layers.
+        batch_sizes: as for ``profile``.
+        options: what was declared of the batch.
+
+    Returns:
+        One graph, or one for each batch size, the smallest first.
+
+    Raises:
+        InputError: inputs, granularity or batch sizes cannot be used.
+        CaptureError: the model could not be captured, or has an operation that cannot be described.
+    """
+    args, kwargs = profile_inputs.split(example_inputs)
+    with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
+        tensors, structure, layout = profile_inputs.trackable(args, kwargs, options, Parameters.of(model))
+        given = [tensors] if batch_sizes is None else profile_inputs.resized(tensors, layout, batch_sizes)
+        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity, options=options)
+    return [to_wire(graph) for graph in graphs]

@@ -1,0 +1,1 @@
+"""Runs a placement's stages, corrects the profile by what they took, and places again."""

@@ -1,0 +1,185 @@
+"""Closing the loop: a placement's stages run as the executor runs them, and the profile is corrected by their times.
+
+profile ──▶ solve ──▶ placement ──▶ stages on their devices ──▶ times ──▶ corrected profile ──▶ solve ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from placer.capture import input_forms
+from placer.capture.batch_dims.batch_layout import layout_of
+from placer.capture.loss_functions import LossFunction
+from placer.capture.pytrees import flatten
+from placer.capture.user_objects import refuse_half_a_loss, refuse_no_loss, refuse_no_module
+from placer.errors import InputError, kind_of
+from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.profiler import profile_inputs
+from placer.profiler.profile import profile as measure_profile
+from placer.refinement.correction import improve
+from placer.refinement.stage_times import Stages, Timer, device_times
+from placer.schema import Constraints, Placement, PlacementRequest, Profile
+from placer.schema.refinement import Refinement
+from placer.solver import costs
+from placer.solver.problem import Problem
+from placer.solver.solve import solve
+
+
+def refine(
+    placement: Placement,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    profile: Profile | None = None,
+    request: PlacementRequest | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
+    rounds: int = 3,
+    tolerance: float = 0.01,
+    repeats: int = 7,
+    compile: bool | Backend = False,
+    timer: Timer | None = None,
+) -> Refinement:
+    """Measure a placement's stages, correct the profile by them, and solve again, until nothing moves.
+
+    The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the random number
+    generators.
+
+    Args:
+        placement: of the model, as ``suggest`` or ``solve`` gave it.
+        model: the model.
+        example_inputs: of one micro-batch, as for ``profile``.
+        profile: the one that the placement rests on; the request's, or a new one of the placement's layers, if None.
+        request: the question that the placement answers, for its constraints; one like the placement if None.
+        loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it. If None, a mean of
+            the outputs, which takes next to no time.
+        target: of one micro-batch, for ``loss_fn``.
+        rounds: the most placements that are measured.
+        tolerance: a gain below this share of the objective is not worth another round.
+        repeats: how often each pass is timed; medians are kept.
+        compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are measured as those run
+            them, and tell what it gained, or why they were not compiled.
+        timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
+
+    Returns:
+        The best placement that was measured, the corrected profile, and every round's prediction and measurement.
+
+    Raises:
+        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
+            model or another batch; the inputs hold no tensor; a loss or a target is given without the other; or torch
+            knows no such backend.
+        ProfilingError: the model cannot be captured, so its stages cannot be run.
+    """
+    if not isinstance(placement, Placement):
+        raise InputError(f"placement is {kind_of(placement)}; give one that suggest or solve returned")
+    if not placement.layer_devices:
+        raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
+    for name, number in (("rounds", rounds), ("repeats", repeats)):
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} is {number!r}; give a whole number, at least 1")
+    refuse_no_module(model)
+    refuse_half_a_loss(loss_fn, target)
+    if loss_fn is not None:
+        refuse_no_loss(loss_fn)
+    backend = backend_of(compile)
+    _refuse_others(profile, request)
+    if request is None:
+        request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
+    elif profile is not None:
+        request = request.model_copy(update={"profile": profile})
+    request = _of_one_size(request, placement)
+    _refuse_unlike(request.profile, placement, model, example_inputs)
+    timed = timer or device_times
+    stages = Stages(model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile)
+    return improve(placement, request, stages.measure, solve, rounds, tolerance)
+
+
+def _refuse_others(profile: Any, request: Any) -> None:
+    for name, given, kind in (("profile", profile, Profile), ("request", request, PlacementRequest)):
+        if not (given is None or isinstance(given, kind)):
+            wanted = kind.__name__
+            raise InputError(
+                f"{name} is {kind_of(given)}; give a {wanted}, which {wanted}.model_validate_json(text) makes of JSON"
+            )
+
+
+def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRequest:
+    """The question with the micro-batches that were placed alone: times of these correct no profile of others."""
+    if not request.profiles:
+        return request
+    sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
+    placed = sizes.get(placement.batch_size, request.profile)
+    chosen = {"profile": placed, "profiles": (), "cluster": request.placed_on}
+    return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
+
+
+def _refuse_unlike(profile: Profile, placement: Placement, model: nn.Module, example_inputs: Any) -> None:
+    """A profile of other layers or of another micro-batch would be corrected by times that are not its own."""
+    known = {layer.name for layer in profile.layers}
+    unknown = next((name for name in placement.layer_devices if name not in known), None)
+    if unknown is not None:
+        raise InputError(
+            f"the placement has a layer {unknown!r}, and the profile has none; give the profile that it was solved from"
+        )
+    leaves, _ = flatten(profile_inputs.split(example_inputs))
+    input_forms.refuse_no_tensor(example_inputs, leaves, "example_inputs")
+    samples = layout_of(model, example_inputs, profile.batch_options, "example_inputs").size
+    if profile.graph_hash and profile.batch_size != samples:  # one that was written by hand need not say its batch
+        raise InputError(
+            f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
+            "give both of one size"
+        )
+    if profile.graph_hash and profile.batch_size != placement.batch_size:
+        raise InputError(
+            f"the placement is of micro-batches of {placement.batch_size}, and the profile is of one of "
+            f"{profile.batch_size}; give the profile of the placement's size"
+        )
+
+
+def _profile(
+    placement: Placement, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, target: Any
+) -> Profile:
+    """A profile of the placement's layers on the devices that it uses, with the loss where it has a target."""
+    names = list(dict.fromkeys(placement.layer_devices.values()))
+    has_loss = placement.training and loss_fn is not None
+    return measure_profile(
+        model,
+        example_inputs,
+        names,
+        training=placement.training,
+        granularity=tuple(placement.layer_devices),
+        loss_fn=loss_fn if has_loss else None,
+        target=target if has_loss else None,
+        batch_options=placement.batch_options,
+    )
+
+
+def _request(placement: Placement, profile: Profile) -> PlacementRequest:
+    """A question like the one that the placement answers, as far as it tells."""
+    where = placement.layer_devices
+    split = any(len({where.get(layer) for layer in tie.layers}) > 1 for tie in profile.tied)
+    asked = PlacementRequest(
+        profile=profile.untied() if split else profile,
+        objective=placement.objective,
+        constraints=Constraints(recompute="auto" if placement.recompute else "never"),
+        training=placement.training,
+        chunks=placement.chunks,
+        schedule=placement.schedule,
+        steps="alone" if placement.step is None else placement.step.steps,
+    )
+    if not placement.contiguous and _is_but_for_groups(asked, where):
+        return asked
+    rules = asked.constraints.model_copy(update={"contiguous": placement.contiguous})
+    return asked.model_copy(update={"constraints": rules})
+
+
+def _is_but_for_groups(request: PlacementRequest, where: Mapping[str, str]) -> bool:
+    """Whether a placement is contiguous but for colocated layers, as placements are where nothing else is asked for."""
+    problem = Problem.from_request(request).but_for_groups()
+    number = {device.name: index for index, device in enumerate(request.devices)}
+    if problem is None or not number.keys() >= set(where.values()):
+        return False
+    return costs.evaluate(problem, [number[where[layer.name]] for layer in request.profile.layers]) is not None

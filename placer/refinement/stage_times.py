@@ -1,0 +1,303 @@
+"""The stages of a placement, run on their devices as the executor runs them, and what each of them takes.
+
+In a stage layers that run one after another cost less or more than apart, the loss is part of the last stage, and
+gradients are added to those of earlier micro-batches: all that shows here, and nowhere before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from placer import devices
+from placer.capture import input_forms
+from placer.capture.layers import tensor_bytes
+from placer.capture.loss_functions import loss_and_values
+from placer.capture.pytrees import flatten
+from placer.errors import InputError, ProfilingError
+from placer.executor.dataflow import DataFlow
+from placer.executor.engine.compiled_segments import Backend
+from placer.executor.inference.stream import Known
+from placer.executor.segments import MicroBatch, Segment, segments
+from placer.profiler import profile_inputs
+from placer.schema import Placement, Profile
+from placer.schema.refinement import StageTime
+
+Pass = Callable[[], None]
+Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
+"""From passes that run one after another, their device and a number of repeats to the time of each, in ms."""
+
+_WARM_S = 0.2
+"""So long a device works before it is timed: one at its power limit lowers its clocks."""
+
+
+class Stages:
+    """Runs a model's stages under any placement, and times them; afterwards the model is as it was, and where it was.
+
+    Args:
+        model: the model.
+        example_inputs: of one micro-batch.
+        loss_fn: ``loss_fn(output, target)``, in training; if None, a mean of the outputs.
+        target: of one micro-batch, for ``loss_fn``.
+        repeats: how often each pass is timed.
+        backend: of torch.compile; None where stages run as they are.
+        timer: times passes on a device.
+        profile: of the model that is to be measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: Any,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        target: Any,
+        repeats: int,
+        backend: Backend | None,
+        timer: Timer,
+        profile: Profile,
+    ) -> None:
+        self._model = model
+        self._param_bytes = sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
+        args, kwargs = profile_inputs.split(example_inputs)
+        tensors, structure, _ = profile_inputs.trackable(args, kwargs)
+        self._args, self._kwargs = structure.unflatten(tensors)
+        self._loss_fn = loss_fn or _mean
+        self._target = target
+        self._repeats = repeats
+        self._backend = backend
+        self._timer = timer
+
+    def measure(self, placement: Placement) -> list[StageTime]:
+        """The time of each stage for one micro-batch.
+
+        Raises:
+            InputError: the inputs are not what the model takes, or its parameters not as large as the profile's.
+            ProfilingError: the model cannot be captured, so its stages cannot be run.
+        """
+        model = self._model
+        places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
+        with devices.keep_random_state(places), profile_inputs.mode(model, placement.training), _untouched(model):
+            flow = DataFlow(model, places)
+            try:
+                flow.update_flow(placement)
+                self._refuse_others(flow)
+                return self._train(flow) if placement.training else self._infer(flow)
+            finally:
+                flow.undo()
+                devices.release_cache()
+
+    def _train(self, flow: DataFlow) -> list[StageTime]:
+        batch: Any = self._kwargs if self._kwargs and not self._args else self._args
+        if self._args and self._kwargs:
+            raise InputError(
+                "a training step takes positional or keyword arguments; give example_inputs as one of both"
+            )
+        step = flow.train_step(self._loss_fn, None, compile=self._backend or False)
+        step(batch, self._target, chunks=1)
+        (pipeline,) = step.pipelines
+        loss = self._loss_ms(flow)
+        measured = []
+        for stage in pipeline.stages:
+            slot = stage.slots[0]
+            passes = [slot.forward, slot.backward] + ([slot.weights] if stage.split else [])
+            forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
+            last = stage.head is not None
+            if stage.device in flow.recomputed():  # its backward pass has one more forwards, which is no layer's
+                backward = max(0.0, backward - forward)
+            measured.append(
+                StageTime(
+                    device=str(stage.device),
+                    layers=_names(stage.segment),
+                    forward_ms=forward,
+                    backward_ms=backward + sum(weights),
+                    weights_ms=weights[0] if weights else None,
+                    loss_forward_ms=min(loss[0], forward) if last else 0.0,
+                    loss_backward_ms=min(loss[1], backward) if last else 0.0,
+                    compiled=stage.compiled,
+                    not_compiled_because=stage.not_compiled_because,
+                )
+            )
+        return measured
+
+    def _loss_ms(self, flow: DataFlow) -> tuple[float, float]:
+        """The time of the loss alone, forwards and backwards."""
+        with torch.no_grad():
+            outputs, where = flow.called_for_loss(self._args, self._kwargs)
+        leaves, structure = flatten(outputs)
+        leaves = [
+            leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        goals, goal_structure = flatten(self._target)
+        goals = [devices.move(goal, where) if isinstance(goal, Tensor) else goal for goal in goals]
+        roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        made: list[Tensor] = []
+
+        def forward() -> None:
+            made.clear()  # a graph of autograd that lived on from another lane would be waited for in a recording
+            loss, _ = loss_and_values(self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals)))
+            made.append(loss)
+
+        def backward() -> None:
+            torch.autograd.grad(made[0], roots, retain_graph=True, allow_unused=True)
+
+        forward_ms, backward_ms = self._timed([forward, backward], where)
+        return forward_ms, backward_ms
+
+    def _infer(self, flow: DataFlow) -> list[StageTime]:
+        inputs = flow.laid_out((self._args, self._kwargs))
+        capture, tensors = flow.captured(inputs), inputs.tensors
+        assert capture is not None  # else it was refused
+        if self._backend is not None:
+            return self._infer_compiled(flow, Known(capture, tensors, self._backend))
+        graph, places = flow.layers(capture)
+        parts = segments(graph, places, lambda name, place: devices.move(graph.state[name].detach(), place))
+        batch = MicroBatch(graph.inputs, tensors)
+        measured = []
+        for part in parts:
+            made = {name for step in part.steps for name in step.layer.writes}
+            reads = {name: batch.read(name, part.device) for name in _reads(part) if name not in made}
+            (forward,) = self._timed([partial(_forward, part, reads)], part.device)
+            measured.append(StageTime(device=str(part.device), layers=_names(part), forward_ms=forward))
+            with torch.no_grad():
+                part.run(batch)
+        return measured
+
+    @torch.no_grad()
+    def _infer_compiled(self, flow: DataFlow, batch: Known) -> list[StageTime]:
+        measured = []
+        for stage in flow.streamed(batch):
+            (forward,) = self._timer([stage.slots[0].run], stage.device, self._repeats)
+            measured.append(
+                StageTime(
+                    device=str(stage.device),
+                    layers=_names(stage.segment),
+                    forward_ms=forward,
+                    compiled=stage.compiled,
+                    not_compiled_because=stage.not_compiled_because,
+                )
+            )
+        return measured
+
+    def _timed(self, passes: Sequence[Pass], device: torch.device) -> list[float]:
+        """The times of passes that were not run before, as CUDA graphs where that can be."""
+        for run in passes:
+            run()
+        if device.type == "cuda":
+            with suppress(devices.NotRecordable):
+                passes = devices.record(passes, device)
+        return self._timer(passes, device, self._repeats)
+
+    def _refuse_others(self, flow: DataFlow) -> None:
+        """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
+        capture = flow.captured(flow.laid_out((self._args, self._kwargs)))
+        if capture is None:
+            self._refuse_what_fails(flow)
+            raise ProfilingError(
+                f"{type(self._model).__name__} runs through hooks, so its stages cannot be measured apart: "
+                f"{flow.not_captured_because}"
+            )
+        graph, _ = flow.layers(capture)
+        used = {id(state): state for layer in graph.layers for state in map(graph.state.__getitem__, layer.state)}
+        param_bytes = sum(tensor_bytes(state) for state in used.values() if isinstance(state, nn.Parameter))
+        if self._param_bytes not in (None, param_bytes):
+            raise InputError(
+                f"the layers of {type(self._model).__name__} have {param_bytes} bytes of parameters, those of the "
+                f"profile {self._param_bytes}; give the model that was profiled, made with the same arguments"
+            )
+
+    @torch.no_grad()
+    def _refuse_what_fails(self, flow: DataFlow) -> None:
+        """Inputs that the model itself fails on, as it does when it is captured."""
+        try:
+            flow(*self._args, chunks=1, **self._kwargs)
+        except Exception as error:  # whatever the model's own code may raise
+            text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
+            text += input_forms.advice(error, self._args)
+            raise InputError(f"{text}; give inputs such as it was profiled with") from error
+
+
+def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
+    """The time of each pass, in ms, when they run one after another, again and again.
+
+    On CUDA as under a load that lasts: a device at its power limit lowers its clocks, and raises them again, about once
+    a second (see ``placer.devices.sustained_load``). Else the median.
+
+    Args:
+        passes: work that was issued before at least once.
+        device: where they run.
+        repeats: how often each is timed; on CUDA, in a row, for some seconds.
+    """
+    if device.type == "cuda":
+        return _under_lasting_load(passes, device, repeats)
+    times: list[list[float]] = [[] for _ in passes]
+    for _ in range(repeats):
+        for run, column in zip(passes, times, strict=True):
+            began = time.perf_counter()
+            run()
+            column.append(1e3 * (time.perf_counter() - began))
+    return [statistics.median(column) for column in times]
+
+
+def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
+    """The means over time of the medians of a few."""
+    _warm_up(passes, device)
+    rounds: list[list[float]] = []
+    began = time.perf_counter()
+    while not rounds or time.perf_counter() - began < devices.LASTING_S:
+        rounds.append([statistics.median(times) for times in devices.queued_ms(passes, device, repeats)])
+    return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
+
+
+def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
+    """Until a device at its power limit has lowered its clocks."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < _WARM_S:
+        for run in passes:
+            run()
+        devices.synchronise(device)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Gives parameters their gradients, and buffers their values, back."""
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.copy_(value)
+
+
+@torch.no_grad()
+def _forward(part: Segment, reads: Mapping[str, Any]) -> None:
+    part.run(MicroBatch(reads.keys(), reads.values()))
+
+
+def _reads(part: Segment) -> list[str]:
+    return list(dict.fromkeys(name for step in part.steps for name in step.layer.reads))
+
+
+def _names(part: Segment) -> tuple[str, ...]:
+    return tuple(step.layer.name for step in part.steps)
+
+
+def _mean(output: Any, target: Any) -> Tensor:
+    """A loss of next to no time: the sum of the means of all that can be differentiated."""
+    again = not torch.is_grad_enabled()  # the first of two passes forwards, which keeps nothing
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+    found = [leaf.float().mean() for leaf in leaves if leaf.requires_grad or (again and leaf.is_floating_point())]
+    if not found:
+        raise InputError("the model returns nothing that a gradient could come from: give a loss_fn")
+    return torch.stack(found).sum()

@@ -1,0 +1,1 @@
+"""Lower bounds of objectives and of memory that need no search."""

@@ -1,0 +1,98 @@
+"""Cuts of a linear order whose devices come class by class, with transfers between classes over their own links.
+
+``optimal_cuts.py`` prices every transfer as over the fastest link, and where hosts differ it cuts as if these were one. Here
+each class's devices come one after another, in one of few orders of the classes::
+
+    nodes    0 1 2 | 3 4 | 5 6 7 | 8 9      the two stages at a border of classes pay for what passes it
+    devices    a      a  ║   b      b       over the link that is there
+
+It is a start: the cost model tells what a cut is worth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.schema import Link
+from placer.solver.chain import optimal_cuts
+from placer.solver.nets import best_link
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOST_ORDERS = 6
+"""So many orders of the classes are tried."""
+
+Times = NDArray[np.float64]
+
+
+def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
+    """By layer, its device, of the best cut for each of some orders of the classes; none where all links are alike.
+
+    Args:
+        problem: what is asked, by objective ``throughput``, contiguity understood.
+        nodes: its layers in nodes, in topological order.
+    """
+    classes, _ = optimal_cuts.device_classes(problem)
+    links = [link for row in problem.links for link in row if link is not None]
+    if len(nodes.nodes) > optimal_cuts.MOST_NODES or len(classes) < 2 or not links or problem.one_link is not None:
+        return
+    table = optimal_cuts.CutTable(problem, nodes, [[node] for node in range(len(nodes.nodes))], classes)
+    for order in itertools.islice(itertools.permutations(range(len(classes))), MOST_ORDERS):
+        kinds = [kind for kind in order for _ in classes[kind]]
+        found = _best(table, kinds, _passing(problem, nodes, classes, order, best_link(links)))
+        if found is not None:
+            devices = itertools.chain(*(classes[kind] for kind in order))
+            yield nodes.spread([device for device, held in zip(devices, found, strict=True) for _ in held])
+
+
+def _passing(
+    problem: Problem, nodes: Reduction, classes: Sequence[Sequence[int]], order: Sequence[int], fastest: Link
+) -> dict[tuple[int, int], Times]:
+    """By two classes in a row and border of nodes, what passes it takes more than over the fastest link."""
+    found = {}
+    for pair in itertools.pairwise(order):
+        one, other = (classes[kind][0] for kind in pair)
+        there, back = problem.links[one][other] or fastest, problem.links[other][one] or fastest
+        passing = np.zeros(len(nodes.nodes) + 1)
+        for value in problem.values:
+            first, last = nodes.node_of[value.source], max(nodes.of(value.readers))
+            more_ms = there.transfer_ms(value.bytes) - fastest.transfer_ms(value.bytes)
+            if value.gradient_bytes:
+                more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(value.gradient_bytes)
+            passing[first + 1 : last + 1] += more_ms
+        found[pair] = passing
+    return found
+
+
+def _best(
+    table: optimal_cuts.CutTable, kinds: Sequence[int], passing: dict[tuple[int, int], Times]
+) -> list[range] | None:
+    """By device in their order, the nodes that it holds in the cut with the smallest bottleneck; None if there is none.
+
+    Args:
+        table: what stages cost.
+        kinds: by device, its class.
+        passing: as ``_passing`` tells it.
+    """
+    count = len(table.blocks)
+    nothing = np.zeros(count + 1)
+    borders = [nothing, *(passing.get(pair, nothing) for pair in itertools.pairwise(kinds)), nothing]
+    later = np.append(np.full(count, np.inf), 0.0)
+    ends = []
+    for place in reversed(range(len(kinds))):
+        stage = table.cost(kinds[place], len(kinds) - place) + borders[place][:, None] + borders[place + 1][None, :]
+        options = np.maximum(stage, later[None, :])
+        options[range(count + 1), range(count + 1)] = later  # it holds nothing
+        ends.append(options.argmin(axis=1))
+        later = options.min(axis=1)
+    if not np.isfinite(later[0]):
+        return None
+    held, start = [], 0
+    for end in reversed(ends):
+        held.append(range(start, int(end[start])))
+        start = held[-1].stop
+    return held

@@ -1,0 +1,216 @@
+"""Placements to start from, each found without a search of the whole space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+from math import inf
+from random import Random
+
+from placer.solver.chain import class_cuts, optimal_cuts
+from placer.solver.components import topological_order
+from placer.solver.nets import exchanges
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction, reduced
+
+MOST_ORDERS = 20
+FRESH_ORDERS = 5
+PATIENCE = 4
+"""After so many orders in a row that bring nothing better there are no more."""
+
+ROUNDING = 1e-9
+"""An order is not better than another by less than this share."""
+
+MOST_WORK = 80_000_000
+"""Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
+
+MOST_ENDS = 160_000
+"""Layers and ends of values that they may look at, all together: two seconds."""
+
+NUMBERS_A_WORK, ENDS_A_WORK = 100_000_000, 60_000
+"""So many of either are counted as one work, in the measure of ``cpsat.Meter``."""
+
+Over = Callable[[float], bool]
+"""Counts work, and tells whether the time, or the work, is over."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """An assignment and what is proven on the way.
+
+    Attributes:
+        devices: by layer, its device; None if none was found. It may break requirements.
+        bound: a proven lower bound on the objective.
+        method: what found it.
+    """
+
+    devices: list[int] | None
+    bound: float
+    method: str
+
+
+def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
+    """Starts for the search, the likely best first; when it is over, only those that take no time."""
+    if problem.contiguous:
+        cut = optimal_cuts.best_cut(problem, nodes)
+        yield Start(cut.devices, cut.bound, "linear order")
+        yield from _class_rows(problem, nodes, over)
+    else:
+        yield from _free_starts(problem, over)
+    for alike in problem.alike_devices():
+        yield Start([alike[0]] * len(problem.layers), 0.0, "one device")
+
+
+def _class_rows(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
+    """Cuts in which hosts and types come one after another."""
+    if problem.request.objective == "throughput" and not over(0.0):
+        for devices in class_cuts.cuts(problem, nodes):
+            yield Start(devices, 0.0, "linear order")
+            if over(0.0):
+                return
+
+
+def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
+    """Cuts of random topological orders, contiguity understood, as many as take little time."""
+    if not optimal_cuts.is_only_order(problem, nodes):
+        numbers = optimal_cuts.work_of_cut(problem, nodes)
+        ends = len(problem.layers) + optimal_cuts.ends_of_values(problem, optimal_cuts.runs_at_first(problem))
+        work = numbers / NUMBERS_A_WORK + ends / ENDS_A_WORK
+        turns = min(MOST_ORDERS, MOST_WORK // numbers, MOST_ENDS // ends)
+        yield from _climb(problem, nodes, turns, partial(over, work))
+
+
+def _climb(problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bool]) -> Iterator[Start]:
+    """Cuts of random topological orders, the later ones made from the best of the earlier.
+
+    Args:
+        problem: what is asked, contiguity understood.
+        nodes: its layers in nodes.
+        turns: how many orders.
+        over: asked before each; ends them.
+    """
+    count = len(nodes.nodes)
+    arcs = nodes.arcs(arcs_of(problem.values))
+    neighbours, exchanged = _neighbours(problem, nodes), exchanges(problem, nodes)
+    ways: list[Callable[[list[float]], list[int]]] = [
+        lambda rank: _late_order(count, arcs, rank, neighbours),
+        lambda rank: topological_order(count, arcs, rank),
+        lambda rank: _narrow_order(count, arcs, rank),
+    ]
+    random = Random(f"{problem.request.seed}")
+    best, best_rank, way = inf, [random.random() for _ in range(count)], ways[0]
+    idle = 0
+    for turn in range(turns):
+        if over():
+            return
+        share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
+        rank = [random.random() if random.random() < share else old for old in best_rank]
+        tried = ways[turn] if turn < len(ways) else way
+        cut = optimal_cuts.best_cut(problem, nodes, tried(rank), exchanged)
+        idle = 0 if cut.value < best * (1 - ROUNDING) else idle + 1
+        if cut.value <= best:
+            best, best_rank, way = cut.value, rank, tried
+        yield Start(cut.devices, 0.0, "linear order")
+        if idle >= PATIENCE:
+            return
+
+
+def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]) -> list[int]:
+    """A random topological order that keeps neighbours close: all that a node needs comes right before it."""
+    before: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        before[reader].append(source)
+    for sources in before:
+        sources.sort(key=lambda node: rank[node])
+    ordered = {node for arc in arcs for node in arc}
+    order: list[int] = []
+    placed = [False] * count
+    for root in sorted(range(count), key=lambda node: (node not in ordered, rank[node])):
+        stack = [(root, False)]
+        while stack:
+            node, ready = stack.pop()
+            if placed[node]:
+                continue
+            if ready:
+                placed[node] = True
+                order.append(node)
+            else:
+                stack.append((node, True))
+                stack += [(source, False) for source in reversed(before[node]) if not placed[source]]
+    return _with_strays(order, ordered, pulls)
+
+
+def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
+    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts few values."""
+    sources: list[list[int]] = [[] for _ in range(count)]
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        sources[reader].append(source)
+        readers[source].append(reader)
+    waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
+    opened = [bool(readers[node]) - sum(unread[source] == 1 for source in sources[node]) for node in range(count)]
+    ready = [(opened[node], rank[node], node) for node in range(count) if not waiting[node]]
+    heapify(ready)
+    order: list[int] = []
+    placed = [False] * count
+    while ready:
+        *_, node = heappop(ready)
+        if placed[node]:
+            continue
+        placed[node] = True
+        order.append(node)
+        for source in sources[node]:
+            unread[source] -= 1
+            if unread[source] == 1:  # its last reader closes it, and is ready again with a smaller key
+                last = next(reader for reader in readers[source] if not placed[reader])
+                opened[last] -= 1
+                if not waiting[last]:
+                    heappush(ready, (opened[last], rank[last], last))
+        for reader in readers[node]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heappush(ready, (opened[reader], rank[reader], reader))
+    return order
+
+
+def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
+    """Nodes that nothing orders moved next to the middle one of those that they exchange values with."""
+    place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
+    key = {node: float(index) for node, index in place.items()}
+    for node in order:
+        if node not in ordered:
+            near = sorted(key[other] for other in pulls[node] if other in key)
+            key[node] = near[len(near) // 2] + 0.5 if near else float(len(order))
+    return sorted(order, key=lambda node: key[node])
+
+
+def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
+    """By node, those that it exchanges values with."""
+    near: list[set[int]] = [set() for _ in nodes.nodes]
+    for value in problem.values:
+        ends = nodes.of((value.source, *value.readers))
+        for node in ends:
+            near[node] |= ends - {node}
+    return [sorted(nodes) for nodes in near]
+
+
+def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
+    """Contiguous placements are free ones too; without colocation, its groups are brought together afterwards."""
+    contiguous = replace(problem, contiguous=True)
+    nodes = reduced(contiguous)
+    if all(nodes.allowed):
+        yield Start(optimal_cuts.best_cut(contiguous, nodes).devices, 0.0, "linear order")
+        yield from _class_rows(contiguous, nodes, over)
+        if problem.request.objective == "throughput":
+            yield from other_orders(contiguous, nodes, over)
+    if problem.groups and not over(0.0):
+        apart = replace(contiguous, groups=())
+        cut = optimal_cuts.best_cut(apart, reduced(apart)).devices
+        for member in range(max(len(group) for group in problem.groups)) if cut is not None else ():
+            devices = list(cut or ())
+            for group in problem.groups:
+                for layer in group:
+                    devices[layer] = (cut or ())[group[min(member, len(group) - 1)]]
+            yield Start(devices, 0.0, "linear order")

@@ -1,0 +1,319 @@
+"""What every interval of a linear order would cost as one stage: tables by first block and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from math import inf
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.schedule import least_in_flight
+from placer.solver.chain.inference_peaks import inference_moments
+from placer.solver.chain.training_peaks import TrainingMoments
+from placer.solver.cpsat import memory_constraints
+from placer.solver.nets import Exchange, exchanges
+from placer.solver.problem import Problem, Value
+from placer.solver.reduce import Reduction
+
+Table = NDArray[np.float64]
+
+
+class Intervals:
+    """Tables over intervals ``[first, end)`` of blocks; impossible intervals are infinite.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        blocks: runs of nodes, in a topological order.
+        exchanged: as ``exchanges`` tells it, where it is known.
+
+    Attributes:
+        exact: whether memory is that of the cost model, not about that.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        blocks: list[list[int]],
+        exchanged: Sequence[Exchange] | None = None,
+    ) -> None:
+        self.problem, self.nodes, self.blocks = problem, nodes, blocks
+        self._count = len(blocks)
+        self._times: dict[tuple[int, bool], Table] = {}
+        self._layers = [[layer for node in block for layer in nodes.nodes[node]] for block in blocks]
+        self._block_of = [0] * len(problem.layers)
+        for block, layers in enumerate(self._layers):
+            for layer in layers:
+                self._block_of[layer] = block
+        self._limited = problem.request.objective == "memory" or memory_constraints.can_bind(problem)
+        if problem.request.objective != "memory":
+            self._measure_transfers(exchanges(problem, nodes) if exchanged is None else exchanged)
+        if self._limited:
+            self._measure_memory()
+
+    def flight(self, stages_left: int) -> int:
+        """Return the micro-batches that a stage with so many stages left, itself included, must be able to hold."""
+        request = self.problem.request
+        if not self.problem.training or not self._limited:
+            return 1
+        if not self.problem.one_stage_each:
+            return request.chunks
+        return least_in_flight(request.schedule, stages_left, 0, request.chunks)
+
+    def cost(self, device: int, flight: int) -> Table:
+        """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
+        limit = self.problem.devices[device].usable_bytes
+        if self.problem.request.objective == "memory":
+            cost = self._least_memory(device, flight)
+        else:
+            cost = self._time(device)
+            if self._limited and self.problem.recompute[device] == "auto":
+                cost = np.where(self._memory(flight) <= limit, cost, self._time(device, again=True))
+        if self._limited:
+            cost = np.where(self._least_memory(device, flight) <= limit, cost, inf)
+        if self.problem.most_layers is not None:
+            layers = np.cumsum([0] + [len(block) for block in self._layers])
+            cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
+        banned = np.cumsum([0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks])
+        cost = np.where(banned[None, :] > banned[:, None], inf, cost)
+        return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty
+
+    def _time(self, device: int, again: bool = False) -> Table:
+        """The time of each interval, whatever is in flight; ``again`` with a device that recomputes."""
+        if (device, again) not in self._times:
+            self._times[device, again] = self._measure_time(device, again)
+        return self._times[device, again]
+
+    def _measure_time(self, device: int, again: bool) -> Table:
+        work = [sum(self.problem.compute_ms(layer, device) for layer in layers) for layers in self._layers]
+        if again:  # what recomputes runs forwards twice
+            twice = [sum(self.problem.forward_ms[layer][device] for layer in layers) for layers in self._layers]
+            work = [one + more for one, more in zip(work, twice, strict=True)]
+        done = np.concatenate([[0.0], np.cumsum(work)])
+        compute: Table = done[None, :] - done[:, None]
+        if device in self.problem.untaxed:
+            return compute
+        inwards, outwards = self._links(device, inwards=True), self._links(device, inwards=False)
+        receive, send = self._over(inwards, self._received), self._over(outwards, self._sends)
+        if self.problem.request.objective == "latency":
+            return compute + receive
+        if self.problem.request.transfers == "overlapped":
+            return np.maximum(compute, np.maximum(send, receive))
+        return compute + send + receive
+
+    def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
+        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one direction."""
+        others = range(len(self.problem.devices))
+        links = [self.problem.links[o][device] if inwards else self.problem.links[device][o] for o in others]
+        real = [link for link in links if link is not None]
+        if not real:
+            return None
+        return 1e3 * min(link.latency_s for link in real), 1e3 / max(link.bandwidth_bytes_per_s for link in real)
+
+    @staticmethod
+    def _over(link: tuple[float, float] | None, transfers: _Transfers) -> Table:
+        if link is None:
+            return np.where(transfers.number > 0, inf, 0.0)
+        time_ms: Table = transfers.size * link[1]
+        return time_ms + transfers.number * link[0] if link[0] else time_ms
+
+    def _measure_transfers(self, exchanged: Iterable[Exchange]) -> None:
+        """How many values and gradients enter and leave each interval, and their bytes."""
+        self._received, self._sends = _Transfers(self._count), _Transfers(self._count)
+        block_of = {node: block for block, nodes in enumerate(self.blocks) for node in nodes}
+        for one in exchanged:
+            source = block_of[one.source]
+            readers = sorted({block_of[reader] for reader in one.readers} - {source})
+            if readers:
+                self._received.enter(source, readers, one.bytes, one.number)
+                self._sends.leave(source, readers, one.bytes, one.number)
+            if readers and one.gradients:
+                self._sends.enter(source, readers, one.gradient_bytes, one.gradients)
+                self._received.leave(source, readers, one.gradient_bytes, one.gradients)
+
+    def _memory(self, flight: int) -> Table:
+        return self._fixed + self._passing(flight)
+
+    def _passing(self, flight: int) -> Table:
+        """What micro-batches in flight keep, and the worst moment of one; or what each of them has for itself."""
+        if self.problem.recorded:
+            backwards = self.problem.backwards(flight)
+            each = self._each + (self._landing if flight > backwards else 0.0)
+            return flight * each + backwards * self._backward + self._shared
+        return (flight - 1) * self._kept + self._moment
+
+    def _least_memory(self, device: int, flight: int) -> Table:
+        """The same, recomputed where it must be, or that is less and allowed."""
+        rule = self.problem.recompute[device]
+        if rule == "never":
+            return self._memory(flight)
+        again = (flight - 1) * self._entering + self._moment
+        return self._fixed + (again if rule == "always" else np.minimum(self._passing(flight), again))
+
+    @cached_property
+    def _entering(self) -> Table:
+        """What comes in from other stages for one micro-batch."""
+        return self._coming(attrgetter("held_bytes"))
+
+    def _coming(self, size: Callable[[Value], int]) -> Table:
+        """The sums of a size of each value, over those that come in from other stages."""
+        transfers = _Transfers(self._count)
+        for value, source, readers in self._exchanged():
+            transfers.enter(source, readers, size(value))
+        return transfers.size
+
+    def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
+        """The values that blocks exchange, each with the block of its source and those of its readers elsewhere."""
+        for value in self.problem.values:
+            source = self._block_of[value.source]
+            readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
+            if readers:
+                yield value, source, readers
+
+    @cached_property
+    def _crossing(self) -> Table:
+        """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
+        transfers = _Transfers(self._count)
+        for value, source, readers in self._exchanged():
+            transfers.enter(source, readers, value.held_bytes)
+            transfers.leave(source, readers, value.arriving_bytes)
+        return transfers.size
+
+    @cached_property
+    def _waiting(self) -> Table:
+        """Gradients from other stages that wait where they come, for one micro-batch; see ``memory.landing_bytes``."""
+        transfers = _Transfers(self._count)
+        for value, source, readers in self._exchanged():
+            transfers.leave(source, readers, value.gradient_bytes - value.arriving_bytes)
+        return transfers.size
+
+    @cached_property
+    def _sent(self) -> Table:
+        """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
+        transfers = _Transfers(self._count)
+        for value, source, readers in self._exchanged():
+            keepers = {self._block_of[keeper] for keeper in value.keepers}
+            if not keepers:
+                transfers.leave(source, readers, value.held_bytes)
+            elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
+                before = max((keeper for keeper in keepers if keeper < source), default=-1)
+                after = min((keeper for keeper in keepers if keeper > source), default=self._count)
+                transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
+        return transfers.size
+
+    def _measure_memory(self) -> None:
+        """State, what one micro-batch keeps, and the worst moment of each interval."""
+        shape = (self._count + 1, self._count + 1)
+        problem = self.problem
+        self._fixed = self._summed([memory_constraints.state_bytes(problem, layer) for layer in problem.layers])
+        self._fixed = self._fixed + self._copied()
+        self._kept, self._moment, self._each, self._landing = (np.zeros(shape) for _ in range(4))
+        self._backward, self._shared = np.zeros(shape), np.zeros(shape)
+        if memory_constraints.holds_state_alone(problem):
+            return
+        if problem.recorded:
+            passes = TrainingMoments(problem, self._layers, recorded=True)
+            self._each = np.maximum(passes.ahead, passes.kept + self._sent) + self._crossing
+            self._landing = self._coming(attrgetter("gradient_bytes"))
+            self._backward, self._shared = passes.back, self._summed(problem.step_bytes)
+            if problem.weights_apart:
+                self._landing = self._landing + self._waiting
+                self._backward = self._backward + self._summed(problem.deferred_bytes)
+                self._shared = self._shared + self._largest(problem.weights_workspace_bytes)
+            self.exact = passes.follows
+        if problem.training and (problem.may_recompute or not problem.recorded):
+            moments = TrainingMoments(problem, self._layers)
+            self._kept, self.exact = moments.kept, moments.follows
+            self._moment = np.maximum(moments.moment, self._summed(problem.step_bytes))
+        if not problem.training:
+            self._moment = inference_moments(problem, self._layers)
+
+    def _copied(self) -> Table:
+        """The copies of shared parameters in each interval that has some of their layers and not the first."""
+        transfers = _Transfers(self._count)
+        for shared in self.problem.shared:
+            first = self._block_of[shared.first]
+            others = sorted({self._block_of[layer] for layer in shared.others} - {first})
+            transfers.enter(first, others, shared.total_bytes)
+        return transfers.size
+
+    def _summed(self, sizes: Sequence[int]) -> Table:
+        """The sums over intervals of what each layer holds."""
+        blocks = [sum(sizes[layer] for layer in layers) for layers in self._layers]
+        held = np.concatenate([[0.0], np.cumsum(blocks, dtype=np.float64)])
+        table: Table = held[None, :] - held[:, None]
+        return table
+
+    def _largest(self, sizes: Sequence[int]) -> Table:
+        """The largest of what each layer of an interval needs for itself."""
+        blocks = np.array([max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64)
+        table: Table = np.zeros((self._count + 1, self._count + 1))
+        for first in range(self._count):
+            table[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
+        return table
+
+
+class _Transfers:
+    """Values by the intervals that they enter or leave; the tables are filled in once all values are known.
+
+    Args:
+        blocks: how many there are.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._corners: list[tuple[int, int, int, int]] = []
+        self._numbers: list[int] = []
+        self._sizes: list[int] = []
+
+    def enter(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
+        """Values of that size in all enter the intervals that hold a reader, but not their source."""
+        before = source
+        for reader in (reader for reader in readers if reader > source):
+            self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1), number)
+            before = reader
+        after = source
+        for reader in (reader for reader in reversed(readers) if reader < source):
+            self.add(size, (0, reader + 1), (reader + 1, after + 1), number)
+            after = reader
+
+    def leave(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
+        """Values of that size in all leave the intervals that hold their source, but not all of their readers."""
+        first, last = min(source, readers[0]), max(source, readers[-1])
+        self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
+        self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
+
+    def add(self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: int = 1) -> None:
+        """Count so many values of that size in all to the intervals of a rectangle."""
+        self._corners.append((*rows, *columns))
+        self._numbers.append(number)
+        self._sizes.append(size)
+
+    @cached_property
+    def number(self) -> Table:
+        """By interval, how many."""
+        return self._filled(self._numbers)
+
+    @cached_property
+    def size(self) -> Table:
+        """By interval, their bytes."""
+        return self._filled(self._sizes)
+
+    def _filled(self, amounts: Sequence[int]) -> Table:
+        """The amounts in their rectangles: as differences, which sums along both axes fill in."""
+        side = self._blocks + 2
+        if not any(amounts):
+            return np.zeros((side - 1, side - 1))
+        amount = np.array(amounts, np.float64)
+        top, bottom, left, right = np.array(self._corners, np.int64).T
+        places = np.concatenate([top * side + left, bottom * side + right, bottom * side + left, top * side + right])
+        changes = np.concatenate([amount, amount, -amount, -amount])
+        table = np.asarray(np.bincount(places, changes, side * side), np.float64).reshape(side, side)
+        filled: Table = np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1, :-1]
+        return filled

@@ -1,0 +1,260 @@
+"""The best cut of a linear order into stages: dynamic programming over the nodes in topological order.
+
+    nodes   0 1 2 | 3 4 5 6 | 7 8      best(devices left, i) = min over j of
+    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
+
+It is exact where the order is the only one (each node reads from the one before) and every value that is cut is read by
+one stage, as in a chain. Where the order is the only one its value is still a lower bound, as it counts every cut value
+once and over the fastest link; else the cut is a start for the integer program.
+
+Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020, section 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver import costs
+from placer.solver.chain.intervals import Intervals
+from placer.solver.nets import Exchange
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+
+Table = NDArray[np.float64]
+Counts = tuple[int, ...]
+
+MOST_NODES, FEWEST_RUNS = 512, 64
+MOST_STATES = 4096
+
+MOST_ENDS = 60_000
+"""Of more ends of values in runs there are fewer runs, as each end takes some microseconds."""
+
+ROWS = 64
+"""Of so many blocks stages are looked at together, so that the numbers stay near the core."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The best cut of the linear order.
+
+    Attributes:
+        devices: by layer, its device; None if no cut meets the limits.
+        bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut proves none.
+        value: what the cut reaches, or about that: it may count every cut value once and over the fastest link.
+    """
+
+    devices: list[int] | None
+    bound: float
+    value: float = inf
+
+
+def best_cut(
+    problem: Problem,
+    nodes: Reduction,
+    order: Sequence[int] | None = None,
+    exchanged: Sequence[Exchange] | None = None,
+) -> Cut:
+    """The best cut of an order of the nodes into one stage per device, contiguity understood.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes, in topological order.
+        order: another topological order of the nodes; theirs if left out.
+        exchanged: as ``nets.exchanges`` tells it, where it is known.
+    """
+    runs = even_runs(problem, nodes, order or range(len(nodes.nodes)), runs_at_first(problem))
+    return cut_of_blocks(problem, nodes, runs, exchanged)
+
+
+def cut_of_blocks(
+    problem: Problem,
+    nodes: Reduction,
+    blocks: list[list[int]],
+    exchanged: Sequence[Exchange] | None = None,
+) -> Cut:
+    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of them."""
+    classes, exact = device_classes(problem)
+    table = CutTable(problem, nodes, blocks, classes, exchanged)
+    best, counts = table.fill()
+    if not np.isfinite(best):
+        return Cut(None, 0.0)
+    exact = exact and table.intervals.exact and len(blocks) == len(nodes.nodes)
+    only_order = exact and is_only_order(problem, nodes)
+    proven = best if only_order and problem.request.objective != "latency" else 0.0
+    found = Cut(table.read(counts), proven, best)
+    return found if _counts_all(problem) else _best_of_all_numbers(problem, table, found)
+
+
+def _counts_all(problem: Problem) -> bool:
+    """Whether the table counts all transfers: not where a value is sent to several devices, one after another."""
+    return (
+        problem.request.objective != "throughput"
+        or problem.multicast
+        or all(len(value.readers) == 1 for value in problem.values)
+    )
+
+
+def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
+    """The best when every transfer counts, of the cut that was found and those with fewer devices.
+
+    What the table says of a cut is no more than that, so that the least is looked at first and few need be.
+    """
+    by_number: dict[int, tuple[float, Counts]] = {}
+    for counts, best in table.best.items():
+        if sum(counts) >= problem.least_devices and np.isfinite(best[0]):
+            one = float(best[0]), counts
+            by_number[sum(counts)] = min(one, by_number.get(sum(counts), one))
+    known = replace(found, value=inf)
+    for least, counts in sorted(by_number.values(), key=lambda one: (one[0], sum(one[1]))):
+        if least >= known.value:
+            break
+        cut = table.read(counts)
+        result = costs.evaluate(problem, cut) if costs.allowed(problem, cut) else None
+        if result is not None and result.objective_value < known.value and costs.fits(problem, result):
+            known = replace(found, devices=cut, value=result.objective_value)
+    return known if known.value < inf else found
+
+
+def work_of_cut(problem: Problem, nodes: Reduction) -> int:
+    """About how many numbers a cut looks at."""
+    return choices_of_devices(problem) * min(len(nodes.nodes), runs_at_first(problem)) ** 2
+
+
+def runs_at_first(problem: Problem) -> int:
+    """Into how many runs an order of many nodes is cut at the most: fewer where values have many ends in them."""
+    runs = MOST_NODES
+    while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
+        runs //= 2
+    return runs
+
+
+def ends_of_values(problem: Problem, runs: int) -> int:
+    """In how many of so many runs values may be made or read, all values together."""
+    return sum(min(1 + len(value.readers), runs) for value in problem.values)
+
+
+def choices_of_devices(problem: Problem) -> int:
+    """How many choices of a device for a stage a cut looks at, by which ones the later stages take."""
+    classes, _ = device_classes(problem)
+    return prod(len(members) + 1 for members in classes) * len(classes)
+
+
+def is_only_order(problem: Problem, nodes: Reduction) -> bool:
+    """Whether each node reads a value of the one before."""
+    steps = nodes.arcs(arcs_of(problem.values))
+    return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
+
+
+def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: int) -> list[list[int]]:
+    """The nodes one by one; where they are more than ``most``, runs of them with about the same compute."""
+    count = len(nodes.nodes)
+    if count <= most:
+        return [[node] for node in order]
+    work = np.array([sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order])
+    share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
+    label = np.minimum((share / share[-1] * most).astype(int), most - 1)
+    runs = itertools.groupby(range(count), key=lambda place: int(label[place]))
+    return [[order[place] for place in run] for _, run in runs]
+
+
+def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
+    """Devices that may be swapped, and True; with too many classes, those of one type and limit, and False."""
+    classes = problem.alike_devices()
+    if prod(len(members) + 1 for members in classes) <= MOST_STATES:
+        return classes, True
+    by_kind: dict[tuple[str, int], list[int]] = {}
+    for index, device in enumerate(problem.devices):
+        by_kind.setdefault((device.type, device.usable_bytes), []).append(index)
+    if prod(len(members) + 1 for members in by_kind.values()) <= MOST_STATES:
+        return list(by_kind.values()), False
+    return [list(range(len(problem.devices)))], False
+
+
+class CutTable:
+    """The table of the dynamic program, by how many devices of each class the later stages take."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        blocks: list[list[int]],
+        classes: list[list[int]],
+        exchanged: Sequence[Exchange] | None = None,
+    ) -> None:
+        self.problem, self.nodes, self.blocks, self.classes = problem, nodes, blocks, classes
+        self.intervals = Intervals(problem, nodes, blocks, exchanged)
+        self.join = np.add if problem.request.objective == "latency" else np.maximum
+        self.best: dict[Counts, Table] = {}
+        self._costs: dict[tuple[int, int], Table] = {}
+
+    def fill(self) -> tuple[float, Counts]:
+        """Fill the table; the best value for all blocks, and the devices that it takes."""
+        count = len(self.blocks)
+        none = (0,) * len(self.classes)
+        self.best[none] = np.full(count + 1, np.inf)
+        self.best[none][count] = 0.0
+        ranges = [range(len(members) + 1) for members in self.classes]
+        for counts in sorted(itertools.product(*ranges), key=sum):
+            if 0 < sum(counts) <= self.problem.most_devices:
+                self.best[counts] = np.min([self._least(counts, c) for c in kinds_left(counts)], axis=0)
+        enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
+        chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
+        return float(self.best[chosen][0]), chosen
+
+    def read(self, counts: Counts) -> list[int]:
+        """By layer, its device, following the best choices from the first block."""
+        devices = [0] * len(self.nodes.nodes)
+        start = 0
+        taken = [0] * len(self.classes)
+        while start < len(self.blocks):
+            options = [(self._row(counts, c, start), c) for c in kinds_left(counts)]
+            row, kind = min(options, key=lambda option: float(option[0].min()))
+            stop = int(row.argmin())
+            device = self.classes[kind][taken[kind]]
+            taken[kind] += 1
+            for node in itertools.chain(*self.blocks[start:stop]):
+                devices[node] = device
+            start, counts = stop, one_less(counts, kind)
+        return self.nodes.spread(devices)
+
+    def _options(self, counts: Counts, kind: int) -> Table:
+        """By first block and end, the value where a device of that class takes the stage between."""
+        joined: Table = self.join(self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :])
+        return joined
+
+    def _row(self, counts: Counts, kind: int, start: int) -> Table:
+        """The same of one first block."""
+        row: Table = self.join(self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)])
+        return row
+
+    def _least(self, counts: Counts, kind: int) -> Table:
+        """By first block, the least value where a device of that class takes the stage from there on."""
+        cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
+        parts = [
+            self.join(cost[start : start + ROWS, start:], later[None, start:]).min(axis=1)  # a stage ends behind it
+            for start in range(0, len(later), ROWS)
+        ]
+        return np.concatenate(parts)
+
+    def cost(self, kind: int, stages_left: int) -> Table:
+        """By first block and end, what a stage there costs, with so many stages left, itself included."""
+        key = kind, self.intervals.flight(stages_left)
+        if key not in self._costs:
+            self._costs[key] = self.intervals.cost(self.classes[kind][0], key[1])
+        return self._costs[key]
+
+
+def kinds_left(counts: Counts) -> list[int]:
+    """The classes that have a device left."""
+    return [kind for kind, number in enumerate(counts) if number]
+
+
+def one_less(counts: Counts, kind: int) -> Counts:
+    """The same with a device less of one class."""
+    return (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])

@@ -1,0 +1,103 @@
+"""Better cuts of a linear order that has too many nodes to look at each: again, with finer runs beside the borders.
+
+``optimal_cuts.py`` cuts long orders between runs of nodes. Here a cut that was found is looked at again with runs that are the
+finer the nearer they are to one of its borders, from single nodes on, so that borders move together, far and little::
+
+    nodes    . . . . . . . . . . . . . . . . | . . . . . . . . . . . . . .
+    runs     |       |       |   |   | |.|.|.|.|.| | |   |   |       |
+
+Each time there are twice as many runs, as long as time is left: at last each node, if they are not too many.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import inf, isqrt
+from time import monotonic
+
+from placer.solver.chain import optimal_cuts
+from placer.solver.nets import exchanges
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOST_RUNS = 2048
+"""So many runs are looked at at the most."""
+
+MOST_WORK = 600_000_000
+"""And so many numbers for a cut: a second or two."""
+
+MOST_CELLS = 50_000_000
+"""The tables of a cut have so many numbers at the most."""
+
+NARROWER = 4
+"""So many times smaller a neighbourhood becomes."""
+
+ROUNDING = 1e-9
+"""A cut is not better than another by less than this share."""
+
+
+def finer_cuts(
+    problem: Problem, nodes: Reduction, devices: Sequence[int] | None, left_s: Callable[[], float]
+) -> Iterator[optimal_cuts.Cut]:
+    """Ever better cuts; none of an order of few nodes, each of which was looked at.
+
+    Args:
+        problem: what is asked, contiguity understood.
+        nodes: its layers in nodes, in topological order.
+        devices: by layer, its device, in a cut of that order; None where none was found.
+        left_s: the time that is left.
+    """
+    count, borders = len(nodes.nodes), _borders(nodes, devices) if devices else []
+    number = optimal_cuts.runs_at_first(problem)
+    if count <= number or len(borders) >= len(problem.devices):
+        return
+    exchanged, best, most = exchanges(problem, nodes), inf, _most_runs(problem)
+    reach, next_s = count // (len(borders) + 1), 0.0
+    while next_s < left_s():
+        began = monotonic()
+        steps = _steps(reach, (number // len(borders) - 1) // 2) if borders else []
+        even = number >= count or not borders
+        runs = optimal_cuts.even_runs(problem, nodes, range(count), number) if even else _runs(count, borders, steps)
+        cut = optimal_cuts.cut_of_blocks(problem, nodes, runs, exchanged)
+        next_s = monotonic() - began
+        better = cut.devices is not None and cut.value < best * (1 - ROUNDING)
+        if cut.devices is not None and (better or cut.bound):
+            best, borders = cut.value, _borders(nodes, cut.devices)
+            yield cut
+        if number >= count:
+            return
+        larger = max(number, min(2 * number, most))
+        if larger > number and next_s * (larger / number) ** 2 < left_s():
+            number, next_s = larger, next_s * (larger / number) ** 2
+        elif not better and borders and len(steps) < reach:
+            reach = max(reach // NARROWER, 1)
+        elif not better:
+            return
+
+
+def _most_runs(problem: Problem) -> int:
+    """How many runs may be looked at, by the work and the room that it takes."""
+    flights = min(problem.request.chunks, problem.most_devices) if problem.training else 1
+    tables = len(optimal_cuts.device_classes(problem)[0]) * flights
+    by_work = isqrt(MOST_WORK // optimal_cuts.choices_of_devices(problem))
+    return min(MOST_RUNS, by_work, isqrt(MOST_CELLS // tables), MOST_CELLS // len(problem.layers))
+
+
+def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
+    """The nodes that are on another device than the one before."""
+    held = [devices[layers[0]] for layers in nodes.nodes]
+    return [node for node in range(1, len(held)) if held[node] != held[node - 1]]
+
+
+def _steps(reach: int, most: int) -> list[int]:
+    """At most so many distances up to ``reach``, the near ones close together: all where there are few."""
+    most = min(max(most, 1), reach)
+    return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
+
+
+def _runs(count: int, borders: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
+    """The nodes in runs that end at the borders, and at these distances from one."""
+    ends = {border + step for border in borders for step in (0, *steps, *(-step for step in steps))}
+    inside = sorted(end for end in ends if 0 < end < count)
+    return [list(range(*run)) for run in itertools.pairwise((0, *inside, count))]

@@ -1,0 +1,180 @@
+"""Neighbouring stages divided anew: what the busiest and a few beside it hold is placed at best, the rest stays.
+
+    stages    a │ b   C   d │ e      C is the busiest: what b, C and d hold is divided anew, so that none takes as long;
+                                     where devices are left over, into one stage more, and e moves on
+
+Each time the busiest of the group gets quicker, another stage is the busiest. Groups are small first; a few stages are
+divided in no time where all of them are out of reach.
+
+Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", 1998 (of large
+neighbourhoods).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from placer.solver import costs
+from placer.solver.components import closed_groups
+from placer.solver.contiguous.stage_program import TIME_STEPS, StageModel, Sum
+from placer.solver.problem import Problem
+from placer.solver.reduce import SLACK, Reduction, joined
+from placer.solver.search import Search
+
+FEWEST, MOST = 2, 4
+"""How many stages in a row are divided anew."""
+
+IN_ALL = 30.0
+"""How much more work than one group all of them get."""
+
+GAIN = 2e-4
+"""The busiest of a group gets quicker by at least this share, else the group stays as it is."""
+
+
+Tried = tuple[frozenset[int], int]
+"""The layers of a group, and how many stages they may take."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stages in a row.
+
+    Attributes:
+        first: the first of them.
+        end: the one behind the last.
+        room: how many stages they may become more.
+    """
+
+    first: int
+    end: int
+    room: int
+
+    def window(self, stage: int) -> tuple[int, int]:
+        """Where what is at a stage may be afterwards."""
+        if stage < self.first:
+            return stage, stage
+        if stage >= self.end:
+            return stage + self.room, stage + self.room
+        return self.first, self.end - 1 + self.room
+
+    @property
+    def stages(self) -> range:
+        """Those that the group takes afterwards."""
+        return range(self.first, self.end + self.room)
+
+
+class GroupModel(StageModel):
+    """The integer program of a group: all others stay where they are, and take no longer than ``upper``.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers; none is at two stages.
+        upper: the bottleneck that is known.
+        stage_of: by node, its stage.
+        group: the stages that are divided anew.
+        below_ms: none of them may take so long.
+    """
+
+    def __init__(
+        self, problem: Problem, nodes: Reduction, upper: float, stage_of: list[int], group: Group, below_ms: float
+    ) -> None:
+        self._stage_of, self._group = stage_of, group
+        super().__init__(problem, nodes, upper * (1 + SLACK))
+        self.cp.add(self.makespan <= self.steps(below_ms))
+
+    def _windows(self) -> list[tuple[int, int]]:
+        return [self._group.window(stage) for stage in self._stage_of]
+
+    def most(self, stage: int) -> Sum:
+        """What the stage may take at the most, in steps."""
+        return self.makespan if stage in self._group.stages else TIME_STEPS
+
+
+def divide_anew(search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False) -> None:
+    """Make the busiest stages quicker, then those that are next, as long as that helps.
+
+    Args:
+        search: with a placement, of a problem that ``stage_scope.bounds``.
+        nodes: its layers, joined where they may as well be together.
+        work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as much.
+        busiest_alone: to end where the busiest stage gets no quicker.
+    """
+    if search.best is None:
+        return
+    until = search.meter.done + IN_ALL * work
+    current, failed = _Current(search.problem, search.best), set[Tried]()
+    while search.open() and search.meter.done < until and not search.over(1.0):
+        groups = current.groups(1 if busiest_alone else len(current.load_ms))
+        group = next((group for group in groups if current.tried(group) not in failed), None)
+        if group is None:
+            return
+        better = _quicker(search, nodes, current, group, work)
+        if better is None or better.busy >= current.busy:
+            failed.add(current.tried(group))
+        else:
+            search.offer(better.devices, "integer program")
+            current = better
+
+
+@dataclass
+class _Current:
+    """A placement, and what its stages take."""
+
+    problem: Problem
+    devices: list[int]
+
+    def __post_init__(self) -> None:
+        result = costs.evaluate(self.problem, self.devices)
+        assert result is not None  # it was found, so it can be
+        self.load_ms = [result.load_ms[device] for device in result.stages]
+        self.place = {device: stage for stage, device in enumerate(result.stages)}
+
+    @property
+    def busy(self) -> list[float]:
+        """What stages take, the busiest first."""
+        return sorted(self.load_ms, reverse=True)
+
+    def groups(self, some: int) -> Iterator[Group]:
+        """Those with the busiest stage first, the smallest first, of these first the one whose others are idlest.
+
+        Args:
+            some: of so many stages, the busiest.
+        """
+        count = len(self.load_ms)
+        room = min(1, self.problem.most_devices - count)
+        for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage])[:some]:
+            for size in range(min(FEWEST, count), min(MOST, count) + 1):
+                firsts = range(max(0, busiest - size + 1), min(busiest, count - size) + 1)
+                for first in sorted(firsts, key=lambda first: sum(self.load_ms[first : first + size])):
+                    group = Group(first, first + size, room)
+                    if self.most_ms(group) == self.load_ms[busiest]:
+                        yield group
+
+    def most_ms(self, group: Group) -> float:
+        """What the busiest of a group takes."""
+        return max(self.load_ms[group.first : group.end])
+
+    def tried(self, group: Group) -> Tried:
+        """What tells a group from others, though its stages are divided otherwise."""
+        stages = range(group.first, group.end)
+        held = (layer for layer, device in enumerate(self.devices) if self.place[device] in stages)
+        return frozenset(held), len(group.stages)
+
+
+def _quicker(search: Search, nodes: Reduction, current: _Current, group: Group, work: float) -> _Current | None:
+    """The placement with a group divided better; None if no better way is found."""
+    problem = search.problem
+    alike = _together(problem, nodes, current.devices)
+    stage_of = [current.place[current.devices[layers[0]]] for layers in alike.nodes]
+    below_ms = current.most_ms(group) * (1 - GAIN)
+    answer = GroupModel(problem, alike, max(current.load_ms), stage_of, group, below_ms).solve(search.quietly(work))
+    if answer.devices is None or costs.judged(problem, answer.devices) is None:
+        return None
+    return _Current(problem, answer.devices)
+
+
+def _together(problem: Problem, nodes: Reduction, devices: list[int]) -> Reduction:
+    """The nodes that are each on one device, and the layers of the others."""
+    whole = [layers for layers in nodes.nodes if len({devices[layer] for layer in layers}) == 1]
+    return joined(problem, closed_groups([*problem.groups, *whole]))

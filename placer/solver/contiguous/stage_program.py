@@ -1,0 +1,394 @@
+"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from below.
+
+    y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
+    t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
+    kind[p, c]  stage p is a device of class c; a class is devices that may be swapped
+
+A net is a value, its source and its readers; values with the same ends are one net. Numbering stages along the pipeline
+leaves no symmetry between alike devices, and needs far fewer variables than node by device. Times are whole numbers,
+rounded down, so what is proven about them holds for the true ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from math import floor
+from typing import cast
+
+from ortools.sat.python import cp_model
+
+from placer.solver.contiguous.stage_links import StageLinks, stage_links, surcharges
+from placer.solver.contiguous.stage_scope import knows_memory
+from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.peak_constraints import Moments
+from placer.solver.cpsat.runner import Answer, Limits, run
+from placer.solver.nets import Net, joined_nets
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+
+TIME_STEPS = 2**31
+"""Into how many steps the bottleneck that is known is cut."""
+
+BYTE_STEPS = 2**40
+
+Literal = cp_model.IntVar
+Prefix = cp_model.IntVar | bool
+Sum = cp_model.LinearExpr | int
+
+
+class StageModel:
+    """A CP-SAT model of one problem.
+
+    Args:
+        problem: what is asked, of the kind that ``stage_scope.bounds`` names.
+        nodes: its layers, joined where they must be together.
+        upper: a bottleneck that is known; only placements at least as good are searched.
+        links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower bound.
+        any_will_do: with it, there is no objective.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        upper: float,
+        links: StageLinks | None = None,
+        *,
+        any_will_do: bool = False,
+    ) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
+        given = links or stage_links(problem)
+        assert given is not None  # stage_scope.bounds() was asked before
+        self.links = given
+        self.cp = cp_model.CpModel()
+        self._at: dict[tuple[int, int], Literal] = {}
+        self.stages = range(problem.most_devices)
+        self.classes = problem.alike_devices()
+        self.steps_per_ms = TIME_STEPS / upper if upper > 0 else 1.0
+        self.windows = self._windows()
+        self.possible = all(first <= last for first, last in self.windows)
+        if not self.possible:
+            return
+        self._choose_stages()
+        self._choose_kinds()
+        self._values_run_forwards()
+        self._first_stages_are_used_first()
+        self._stages_hold_enough_and_not_too_much()
+        self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
+        self._loads()
+        if memory_constraints.can_bind(problem) and knows_memory(problem):
+            self._memory()
+        if not any_will_do:
+            self.cp.minimize(self.makespan)
+
+    def steps(self, time_ms: float) -> int:
+        """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""
+        return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
+
+    # Variables
+
+    def _windows(self) -> list[tuple[int, int]]:
+        """By node, the first and the last stage that it can be at."""
+        return narrowed_windows(self.problem, self.nodes, self.upper)
+
+    def _choose_stages(self) -> None:
+        self.y: list[list[Prefix]] = []
+        for node, (first, last) in enumerate(self.windows):
+            row: list[Prefix] = [
+                self.cp.new_bool_var(f"y{node},{p}") if first <= p < last else p >= last for p in self.stages
+            ]
+            self.y.append(row)
+            for p in range(first + 1, last):
+                self.clause(self.negated(row[p - 1]), row[p])
+
+    def _choose_kinds(self) -> None:
+        """Every stage is of one class, no class has more stages than devices, and nodes keep to allowed devices."""
+        classes = range(len(self.classes))
+        if len(self.classes) == 1:
+            self.kind: list[list[Prefix]] = [[True] for _ in self.stages]
+        else:
+            kinds = [[self.cp.new_bool_var(f"kind{p},{c}") for c in classes] for p in self.stages]
+            for row in kinds:
+                self.cp.add_exactly_one(row)
+            for c in classes:
+                self.cp.add(sum(row[c] for row in kinds) <= len(self.classes[c]))
+            self.kind = [list(row) for row in kinds]
+        for node, devices in enumerate(self.nodes.allowed):
+            for c, members in enumerate(self.classes):
+                if members[0] not in devices or self._too_long(node, members[0]):
+                    for p in self.stages:
+                        self.clause(*self.absent(node, p), self.negated(self.kind[p][c]))
+
+    def _too_long(self, node: int, device: int) -> bool:
+        return self.steps(self._work(node, device)) > TIME_STEPS
+
+    def _work(self, node: int, device: int) -> float:
+        return sum(self.problem.compute_ms(layer, device) for layer in self.nodes.nodes[node])
+
+    # Clauses
+
+    def clause(self, *literals: Prefix) -> None:
+        """At least one of them holds."""
+        if not any(literal is True for literal in literals):
+            self.cp.add_bool_or([literal for literal in literals if literal is not False])
+
+    @staticmethod
+    def negated(literal: Prefix) -> Prefix:
+        """The literal that holds if this one does not."""
+        if isinstance(literal, bool):
+            return not literal
+        return cast("cp_model.IntVar", ~literal)  # a literal too, though not of that class
+
+    def _before(self, node: int, stage: int) -> Prefix:
+        """Whether the node is before the stage."""
+        return self.y[node][stage - 1] if stage else False
+
+    def absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
+        """Two literals; one holds if and only if the node is not at the stage."""
+        return self.negated(self.y[node][stage]), self._before(node, stage)
+
+    def can_be(self, node: int, stage: int) -> bool:
+        """Whether the node can be at the stage at all."""
+        first, last = self.windows[node]
+        return first <= stage <= last
+
+    # Rules
+
+    @cached_property
+    def arcs(self) -> list[tuple[int, int]]:
+        """Which node must not be behind which."""
+        return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
+
+    def _values_run_forwards(self) -> None:
+        """A value is read at its source's stage or later."""
+        for source, reader in self.arcs:
+            for p in self.stages:
+                self.clause(self.negated(self.y[reader][p]), self.y[source][p])
+
+    def _first_stages_are_used_first(self) -> None:
+        """Where a stage is empty, so are all later ones: all ends of the pipeline are before it."""
+        inner = {source for source, _ in self.arcs}
+        ends = [node for node in self._nodes if node not in inner]
+        used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
+        for p in self.stages[1:]:
+            self.cp.add_implication(used[p], used[p - 1])
+            for node in ends:
+                self.clause(used[p], self.y[node][p - 1])
+
+    def _stages_hold_enough_and_not_too_much(self) -> None:
+        """The stages that must be used hold a node, and none more layers than it may."""
+        one = [(node, 1) for node in self._nodes]
+        for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
+            self.cp.add(self._sum_at(p, one) >= 1)
+        if self.problem.most_layers is not None:
+            sizes = [(node, len(layers)) for node, layers in enumerate(self.nodes.nodes)]
+            for p in self.stages:
+                self.cp.add(self._sum_at(p, sizes) <= self.problem.most_layers)
+
+    def _loads(self) -> None:
+        """The bottleneck is at least every stage's load, as the device that the stage is."""
+        transfers = self._transfers()
+        for p in self.stages:
+            for c, members in enumerate(self.classes):
+                compute = self._sum_at(p, [(node, self.steps(self._work(node, members[0]))) for node in self._nodes])
+                sent, received = ([], []) if members[0] in self.problem.untaxed else transfers[p]
+                if self.problem.request.transfers == "overlapped":
+                    parts = [compute, sum(sent), sum(received)]
+                else:
+                    parts = [compute + sum(sent) + sum(received)]
+                for part in parts:
+                    self._enforce(self.cp.add(part <= self.most(p)), self.kind[p][c])
+
+    def most(self, stage: int) -> Sum:
+        """What a stage may take at the most, in steps."""
+        return self.makespan
+
+    @property
+    def _nodes(self) -> range:
+        return range(len(self.nodes.nodes))
+
+    def _sum_at(self, stage: int, weights: Iterable[tuple[int, int]]) -> Sum:
+        """The sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
+        constant, literals, factors = 0, [], []
+        for node, weight in weights:
+            for literal, factor in ((self.y[node][stage], weight), (self._before(node, stage), -weight)):
+                if isinstance(literal, bool):
+                    constant += factor * literal
+                elif factor:
+                    literals.append(literal)
+                    factors.append(factor)
+        return cp_model.LinearExpr.weighted_sum(literals, factors) + constant
+
+    @staticmethod
+    def _enforce(constraint: cp_model.Constraint, given: Prefix) -> None:
+        if not isinstance(given, bool):
+            constraint.only_enforce_if(given)
+
+    def _transfers(self) -> list[tuple[list[Sum], list[Sum]]]:
+        """By stage, what it sends and what it receives."""
+        terms: list[tuple[list[Sum], list[Sum]]] = [([], []) for _ in self.stages]
+        shared: dict[tuple[int, ...], float] = defaultdict(float)
+        for net in joined_nets(self.problem, self.nodes, self.links.quickest):
+            if self._costs_all_alike(net):
+                shared[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms
+            else:
+                self._cut_by_reader(net, terms)
+        for pins, time_ms in shared.items():
+            for p in self.stages:
+                touched = self._touched(pins, p)
+                if touched is not None:
+                    terms[p][0].append(self.steps(time_ms) * touched)
+        if self.links.between is not None:
+            surcharges(self, self.links.between, terms)
+        return terms
+
+    def _costs_all_alike(self, net: Net) -> bool:
+        """Whether a cut net costs every stage that it touches the same, be it that of the source or of a reader."""
+        if self.problem.request.transfers == "overlapped":
+            return False
+        return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
+
+    def _touched(self, pins: Sequence[int], stage: int) -> Literal | None:
+        """Whether a net is cut and has a pin at the stage; None if it cannot be so."""
+        if all(not self.can_be(node, stage) for node in pins):
+            return None
+        touched = self.cp.new_bool_var("")
+        centre, *others = pins
+        for node in others:
+            self._apart(node, centre, stage, touched)
+            self._apart(centre, node, stage, touched)
+        return touched
+
+    def _apart(self, node: int, other: int, stage: int, then: Prefix) -> None:
+        """If a node is at the stage and the other is not, then something holds."""
+        if not self.can_be(node, stage):
+            return
+        absent = self.absent(node, stage)
+        if (node, other) not in self._ordered:  # the other may be before
+            self.clause(*absent, self.negated(self._before(other, stage)), then)
+        if (other, node) not in self._ordered:  # the other may be behind
+            self.clause(*absent, self.y[other][stage], then)
+
+    @cached_property
+    def _ordered(self) -> frozenset[tuple[int, int]]:
+        return frozenset(self.arcs)
+
+    def _cut_by_reader(self, net: Net, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
+        """A net that costs its source's stage once per stage that reads it."""
+        there, back = self.steps(net.there_ms), self.steps(net.back_ms)
+        taken = [self._taken(net, p) for p in self.stages]
+        most = min(len(net.readers), len(self.stages) - 1)
+        for p in self.stages:
+            sent, received = terms[p]
+            if self.can_be(net.source, p):
+                cut, times = self._cut(net, p, sum(t for t in taken if t is not None), most)
+                sent.append(there * (cut if self.problem.multicast else times))
+                received.append(back * times)
+            reader = taken[p]
+            if reader is not None:
+                received.append(there * reader)
+                sent.append(back * reader)
+
+    def _taken(self, net: Net, stage: int) -> Literal | None:
+        """Whether a reader is at the stage and the source is not."""
+        able = [reader for reader in net.readers if self.can_be(reader, stage)]
+        if not able:
+            return None
+        taken = self.cp.new_bool_var("")
+        for reader in able:
+            self._apart(reader, net.source, stage, taken)
+        return taken
+
+    def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
+        """If the source is at the stage, whether another stage reads the net, and how many do: all that take it."""
+        cut = self.cp.new_bool_var("")
+        for reader in net.readers:
+            self._apart(net.source, reader, stage, cut)
+        if most < 2:
+            return cut, cut
+        times = self.cp.new_int_var(0, most, "")
+        self.cp.add(times >= cut)
+        away = self.absent(net.source, stage)
+        here = self.cp.new_bool_var("")
+        self.clause(*away, here)
+        self.cp.add(times >= takers).only_enforce_if(here)
+        return cut, times
+
+    def _memory(self) -> None:
+        """Every stage stays within the limit of the device that it is, in training with steady micro-batches."""
+        problem = self.problem
+        unit = max(1, -(-memory_constraints.use_of_all(problem) // BYTE_STEPS))
+        state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
+        limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
+        moments = Moments(problem, self.nodes, unit)
+        for p in self.stages:
+            use = self._sum_at(p, state) + self._passing(p, moments, min(limits))
+            for c, limit in enumerate(limits):
+                self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
+
+    def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
+        """What passes take at a stage, with all micro-batches in flight."""
+        problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
+        if memory_constraints.holds_state_alone(problem):
+            return 0
+        if problem.may_recompute:  # what is found is evaluated
+            return moments.of_training(place, limit)[1]
+        each, landing, shared = moments.recorded(place, limit)
+        return chunks * (each + (landing if chunks > 1 else 0)) + shared
+
+    def _state_bytes(self, node: int) -> int:
+        problem = self.problem
+        return sum(memory_constraints.state_bytes(problem, problem.layers[layer]) for layer in self.nodes.nodes[node])
+
+    def here(self, node: int, stage: int) -> Literal | None:
+        """A literal that holds if the node is at the stage; None if it cannot be."""
+        if not self.can_be(node, stage):
+            return None
+        if (node, stage) not in self._at:
+            self._at[node, stage] = self.cp.new_bool_var("")
+            self.clause(*self.absent(node, stage), self._at[node, stage])
+        return self._at[node, stage]
+
+    def share(self, node: int, stage: int) -> Sum:
+        """1 if the node is at the stage, else 0."""
+        return self._sum_at(stage, [(node, 1)]) if self.can_be(node, stage) else 0
+
+    # Search
+
+    def solve(self, limits: Limits) -> Answer:
+        """Search within limits."""
+        if not self.possible:
+            return Answer(None, 0.0, infeasible=True, complete=True)
+        return run(self, limits)
+
+    def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
+        """By layer, its device, from the values of a solution."""
+
+        def holds(literal: Prefix) -> bool:
+            return literal if isinstance(literal, bool) else bool(value(literal))
+
+        free = [list(members) for members in self.classes]
+        device_of = [free[next(c for c, kind in enumerate(row) if holds(kind))].pop(0) for row in self.kind]
+        return self.nodes.spread([device_of[next(p for p in self.stages if holds(row[p]))] for row in self.y])
+
+    def in_unit(self, bound: float) -> float:
+        """A bound in milliseconds."""
+        return max(0.0, bound) / self.steps_per_ms
+
+
+class _AtStage:
+    """A stage, as the rules of its moments see it."""
+
+    def __init__(self, model: StageModel, stage: int) -> None:
+        self.cp, self._model, self._stage = model.cp, model, stage
+
+    def here(self, node: int) -> Literal | None:
+        """A literal that holds if the node is there; None if it cannot be."""
+        return self._model.here(node, self._stage)
+
+    def share(self, node: int) -> Sum:
+        """1 if the node is there, else 0."""
+        return self._model.share(node, self._stage)

@@ -1,0 +1,137 @@
+"""Windows of stages that know of transfers: the first stage at which a node can be, stage by stage.
+
+Where node v is at stage p, so is all that it depends on and that cannot be before it. Node v can be there only if::
+
+    needed(v, p)  =  v and all before v that no stage before p can hold
+    min over S with needed(v, p) in S of (work(S) + transfer of the nets that S cuts)  <=  upper
+
+which is a minimum cut; S holds no node that is known to be behind p, or before. A node that fails takes all behind it
+with it, one that passes all before it, so few cuts decide a stage. Stages on devices that pay for no transfer are few:
+their number so far is counted too. The last stages are the first ones of the graph turned round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
+from placer.solver.cpsat.stage_windows import members, neighbourhood, stage_windows
+from placer.solver.problem import Problem
+from placer.solver.reduce import SLACK, Reduction
+
+Windows = list[tuple[int, int]]
+
+MOST_NODES = 1_000
+MOST_PINS = 4_000
+ROUNDS = 2
+
+
+def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Windows:
+    """By node, the first and the last stage that it can be at in a contiguous placement.
+
+    Args:
+        problem: what is asked, by objective ``throughput``.
+        nodes: its layers in nodes, in topological order.
+        upper: no stage may take longer, in milliseconds.
+
+    Returns:
+        The windows; one that ends before it begins says that there is no such placement.
+    """
+    windows = stage_windows(problem, nodes, upper)
+    reach = _reach(problem, nodes, upper) if upper > 0 else None
+    for _ in range(ROUNDS if reach is not None else 0):
+        before = windows
+        windows = reach.narrowed(windows) if reach is not None else windows
+        if windows == before or any(first > last for first, last in windows):
+            break
+    return windows
+
+
+def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
+    count = len(nodes.nodes)
+    nets = nets_by_pins(problem, nodes)
+    work = [least_ms(problem, nodes, node) for node in range(count)]
+    pins = sum(map(len, nets))
+    if problem.request.transfers != "added" or count > MOST_NODES or pins > MOST_PINS or not 0 < sum(work) < inf:
+        return None
+    alone = [alone_ms(problem, nodes, node) for node in range(count)]
+    before, behind = neighbourhood(problem, nodes)
+    within = upper * (1 + SLACK)
+    return _Reach(Cutter(work, nets), alone, len(problem.untaxed), before, behind, problem.most_devices, within)
+
+
+@dataclass
+class _Reach:
+    """A graph, and what a stage may take.
+
+    Attributes:
+        cutter: finds the least load of a stage with some nodes, and without others.
+        alone: by node, its work on the fastest device that pays for no transfer.
+        untaxed: how many of these there are.
+        before: by node, itself and all that it depends on, as bits.
+        behind: by node, itself and all that depend on it.
+        stages: how many there may be.
+        within: no stage may take longer.
+    """
+
+    cutter: Cutter
+    alone: Sequence[float]
+    untaxed: int
+    before: Sequence[int]
+    behind: Sequence[int]
+    stages: int
+    within: float
+
+    def narrowed(self, windows: Windows) -> Windows:
+        """Narrower windows, if there are any."""
+        firsts = self._firsts([first for first, _ in windows], [last for _, last in windows])
+        turned = self._turned()
+        flipped = turned._firsts([self.stages - 1 - last for _, last in windows], [self.stages - 1 - f for f in firsts])
+        return [(first, self.stages - 1 - turn) for first, turn in zip(firsts, flipped, strict=True)]
+
+    def _turned(self) -> _Reach:
+        return _Reach(self.cutter, self.alone, self.untaxed, self.behind, self.before, self.stages, self.within)
+
+    def _firsts(self, known: list[int], lasts: list[int]) -> list[int]:
+        """By node, its first stage, from what is known; ``stages`` where it can be at none."""
+        fewer: list[int] | None = None
+        for _ in range(self.untaxed + 1):  # with so many stages, at the most, that pay for no transfer
+            firsts = list(known)
+            for stage in range(self.stages):
+                away = [node for node, first in enumerate(known) if first > stage or lasts[node] < stage]
+                with self.cutter.without(away):
+                    self._decide(stage, firsts, fewer)
+            fewer = firsts
+        return firsts
+
+    def _decide(self, stage: int, firsts: list[int], fewer: list[int] | None) -> None:
+        """Move nodes that cannot be at a stage, or before, to the next."""
+        count = len(firsts)
+        late = sum(1 << node for node in range(count) if firsts[node] >= stage)
+        late_with_fewer = sum(1 << node for node in range(count) if fewer is not None and fewer[node] >= stage)
+        undecided = [node for node in range(count) if firsts[node] == stage]
+        while undecided:
+            node = undecided[len(undecided) // 2]
+            passed = self._passes(self.before[node] & late)
+            if passed is None and fewer is not None:
+                needed = members(self.before[node] & late_with_fewer)
+                passed = 1 << node if sum(self.alone[other] for other in needed) <= self.within else None
+            if passed is None:
+                for other in undecided:
+                    if self.behind[node] >> other & 1:
+                        firsts[other] = stage + 1
+                undecided = [other for other in undecided if firsts[other] == stage]
+            else:
+                gone = self.before[node]
+                undecided = [
+                    other
+                    for other in undecided
+                    if not gone >> other & 1 and (not passed >> other & 1 or self.before[other] & late & ~passed)
+                ]
+
+    def _passes(self, needed: int) -> int | None:
+        """The nodes, as bits, of a stage with those that are needed; None if it takes too long."""
+        value, found = self.cutter.least(members(needed))
+        return sum(1 << node for node in found) if value <= self.within else None

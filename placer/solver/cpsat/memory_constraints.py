@@ -1,0 +1,194 @@
+"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one function a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from placer.schema import Layer
+from placer.solver.cpsat.peak_constraints import Moments
+from placer.solver.memory import Held, footprint, most_crossing_bytes
+from placer.solver.problem import Problem
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    from placer.solver.cpsat.model import PlacementModel, Term
+
+
+TERMS_A_RULE = 20
+"""So many values in a sum take about as long to write down as a rule."""
+
+
+def rules_a_device(problem: Problem) -> int:
+    """About how many rules say what a device holds: of steps and readers; in inference, of the values in sums, too."""
+    if problem.request.objective != "memory" and not can_bind(problem):
+        return 0
+    held = [value for value in problem.values if value.held_bytes]
+    readers = sum(len(value.readers) for value in held)
+    if problem.training:
+        return len(problem.layers) + 2 * readers  # forwards and backwards
+    terms = sum(value.readers[-1] - value.source + 1 for value in held)
+    return len(problem.layers) + readers + terms // TERMS_A_RULE
+
+
+def memory(model: PlacementModel) -> None:
+    """Every device stays within its limit, and, if memory is the objective, within the objective."""
+    if not model.relaxed and model.objective != "memory" and (not model.limited or not can_bind(model.problem)):
+        return
+    moments = Moments(model.problem, model.nodes, model.byte_unit)
+    for device in model.placed:
+        fixed, limit = _fixed(model, device), model.problem.devices[device].usable_bytes
+        write = _training if model.problem.training else _inference
+        write(model, moments, device, fixed, 0 if model.objective == "memory" else limit)
+
+
+def can_bind(problem: Problem) -> bool:
+    """Whether some device could be over its limit: it cannot where all layers fit at once."""
+    limit = min(device.usable_bytes for device in problem.devices)
+    if sum(state_bytes(problem, layer) for layer in problem.layers) > limit:
+        return True
+    return use_of_all(problem) > limit
+
+
+def holds_state_alone(problem: Problem) -> bool:
+    """Whether nothing but the state of layers takes memory."""
+    layers = problem.layers
+    passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
+    waiting = sum(value.held_bytes + value.waiting_bytes for value in problem.values)
+    apart = (
+        sum(problem.step_bytes)
+        + sum(problem.deferred_bytes)
+        + sum(problem.back_workspace_bytes)
+        + sum(problem.weights_workspace_bytes)
+    )
+    return passing + waiting + apart == 0
+
+
+def use_of_all(problem: Problem) -> int:
+    """What no device holds more than, whatever is on it, with all micro-batches in flight, in bytes."""
+    if holds_state_alone(problem):
+        return sum(state_bytes(problem, layer) for layer in problem.layers)
+    everything = Held(list(range(len(problem.layers))), list(problem.values))
+    chunks = problem.request.chunks
+    use = footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
+    return use + 2 * chunks * most_crossing_bytes(problem)
+
+
+def byte_sizes(problem: Problem, chunks: int) -> list[int]:
+    """Every size that the model adds up, as often as it may be added with so many micro-batches."""
+    often = chunks if problem.training else 1
+    sizes = [value.held_bytes * often for value in problem.values]
+    sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
+    sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
+    sizes += [shared.total_bytes for shared in problem.shared]
+    for layer in problem.layers:
+        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.recorded else 1)]
+        if problem.training:
+            sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
+    if problem.training:
+        sizes += [value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values]
+        sizes += [value.rest_bytes for value in problem.values]
+    return [size for size in sizes if size]
+
+
+def state_bytes(problem: Problem, layer: Layer) -> int:
+    """What the layer holds all the time."""
+    held = layer.param_bytes + layer.buffer_bytes
+    return held + layer.grad_bytes + layer.optimizer_bytes if problem.training else held
+
+
+def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()) -> None:
+    """The use stays within the device's limit, at least where all of some literals hold."""
+    limit = model.problem.devices[device].usable_bytes // model.byte_unit
+    if model.relaxed:
+        model.cp.add(use <= limit + model.makespan).only_enforce_if(*given)
+        return
+    if model.limited:
+        model.cp.add(use <= limit).only_enforce_if(*given)
+    if model.objective == "memory":
+        model.cp.add(use <= model.makespan).only_enforce_if(*given)
+
+
+def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
+    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a device, and copies."""
+    terms: list[Term] = []
+    most = 0
+    for node, layers in enumerate(model.nodes.nodes):
+        size = sum(model.units(state_bytes(model.problem, model.problem.layers[layer])) for layer in layers)
+        terms.append(size * model.on(node, device))
+        most += size
+    for number, shared in enumerate(model.problem.shared):
+        size = model.units(shared.total_bytes)
+        first = model.nodes.node_of[shared.first]
+        copied = model.cp.new_bool_var(f"copied{number},{device}")
+        for node in model.nodes.of(shared.others) - {first}:
+            model.cp.add(copied >= model.on(node, device) - model.on(first, device))
+        terms.append(size * copied)
+        most += size
+    fixed = model.cp.new_int_var(0, most, f"fixed{device}")
+    model.cp.add(fixed >= sum(terms))
+    return fixed
+
+
+# Training
+
+
+class _OnDevice:
+    """A device, as the rules of its moments see it."""
+
+    def __init__(self, model: PlacementModel, device: int) -> None:
+        self.cp, self._model, self._device = model.cp, model, device
+
+    def here(self, node: int) -> cp_model.IntVar | None:
+        """A literal that holds if the node is there; None if it cannot be."""
+        return self._model.x[node].get(self._device)
+
+    def share(self, node: int) -> Term:
+        """1 if the node is there, else 0."""
+        return self._model.on(node, self._device)
+
+
+def _training(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
+    """The state; what further micro-batches keep, and the worst moment of one, or what recorded passes have."""
+    place = _OnDevice(model, device)
+    if model.problem.recorded and model.problem.recompute[device] == "never":
+        each, landing, shared = moments.recorded(place, limit_bytes)
+        for flight, given in _in_flight(model, device):
+            _within(model, device, fixed + flight * (each + (landing if flight > 1 else 0)) + shared, given)
+        return
+    kept, moment = moments.of_training(place, limit_bytes)
+    for flight, given in _in_flight(model, device):
+        _within(model, device, fixed + (flight - 1) * kept + moment, given)
+
+
+def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
+    """How many micro-batches a device holds, and the literals under which it does.
+
+    Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
+    Under zero-bubble it holds as many at the least. Where the device may recompute, one: what it keeps of others is
+    left to the evaluation of what is found.
+    """
+    chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
+    if model.problem.recompute[device] != "never":
+        yield 1, []
+        return
+    if not model.problem.one_stage_each or schedule == "fill-drain":
+        yield chunks, []
+        return
+    for p in model.stages:
+        if model.stage_is_device and p != device:
+            continue
+        for flight in range(1, min(chunks, len(model.stages) - p) + 1):
+            here = [] if model.stage_is_device else [model.at[p][device]]
+            yield flight, [*here, model.used[p + flight - 1]]
+
+
+# Inference
+
+
+def _inference(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
+    """At every step the values that are live on a device, and the workspace of the layer that runs there, fit."""
+    _within(model, device, fixed)
+    for use in moments.of_inference(_OnDevice(model, device), limit_bytes):
+        _within(model, device, fixed + use)

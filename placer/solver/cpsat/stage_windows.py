@@ -1,0 +1,94 @@
+"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is known."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import compress
+from math import inf
+
+from placer.solver.cpsat.capacity import most_state, state_of
+from placer.solver.cpsat.memory_constraints import can_bind
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import SLACK, Reduction
+
+MOST_NODES = 2_000
+
+
+def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
+    """By node, the first and the last stage that it can be at in a contiguous placement.
+
+    All that a node depends on is at its stage or before, so it cannot be at stage p if that is more work than p + 1
+    stages do in ``upper_ms`` each, or more state than they hold; the same from the end. Work is reckoned on the fastest
+    device.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes, in topological order.
+        upper_ms: no stage may take longer.
+    """
+    count, stages = len(nodes.nodes), problem.most_devices
+    anywhere = [(0, stages - 1)] * count
+    if count > MOST_NODES or upper_ms <= 0:
+        return anywhere
+    work = [_least_work(problem, layers) for layers in nodes.nodes]
+    before, behind = neighbourhood(problem, nodes)
+    most = upper_ms * (1 + SLACK)
+    room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
+    state = state_of(problem, nodes).tolist()
+    windows = []
+    for node in range(count):
+        first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)
+        behind_it = int(_total(work, behind[node]) / most - SLACK)
+        first = max(first, _stages_to_hold(_total(state, before[node]), room) - 1)
+        behind_it = max(behind_it, _stages_to_hold(_total(state, behind[node]), room) - 1)
+        windows.append((first, stages - 1 - behind_it))
+    return windows
+
+
+def _stages_to_hold(size: float, room: Sequence[float]) -> int:
+    """How many stages it takes to hold so much state, by what so many can; one more than there are if none do."""
+    return bisect_left(room, size * (1 - SLACK))
+
+
+def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
+    """By node, itself and all that it depends on, as bits, and itself and all that depend on it."""
+    count = len(nodes.nodes)
+    arcs = nodes.arcs(arcs_of(problem.values))
+    before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
+    behind = _reached(count, list(arcs), range(count - 1, -1, -1))
+    return before, behind
+
+
+def _least_work(problem: Problem, layers: Sequence[int]) -> float:
+    devices = range(len(problem.devices))
+    return min(sum(problem.compute_ms(layer, device) for layer in layers) for device in devices)
+
+
+def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
+    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs first."""
+    targets: list[list[int]] = [[] for _ in range(count)]
+    for source, target in arcs:
+        targets[source].append(target)
+    reached = [0] * count
+    for node in order:
+        reached[node] = 1 << node
+        for target in targets[node]:
+            reached[node] |= reached[target]
+    return reached
+
+
+def _total(work: Sequence[float], bits: int) -> float:
+    total = 0.0
+    for node in members(bits):
+        total += work[node]
+    return total
+
+
+_DIGITS = bytes.maketrans(b"01", b"\x00\x01")
+
+
+def members(bits: int) -> list[int]:
+    """The nodes that are set."""
+    digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
+    return list(compress(range(len(digits)), digits))

@@ -1,0 +1,1 @@
+"""Enumeration of all maps of a small problem."""

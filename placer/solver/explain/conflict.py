@@ -1,0 +1,336 @@
+"""The smallest group of requirements that cannot hold together, in words.
+
+First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller group is looked for.
+Of a set of requirements it can be tried whether some placement meets them all. What a placement leaves unmet is a
+correction: every group that cannot hold has one of its requirements in it. So a smallest set that has one of every
+correction known is looked for; if no placement meets it, it is the group, else what meets it gives another correction.
+
+Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind: the ways.
+
+    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
+
+Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ortools.sat.python import cp_model
+
+from placer.schema import Infeasibility, Link, PlacementRequest
+from placer.solver import costs
+from placer.solver.chain import optimal_cuts
+from placer.solver.components import closed_groups
+from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.model import PlacementModel, worth_building
+from placer.solver.cpsat.runner import Answer
+from placer.solver.explain.display_names import listed
+from placer.solver.explain.infeasible import CONTRADICTION, plain_reason
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
+from placer.solver.step.choices import bottleneck_of
+from placer.utils.units import bytes_text
+
+AMPLE_BYTES = 2**60
+FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
+
+Numbers = frozenset[int]
+IMPOSSIBLE: Numbers = frozenset({-1})
+"""In place of what a placement meets: there is none."""
+Search = Callable[[PlacementModel], Answer]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that is asked of a placement.
+
+    Attributes:
+        words: it, for people.
+        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``, ``layers``, ``links`` or
+            ``bottleneck``.
+        layers: the layers that it is about.
+        device: the device that it is about; -1 for none.
+    """
+
+    words: str
+    kind: str
+    layers: tuple[int, ...] = ()
+    device: int = -1
+
+
+def explained(
+    ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
+) -> Infeasibility:
+    """The reason with the group of requirements that cannot hold together, as far as time allows.
+
+    Args:
+        ways: what is asked, and cannot be: any of them would do.
+        reason: why, as far as it is known.
+        search: looks for a placement.
+        over: whether the time is over.
+    """
+    conflict = Conflict(ways, search, over)
+    group = conflict.irreducible()
+    smallest = conflict.smallest(group) if group else None
+    words = tuple(conflict.all[number].words for number in sorted(group if smallest is None else smallest))
+    if not words:
+        return reason
+    found = {"requirements": words, "smallest": smallest is not None}
+    if reason.reason == CONTRADICTION:  # nothing else is known
+        found["reason"] = f"cannot hold together: {'; '.join(words)}"
+    return reason.model_copy(update=found)
+
+
+def requirements(ways: Sequence[Problem]) -> list[Requirement]:
+    """All that is asked of a placement, whatever the way, but what every placement meets."""
+    every = [[*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways]
+    asked = dict.fromkeys(itertools.chain(*every))
+    if not all(problem.contiguous for problem in ways):  # then it is a way's own, and nobody's rule
+        return [requirement for requirement in asked if requirement.kind != "contiguous"]
+    return list(asked)
+
+
+def _of_layers(problem: Problem) -> Iterator[Requirement]:
+    rules = problem.request.constraints
+    layer_of = {layer.name: index for index, layer in enumerate(problem.layers)}
+    device_of = {device.name: index for index, device in enumerate(problem.devices)}
+    for name, device in rules.pinned.items():
+        yield Requirement(f"layer {name!r} is pinned to {device!r}", "pin", (layer_of[name],), device_of[device])
+    for name, banned in rules.forbidden.items():
+        layers = tuple(layer_of.values()) if name == "*" else (layer_of[name],)
+        subject = "every layer" if name == "*" else f"layer {name!r}"
+        for device in dict.fromkeys(banned):
+            yield Requirement(f"{subject} is forbidden on {device!r}", "ban", layers, device_of[device])
+    for group in (*problem.request.profile.colocated, *rules.colocated):
+        if len(set(group)) > 1:
+            layers = tuple(sorted({layer_of[name] for name in group}))
+            yield Requirement(f"layers {listed(tuple(group))} are colocated", "group", layers)
+
+
+def _of_numbers(problem: Problem) -> Iterator[Requirement]:
+    if problem.contiguous:
+        yield Requirement("stages are contiguous: values never come back to a device", "contiguous")
+    if problem.most_devices < min(len(problem.devices), len(problem.layers)):
+        yield Requirement(f"max_devices = {problem.most_devices}", "most")
+    if problem.least_devices > 1:
+        yield Requirement(f"min_devices = {problem.least_devices}", "least")
+    if problem.most_layers is not None:
+        yield Requirement(f"max_layers = {problem.most_layers}", "layers")
+    if problem.request.bottleneck_ms is not None:
+        yield Requirement(f"bottleneck_ms = {problem.request.bottleneck_ms:g}", "bottleneck")
+
+
+def _of_devices(problem: Problem) -> Iterator[Requirement]:
+    count = range(len(problem.devices))
+    if any(problem.links[a][b] is None for a in count for b in count if a != b):
+        yield Requirement("values pass only where there is a link: some are missing", "links")
+    most = memory_constraints.use_of_all(problem)
+    for index, device in enumerate(problem.devices):
+        if device.usable_bytes < most:
+            yield Requirement(f"{device.name!r} holds at most {bytes_text(device.usable_bytes)}", "limit", (), index)
+
+
+class Conflict:
+    """The requirements of a question that cannot be met.
+
+    Args:
+        ways: what is asked; any of them would do.
+        search: looks for a placement.
+        over: whether the time is over.
+    """
+
+    def __init__(self, ways: Sequence[Problem], search: Search, over: Callable[[], bool]) -> None:
+        self._ways, self._search, self._over = ways, search, over
+        self.all = requirements(ways)
+        self._corrections: list[Numbers] = []
+
+    def irreducible(self) -> Numbers:
+        """A group of which none can be left out, as far as time allows; empty if all of it is not known to conflict."""
+        group = self._everyone
+        if self._met_with(group) != IMPOSSIBLE:
+            return frozenset()
+        for number in sorted(group):
+            met = None if self._over() else self._met_with(group - {number})
+            if met == IMPOSSIBLE:
+                group -= {number}
+            elif met is not None:
+                self._corrections.append(self._everyone - met)
+        return group
+
+    def smallest(self, known: Numbers) -> Numbers | None:
+        """A smallest group; None if the time does not suffice.
+
+        Args:
+            known: a group, which is taken if none is smaller.
+        """
+        while not self._over():
+            group = _hitting_set(len(self.all), self._corrections)
+            if len(group) >= len(known):
+                return known
+            met = self._met_with(group)
+            if met is None or met == IMPOSSIBLE:
+                return None if met is None else group
+            self._corrections.append(self._everyone - self._grown(met))
+        return None
+
+    @property
+    def _everyone(self) -> Numbers:
+        return frozenset(range(len(self.all)))
+
+    def _grown(self, met: Numbers) -> Numbers:
+        """As many requirements as one placement can be found to meet, with these among them."""
+        for number in sorted(self._everyone - met):
+            more = self._met_with(met | {number}) if number not in met and not self._over() else None
+            met = met if more is None or more == IMPOSSIBLE else more
+        return met
+
+    def _met_with(self, numbers: Numbers) -> Numbers | None:
+        """What a placement that meets some requirements meets in all; None if it is not known."""
+        known = True
+        for problem in self._ways:
+            for shape in self._shapes(problem, numbers):
+                met = self._met_in(self._only(problem, numbers, shape), numbers)
+                if met is not None and met != IMPOSSIBLE:
+                    return met
+                known = known and met is not None
+        return IMPOSSIBLE if known else None
+
+    def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
+        """Whether stages may be contiguous, and may be otherwise, where that is all that is asked."""
+        if not any(requirement.kind == "contiguous" for requirement in self.all):
+            return [problem.contiguous]
+        asked = any(self.all[number].kind == "contiguous" for number in numbers)
+        # One that need not be contiguous may be: fewer micro-batches are in flight then.
+        return [True] if asked else [True, False]
+
+    def _met_in(self, easier: Problem, numbers: Numbers) -> Numbers | None:
+        """The same for one way that has no other requirements."""
+        loose = bottleneck_of(easier) if easier.request.objective == "step" else easier
+        nodes = reduced(loose)
+        if plain_reason(loose, nodes) is not None:
+            return IMPOSSIBLE
+        for devices in self._quick(loose, nodes):
+            met = self._met_by(devices, easier)
+            if met >= numbers:
+                return met
+        if not worth_building(loose, nodes):
+            return None
+        answer = self._search(self._model(loose, nodes, numbers))
+        if answer.devices is None:
+            return IMPOSSIBLE if answer.infeasible else None
+        met = self._met_by(answer.devices, easier)
+        return met if met >= numbers else None  # where devices may recompute, the program allows too much
+
+    @staticmethod
+    def _quick(easier: Problem, nodes: Reduction) -> Iterator[list[int]]:
+        """Placements that are found without a search."""
+        if easier.contiguous:
+            cut = optimal_cuts.best_cut(replace(easier, request=_timed(easier)), nodes)
+            if cut.devices is not None and costs.evaluate(easier, cut.devices) is not None:
+                yield cut.devices
+        for alike in easier.alike_devices():
+            yield [alike[0]] * len(easier.layers)
+
+    def _model(self, easier: Problem, nodes: Reduction, numbers: Numbers) -> PlacementModel:
+        most_ms = easier.request.bottleneck_ms
+        if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
+            return PlacementModel(easier, nodes, any_will_do=True)
+        return PlacementModel(replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING))
+
+    def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
+        """The problem with no other requirements than these."""
+        count = len(problem.devices)
+        asked = [self.all[number] for number in sorted(numbers)]
+        kinds = {requirement.kind for requirement in asked}
+        limited = {requirement.device for requirement in asked if requirement.kind == "limit"}
+        ample = {"memory_bytes": AMPLE_BYTES, "reserve_bytes": 0}
+        return replace(
+            problem,
+            allowed=_allowed(problem, asked),
+            groups=closed_groups(_together(asked)),
+            contiguous=contiguous,
+            most_devices=problem.most_devices if "most" in kinds else min(count, len(problem.layers)),
+            least_devices=problem.least_devices if "least" in kinds else 1,
+            most_layers=problem.most_layers if "layers" in kinds else None,
+            links=problem.links if "links" in kinds else ((FREE,) * count,) * count,
+            devices=tuple(
+                device if index in limited else device.model_copy(update=ample)
+                for index, device in enumerate(problem.devices)
+            ),
+        )
+
+    def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
+        """The requirements that an answer to an easier problem meets."""
+        result = costs.evaluate(easier, devices)
+        assert result is not None  # the model refuses missing links and cycles
+        use = [memory.total_bytes for memory in result.least_memory]
+        layers = Counter(devices).values()
+        problem = self._ways[0]  # what is asked of devices and layers is the same for all
+        in_time = _in_time(easier, result)
+        holds: dict[str, Callable[[Requirement], bool]] = {
+            "pin": lambda r: devices[r.layers[0]] == r.device,
+            "ban": lambda r: all(devices[layer] != r.device for layer in r.layers),
+            "group": lambda r: len({devices[layer] for layer in r.layers}) == 1,
+            "contiguous": lambda _: easier.contiguous,
+            "most": lambda _: len(layers) <= problem.most_devices,
+            "least": lambda _: len(layers) >= problem.least_devices,
+            "layers": lambda _: max(layers) <= (problem.most_layers or len(devices)),
+            "links": lambda _: _passes(replace(easier, links=problem.links), devices, in_time),
+            "bottleneck": lambda _: in_time,
+            "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
+        }
+        return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+
+
+def _in_time(problem: Problem, result: costs.Costs) -> bool:
+    """Whether no device is busier than is asked for."""
+    most_ms = problem.request.bottleneck_ms
+    return most_ms is None or max(result.load_ms) <= most_ms * (1 + costs.ROUNDING)
+
+
+def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
+    """Whether values pass over the links that there are; where all was in time without, in time over them."""
+    result = costs.evaluate(problem, devices)
+    return result is not None and (_in_time(problem, result) or not in_time)
+
+
+def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
+    """By layer, the devices that pins and bans leave."""
+    allowed = [frozenset(range(len(problem.devices)))] * len(problem.layers)
+    for requirement in asked:
+        for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
+            only = frozenset({requirement.device})
+            allowed[layer] = allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
+    return tuple(allowed)
+
+
+def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
+    """Layers that share a device: colocated, or pinned to one."""
+    for device in {requirement.device for requirement in asked if requirement.kind == "pin"}:
+        yield tuple(r.layers[0] for r in asked if r.kind == "pin" and r.device == device)
+    for requirement in asked:
+        if requirement.kind == "group":
+            yield requirement.layers
+
+
+def _timed(problem: Problem) -> PlacementRequest:
+    """What is asked, but for the smallest bottleneck."""
+    return problem.request.model_copy(update={"objective": "throughput"})
+
+
+def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:
+    """A smallest set of numbers that has one of each set; of those the one with the smallest numbers."""
+    model = cp_model.CpModel()
+    chosen = [model.new_bool_var("") for _ in range(count)]
+    for numbers in sets:
+        model.add_bool_or([chosen[number] for number in sorted(numbers)])
+    model.minimize(sum(literal * ((count + 1) * count + number) for number, literal in enumerate(chosen)))
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL  # no set is empty: then everything would hold together
+    return frozenset(number for number, literal in enumerate(chosen) if solver.value(literal))

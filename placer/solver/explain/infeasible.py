@@ -1,0 +1,191 @@
+"""Why there is no placement, in words: which layer does not fit where, and how many bytes lack."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from placer.schema import Infeasibility
+from placer.solver import costs
+from placer.solver.bounds.least_memory import least_of_all, least_of_nodes
+from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.model import PlacementModel
+from placer.solver.cpsat.runner import Answer, Limits, Meter
+from placer.solver.explain.display_names import listed
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+from placer.utils.units import bytes_text, count_text
+
+CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
+
+
+def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A reason that can be seen without a search, or None."""
+    return (
+        _no_device_left(problem, nodes)
+        or _wrong_numbers(problem, nodes)
+        or _too_large_alone(problem, nodes)
+        or _too_large_together(problem)
+    )
+
+
+def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A node whose layers, each for itself or together, may be on no device."""
+    for layer, devices in enumerate(problem.allowed):
+        if not devices:
+            name = problem.layers[layer].name
+            pinned = problem.request.constraints.pinned.get(name)
+            where = f"pinned to {pinned!r}, which is forbidden for it" if pinned else "forbidden on every device"
+            return Infeasibility(
+                reason=f"layer {name!r} is {where}", layers=(name,), devices=(pinned,) if pinned else ()
+            )
+    for node, layers in enumerate(nodes.nodes):
+        if not nodes.allowed[node]:
+            names = _names(problem, layers)
+            ways = {problem.layers[layer].name: _device_names(problem, problem.allowed[layer]) for layer in layers}
+            bound = {name: devices for name, devices in ways.items() if len(devices) < len(problem.devices)}
+            each = "; ".join(f"{name!r} only on {listed(devices)}" for name, devices in list(bound.items())[:6])
+            why = "colocated" if _one_group(problem, layers) else "kept together by colocation and contiguity"
+            return Infeasibility(
+                reason=f"layers {listed(names)} are {why}, but share no device: {each}",
+                layers=names,
+                devices=tuple(sorted({device for devices in bound.values() for device in devices})),
+            )
+    return None
+
+
+def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or together."""
+    least, most = problem.least_devices, problem.most_layers
+    if least > len(nodes.nodes):
+        kept = "the colocated layers" + (", kept together by contiguity," if problem.contiguous else "")
+        return Infeasibility(
+            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts that can be on devices of their own"
+        )
+    if most is None:
+        return None
+    for layers in nodes.nodes:
+        if len(layers) > most:
+            names = _names(problem, layers)
+            return Infeasibility(
+                reason=f"max_layers = {most}: layers {listed(names)} must share a device, {len(names)} in all",
+                layers=names,
+            )
+    if most * problem.most_devices < len(problem.layers):
+        return Infeasibility(
+            reason=f"max_layers = {most}: no more than {count_text(most * problem.most_devices, 'layer')} fit on "
+            f"{count_text(problem.most_devices, 'device')}; there are {len(problem.layers)}"
+        )
+    return None
+
+
+def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
+    return any(set(layers) <= set(group) for group in problem.groups)
+
+
+def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
+    """A node that no device which it may be on can hold."""
+    if not memory_constraints.can_bind(problem):
+        return None
+    for node, need in enumerate(least_of_nodes(problem, nodes)):
+        layers = nodes.nodes[node]
+        short = {device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]}
+        if min(short.values()) > 0:
+            nearest = min(short, key=lambda device: (short[device], device))
+            names, device = _names(problem, layers), problem.devices[nearest]
+            subject = f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {listed(names)}, kept together, need"
+            choice = "the largest limit" if len(short) == len(problem.devices) else "the largest limit allowed for it"
+            return Infeasibility(
+                reason=f"{subject} {bytes_text(need)}; {choice} is {bytes_text(device.usable_bytes)} "
+                f"({device.name}): {bytes_text(short[nearest])} short",
+                layers=names,
+                devices=_device_names(problem, short),
+                short_bytes=short[nearest],
+            )
+    return None
+
+
+def _too_large_together(problem: Problem) -> Infeasibility | None:
+    """More state and saved activations than all the limits together."""
+    need = least_of_all(problem)
+    able = sorted(frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d))
+    able = able[: problem.most_devices]
+    there = sum(problem.devices[device].usable_bytes for device in able)
+    if need <= there:
+        return None
+    devices = _device_names(problem, able)
+    return Infeasibility(
+        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} may use {bytes_text(there)} "
+        f"together: {bytes_text(need - there)} short",
+        devices=devices,
+        short_bytes=need - there,
+    )
+
+
+@dataclass
+class Searcher:
+    """Runs the integer program within what time is left."""
+
+    time_left_s: Callable[[], float]
+    workers: int
+    seed: int
+    stop: threading.Event | None
+    meter: Meter
+
+    def __call__(self, model: PlacementModel) -> Answer:
+        """Solve one model."""
+        return model.solve(Limits(self.time_left_s(), self.workers, self.seed, self.stop, meter=self.meter))
+
+
+def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
+    """How near to its memory limits a placement can be, or that the other requirements contradict each other."""
+    return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
+
+
+def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
+    if not memory_constraints.can_bind(problem):
+        return None
+    answer = search(PlacementModel(problem, nodes, relaxed=True))
+    if answer.infeasible:
+        return None
+    short = int(answer.bound)
+    if answer.devices is None:
+        least = f": whatever the placement, some device is {bytes_text(short)} or more over its limit" if short else ""
+        return Infeasibility(reason=f"no placement keeps every device within its memory{least}", short_bytes=short)
+    return reason_of_closest(problem, answer.devices, short, "" if answer.complete else " that was found")
+
+
+def reason_of_closest(problem: Problem, devices: list[int], short: int = 0, found: str = "") -> Infeasibility:
+    """By how much the placement that comes closest to the memory limits passes them.
+
+    Args:
+        problem: what is asked.
+        devices: by layer, its device; over the limits somewhere, with all links.
+        short: by how much every placement does at the least, in bytes; 0 where it is this one's.
+        found: what is to be said of it.
+    """
+    result = costs.evaluate(problem, devices)
+    assert result is not None  # all that is missing is memory
+    excess = {
+        device.name: use.total_bytes - device.usable_bytes
+        for device, use in zip(problem.devices, result.memory, strict=True)
+        if use.total_bytes > device.usable_bytes
+    }
+    worst = max(excess, key=lambda name: excess[name])
+    return Infeasibility(
+        reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
+        f"{bytes_text(excess[worst])} short",
+        layers=tuple(problem.layers[i].name for i, d in enumerate(devices) if problem.devices[d].name == worst),
+        devices=tuple(excess),
+        short_bytes=short or excess[worst],
+    )
+
+
+def _names(problem: Problem, layers: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(problem.layers[layer].name for layer in layers)
+
+
+def _device_names(problem: Problem, devices: object) -> tuple[str, ...]:
+    assert isinstance(devices, (list, frozenset, dict))
+    return tuple(problem.devices[device].name for device in sorted(devices))

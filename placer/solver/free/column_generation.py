@@ -1,0 +1,359 @@
+"""Shares: put a price on every node, and some device must hold its share of all prices.
+
+For any prices, let C be the most that devices which pay for no transfer can hold within the bottleneck that is known.
+The others hold the rest. Let n(k) of these be of kind k, and let shares u(k) add up to it::
+
+    sum of n(k) u(k) over kinds k = sum of all prices - C
+
+Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at least the least load
+of such sets, of any kind: the least load(S) of one kind alone where all devices are alike. ``subset_sweep.py`` finds it,
+however the sets lie; shares are as what devices of the kinds can hold within a bottleneck that is tried. The prices are
+the duals of the set-covering program
+
+    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each kind alike
+
+solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
+are kept near the best ones so far, in a box, or they would swing from end to end. The set is looked for among few, and
+among all only where none of the few is worth its share: then the prices may prove something. Where sets for K devices
+suffice for a bottleneck, as far as fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are
+rounded to whole ones (``integer_prices.py``), which prove at once what the program's own come near to.
+
+Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du Merle, Villeneuve,
+Desrosiers and Hansen, "Stabilized column generation", 1999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import compress
+from math import inf
+
+from placer.solver.bounds.work_sharing import prices_of_work
+from placer.solver.free.integer_prices import Whole, whole_part, whole_prices
+from placer.solver.free.set_covering import Covering, Owned
+from placer.solver.free.set_graph import SetGraph, set_graph
+from placer.solver.free.subset_sweep import Found, Stopped, Subsets
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+SLACK = 1e-9
+CLOSE = 1e-4
+NEAR, NEARER = 0.002, 0.0005
+"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller groups are tried."""
+
+FIRST_STRIDE = 0.04
+"""By which share of what may be the least bottleneck more than is known is tried at first; twice as much if proven."""
+
+GROUPS = 8
+"""So many groups of nodes for each device in the beginning."""
+
+LITTLE, LEAST_SHARE = 0.02, 0.0201
+"""Sets that are worth no more than the one are not told apart; so shares are more, also of much slower devices."""
+
+ALMOST = 0.98
+FEW_LABELS = 2_000
+FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
+"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning, and at the most."""
+
+LABELS_KEPT = 30_000_000
+"""No more labels in all are kept at a time."""
+
+MOST_WHOLE = 8
+"""So many whole prices are tried at a time."""
+
+HALVINGS = 40
+"""So often the range of a bottleneck is halved that work alone proves."""
+
+EVEN = 1e-5
+"""What all nodes cost at the least in the beginning, of the sum."""
+
+STEP_BACK = 0.4
+"""How much of the best prices so far is in those that are tried."""
+
+LABELS_A_SEARCH = 20_000
+"""What a search does besides, in labels."""
+
+LABELS_A_WORK = 2_000_000
+"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+
+Over = Callable[[float], bool]
+"""Told of work that was done, whether the search is to end."""
+
+
+def share_bound(
+    problem: Problem,
+    nodes: Reduction,
+    upper: float,
+    known: float,
+    over: Over,
+    groups: tuple[int, float] = (GROUPS, inf),
+) -> float:
+    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+
+    Args:
+        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: a bottleneck; it is looked for a proof that none is smaller.
+        known: a lower bound.
+        over: ends the search.
+        groups: so many groups of nodes for each device in the beginning, and in the end.
+    """
+    graph = set_graph(problem, nodes) if upper > known else None
+    return _Shares(graph, upper, known, over, groups).bound() if graph is not None else known
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """Prices, and what a search by them says.
+
+    Attributes:
+        prices: by node; a set is worth about one, on average of all devices.
+        count: sets of the load allowed that are needed to hold all nodes, as far as is known; no more than there are
+            devices prove nothing.
+        sets: those that are worth most, and for each device that pays for no transfer what it would hold.
+    """
+
+    prices: list[float]
+    count: float
+    sets: list[Owned]
+
+
+@dataclass
+class _Shares:
+    """The column generation.
+
+    Attributes:
+        graph: the sets that devices could hold.
+        upper: the bottleneck that is known.
+        known: the bound so far.
+        over: ends the search.
+        groups: so many groups of nodes for each device in the beginning, and in the end.
+        pool: all sets that were found, by kind, and their loads.
+        most_worth: by kind, what a set was worth at the most by the last prices.
+        few_labels: of searches among few sets; more where these miss one.
+        labels: of searches among all; more where these find one that there is not.
+    """
+
+    graph: SetGraph
+    upper: float
+    known: float
+    over: Over
+    groups: tuple[int, float] = (GROUPS, inf)
+    pool: dict[Owned, float] = field(default_factory=dict)
+    few_labels: int = FEW_LABELS
+    labels: int = LABELS
+
+    def __post_init__(self) -> None:
+        self.counts = [kind.devices for kind in self.graph.kinds]
+        self.devices = sum(self.counts)
+        self.most_worth = [1.0] * len(self.counts)
+
+    def bound(self) -> float:
+        """What is proven until the end, or until it is stopped in the midst of it."""
+        prices = self._prices_of_work()
+        self.known = self._of_work(prices)
+        with suppress(Stopped):
+            self._go_on([price + EVEN * sum(prices) for price in prices])
+        return self.known
+
+    def _prices_of_work(self) -> list[float]:
+        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and all end together."""
+        owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
+        return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
+
+    def _of_work(self, prices: Sequence[float]) -> float:
+        """The bottleneck within which devices could just hold all that is worth something, at no cost of cutting."""
+        low, high, whole = self.known, self.upper, sum(prices)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            room = sum(kind.devices * self._held(prices, kind.work_ms, middle)[0] for kind in self.graph.kinds)
+            room += sum(self._held(prices, time_ms, middle)[0] for time_ms in self.graph.free_ms)
+            low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
+        return low
+
+    def _go_on(self, prices: list[float]) -> None:
+        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""
+        scaled, whole, _ = self._scaled(prices, self.upper)
+        self.most_worth = [max(LITTLE, self._held(scaled, kind.work_ms, self.upper)[0]) for kind in self.graph.kinds]
+        self._weighed(self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS)
+        self._try_whole([price * self.devices / self._in_all(self.most_worth) for price in scaled])
+        count, ceiling, tried, stride = self.groups[0] * self.devices, self.upper, False, FIRST_STRIDE
+        while not self.over(0.0) and self.known < self.upper:
+            finest = count >= len(prices)
+            near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
+            if near and tried:
+                if finest or 2 * count > self.groups[1] * self.devices:
+                    return
+                count, ceiling, tried = 2 * count, self.upper, False
+                continue
+            target = ceiling if near else min((ceiling + self.known) / 2, self.known + stride * ceiling)
+            prices, able = self._generate(target, prices, self._groups(prices, count))
+            self._try_whole(prices)
+            if able:
+                ceiling, tried = target, True
+            else:
+                stride *= 2
+
+    def _try_whole(self, prices: Sequence[float]) -> None:
+        """Round prices to whole ones, and keep what those prove by which no light set of the pool is worth a share."""
+        shares = list(zip(self.counts, self._shares(self.devices), strict=True))
+        rounded = list(whole_prices(prices, shares, self._free_worth))
+        searches, tries = self._subsets(self.upper), 0
+        while rounded and tries < MOST_WHOLE and self.known < self.upper and not self.over(0.0):
+            tries += 1
+            most = [self._most_by(whole, least) for whole, least in rounded]
+            best = max(range(len(rounded)), key=most.__getitem__)
+            if most[best] <= self.known:
+                break
+            whole, least = rounded.pop(best)
+            found = []
+            for kind, (subsets, one) in enumerate(zip(searches, least, strict=True)):
+                found.append(self._counted(subsets.search(list(whole / one), 1 - 0.5 / one)))
+                self._keep(kind, found[-1].nodes, self.upper)
+            self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
+
+    def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
+        """No more than this is proven by whole prices: the load of the lightest set known that is worth enough."""
+        loads = (load for (kind, nodes), load in self.pool.items() if whole[list(nodes)].sum() >= least[kind])
+        return min(loads, default=self.upper)
+
+    def _free_worth(self, whole: Whole) -> int:
+        """What devices that pay for no transfer hold of whole prices, at the most."""
+        held = (self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms)
+        return sum(map(whole_part, held))
+
+    def _subsets(self, most_ms: float) -> list[Subsets]:
+        """A search for each kind."""
+        return [Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0)) for kind in self.graph.kinds]
+
+    def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
+        """Runs of the sweep that cost about the same."""
+        groups: list[list[int]] = []
+        whole, passed = sum(max(0.0, price) for price in prices), 0.0
+        for step in self.graph.fastest.steps:
+            if not groups or passed >= len(groups) * whole / count or count >= len(prices):
+                groups.append([])
+            groups[-1].append(step.node)
+            passed += max(0.0, prices[step.node])
+        return groups
+
+    def _generate(
+        self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
+    ) -> tuple[list[float], bool]:
+        """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
+        searches = self._subsets(target)
+        fresh = best = self._tried(searches, prices, target)
+        base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
+        program = Covering(groups, base, self.counts, len(self.graph.free_ms))
+        program.join([*(owned for owned, load in self.pool.items() if load <= target), *fresh.sets])
+        new = True
+        while self.known < target and not self.over(0.0):
+            solved = program.solve()
+            if solved is None:  # in all of the box some set of the pool is worth more than one
+                if not program.widen():
+                    break
+                continue
+            count, duals = solved
+            leans = program.leans()
+            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
+                if not leans or not program.widen():
+                    break
+            mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
+            fresh = self._tried(searches, mixed, target)
+            if fresh.count > best.count:
+                best = fresh
+                program.centre(best.prices)
+            new = program.join(fresh.sets)
+        return best.prices, self.known < target
+
+    def _tried(self, searches: Sequence[Subsets], prices: Sequence[float], target: float) -> _Tried:
+        """What prices prove, and the sets that are worth most by them."""
+        scaled, whole, held = self._scaled(prices, target)
+        shares, sets = self._shares(whole), list(held)
+        for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
+            enough = max(ALMOST * share, LITTLE)
+            found = self._counted(subsets.search(scaled, enough, self.few_labels, real=True))
+            self.most_worth[kind] = found.most_worth
+            sets += self._keep(kind, found.nodes, target)
+        shares = self._shares(whole)
+        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - SLACK):
+            every = self._weighed(searches, scaled, shares, target, self.labels)
+            while any(self._unreal(kind, one.nodes, target) for kind, one in every) and self.labels < MOST_LABELS:
+                self.labels *= 2
+                every = self._weighed(searches, scaled, shares, target, self.labels)
+            for kind, found in every:
+                kept = self._keep(kind, found.nodes, target)
+                if kept:
+                    self.few_labels = min(2 * self.few_labels, LABELS)
+                sets += kept
+                self.most_worth[kind] = max(self.most_worth[kind], found.most_worth)
+        worth = self._in_all(self.most_worth) / self.devices
+        return _Tried([price / worth for price in scaled], whole / worth, sets)
+
+    def _weighed(
+        self,
+        searches: Sequence[Subsets],
+        prices: Sequence[float],
+        shares: Sequence[float],
+        target: float,
+        most_labels: int,
+    ) -> list[tuple[int, Found]]:
+        """Keep what prices prove: the least load of all sets that are worth a share, of any kind."""
+        found = []
+        for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
+            enough = max(share * (1 - SLACK), LITTLE)
+            most = min(most_labels, LABELS_KEPT // len(prices))
+            found.append((kind, self._counted(subsets.search(prices, enough, most))))
+        if min(shares) > LITTLE:
+            self.known = max(self.known, min(target, *(one.least_ms for _, one in found)))
+        return found
+
+    def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[Owned]]:
+        """Prices by which a share is about one; what is left by devices without transfers, and the sets these hold."""
+        held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
+        rest = sum(prices) - sum(most for most, _ in held)
+        unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
+        owned = [(len(self.counts) + place, nodes) for place, (_, nodes) in enumerate(held)]
+        return [price / unit for price in prices], rest / unit, owned
+
+    def _shares(self, whole: float) -> list[float]:
+        """By kind, the share of a device, as sets were worth at the most; where that is little, a bit more."""
+        slow = [most <= LEAST_SHARE for most in self.most_worth]
+        if all(slow):
+            return [whole / self.devices] * len(slow)
+        rest = whole - LEAST_SHARE * sum(compress(self.counts, slow))
+        fast = self._in_all([0.0 if one else most for one, most in zip(slow, self.most_worth, strict=True)])
+        return [LEAST_SHARE if one else rest * most / fast for one, most in zip(slow, self.most_worth, strict=True)]
+
+    def _in_all(self, worth: Sequence[float]) -> float:
+        return sum(count * most for count, most in zip(self.counts, worth, strict=True))
+
+    def _counted(self, found: Found) -> Found:
+        """What was found, after its work is counted."""
+        self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        return found
+
+    def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
+        """The set, in the pool from now on; none if there is none, or it is heavier than the target."""
+        load = self.graph.kinds[kind].load(nodes)
+        if not nodes or load > target:
+            return []
+        self.pool[kind, nodes] = load
+        return [(kind, nodes)]
+
+    def _unreal(self, kind: int, nodes: frozenset[int], target: float) -> bool:
+        return bool(nodes) and self.graph.kinds[kind].load(nodes) > target
+
+    def _held(self, prices: Sequence[float], time_ms: Sequence[float], target: float) -> tuple[float, frozenset[int]]:
+        """The most that a device without transfers can hold, in parts of nodes, and the whole ones among them."""
+        worth, left = 0.0, target
+        nodes: list[int] = []
+        wanted = [node for node, price in enumerate(prices) if price > 0 and time_ms[node] <= target * (1 + SLACK)]
+        for node in sorted(wanted, key=lambda node: time_ms[node] / prices[node]):
+            if time_ms[node] > left:
+                return (worth + prices[node] * left / time_ms[node]) * (1 + SLACK), frozenset(nodes)
+            worth, left = worth + prices[node], left - time_ms[node]
+            nodes.append(node)
+        return worth * (1 + SLACK), frozenset(nodes)

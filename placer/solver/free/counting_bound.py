@@ -1,0 +1,81 @@
+"""Counting: of many heavy nodes some device holds several, and with them what it would cost to cut them off.
+
+Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all sets with so many of
+them, the lightest first among what else is in such a set::
+
+    ●──●──○──●──●──○──●──●──○──●     7 heavy nodes (●) on 3 devices: one holds 3 of them,
+       └─────────────┘               and pays for what it cuts off
+
+``subset_sweep.py`` tells it; a worth that is a whole number makes few labels. Of devices that pay for no transfer it is
+counted how many of the nodes they can hold within a bottleneck that is known: there are so many nodes more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from placer.solver.free.set_graph import SetGraph, set_graph
+from placer.solver.free.subset_sweep import Stopped, Subsets
+from placer.solver.problem import Problem
+from placer.solver.reduce import SLACK, Reduction
+
+MOST_HELD = 8
+"""So many of the heavy nodes are looked for on a device, at the most."""
+
+LABELS_A_WORK, LABELS_A_SEARCH = 2_000_000, 20_000
+"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a search does besides."""
+
+Over = Callable[[float], bool]
+"""Told of work that was done, whether the search is to end."""
+
+
+def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) -> float:
+    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+
+    Args:
+        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: a bottleneck; it is looked for a proof that none is smaller.
+        over: ends the search.
+    """
+    graph = set_graph(problem, nodes)
+    if graph is None:
+        return 0.0
+    work_ms = graph.fastest.work_ms
+    heavy = sorted(range(len(work_ms)), key=lambda node: -work_ms[node])
+    subsets = Subsets(graph.fastest.steps, work_ms, upper, lambda: over(0.0))
+    bound = 0.0
+    for held in range(2, MOST_HELD + 1):
+        counted = _enough(graph, heavy, (held - 1) * graph.fastest.devices + 1, upper)
+        if counted is None or bound >= upper or over(0.0):
+            break
+        prices = [1 / held if node in counted else 0.0 for node in range(len(heavy))]
+        try:
+            found = subsets.search(prices, 1 - 0.5 / held)
+        except Stopped:
+            break
+        bound = max(bound, min(found.least_ms, upper))
+        over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+    return bound
+
+
+def _enough(graph: SetGraph, heavy: Sequence[int], least: int, upper: float) -> frozenset[int] | None:
+    """So many heavy nodes that devices which pay for transfers hold ``least`` of them; None if there are too few."""
+    count = least
+    while count <= len(heavy):
+        missing = least + sum(_most_held(times, heavy[:count], upper) for times in graph.free_ms) - count
+        if missing <= 0:
+            return frozenset(heavy[:count])
+        count += missing
+    return None
+
+
+def _most_held(times_ms: Sequence[float], nodes: Sequence[int], upper: float) -> int:
+    """How many of the nodes a device can hold that pays for no transfer."""
+    left, held = upper * (1 + SLACK), 0
+    for time_ms in sorted(times_ms[node] for node in nodes):
+        left -= time_ms
+        if left < 0:
+            break
+        held += 1
+    return held

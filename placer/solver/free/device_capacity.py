@@ -1,0 +1,90 @@
+"""What devices have room for: by sizes that add up, and beside them what the last look found.
+
+State adds up, node by node, and so does what micro-batches in flight keep for their backward passes. What a device
+holds at its worst moment does not: workspaces, values that arrive, values that two layers keep. So a device has room
+for as much as it had the last time that ``memory.footprint`` was asked, which also has the last word on whether a
+placement fits. Where nothing but state takes memory, sizes say all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from placer.solver.cpsat import memory_constraints
+from placer.solver.memory import footprint, held_with
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOST_KNOWN = 20_000
+"""What so many sets of nodes take is remembered."""
+
+
+class Room:
+    """The memory of devices that may hold any nodes; those that only may recompute do not.
+
+    Args:
+        problem: what is asked, placements free.
+        nodes: its layers, joined where they must be together.
+
+    Attributes:
+        limited: whether memory may be too small.
+        size_bytes: by node, what it takes on any device, and at the most what adds up.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction) -> None:
+        self._problem, self._nodes = problem, nodes
+        self.limited = memory_constraints.can_bind(problem)
+        self._adds_up = memory_constraints.holds_state_alone(problem) and not problem.shared
+        sizes = [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
+        if self.limited and not self._adds_up:
+            self._add_what_stays(sizes)
+        self.size_bytes = [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
+        self._usable = [float(device.usable_bytes) for device in problem.devices]
+        self._beside = [0.0] * len(self._usable)
+        self._known: dict[tuple[bool, frozenset[int]], int] = {}
+
+    def _add_what_stays(self, sizes: list[int]) -> None:
+        """Add to layers what micro-batches in flight leave there; values count with the first that keeps them."""
+        flight = self._problem.request.chunks if self._problem.training else 0
+        for index, layer in enumerate(self._problem.layers):
+            sizes[index] += flight * layer.saved_bytes
+        for value in self._problem.values:
+            if value.keepers:
+                sizes[value.keepers[0]] += flight * value.held_bytes
+
+    def of(self, device: int) -> float:
+        """The sizes that it has room for, as far as is known, in bytes."""
+        return self._usable[device] - self._beside[device]
+
+    def holds(self, devices: Sequence[int]) -> bool:
+        """Whether a placement fits; where sizes do not say so, it is told and what devices have room for is known anew.
+
+        Args:
+            devices: by node.
+        """
+        if not self.limited:
+            return True
+        held: list[list[int]] = [[] for _ in self._usable]
+        for node, device in enumerate(devices):
+            held[device].append(node)
+        sizes = [sum(self.size_bytes[node] for node in nodes) for nodes in held]
+        if self._adds_up:
+            return all(size <= usable for size, usable in zip(sizes, self._usable, strict=True))
+        uses = [self._use_bytes(device, nodes) for device, nodes in enumerate(held)]
+        self._beside = [use - size for use, size in zip(uses, sizes, strict=True)]
+        return all(use <= usable for use, usable in zip(uses, self._usable, strict=True))
+
+    def _use_bytes(self, device: int, nodes: Sequence[int]) -> int:
+        """What a device takes with some nodes."""
+        if not nodes:
+            return 0
+        again = self._problem.recompute[device] == "always"
+        key = again, frozenset(nodes)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            held = held_with(self._problem, (layer for node in nodes for layer in self._nodes.nodes[node]))
+            chunks = self._problem.request.chunks
+            use = footprint(self._problem, held)
+            self._known[key] = use.total_bytes(chunks, again, self._problem.backwards(chunks))
+        return self._known[key]

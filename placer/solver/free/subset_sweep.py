@@ -1,0 +1,195 @@
+"""The sets of nodes that a device could hold, gone through by a sweep: which is worth most, and which is lightest.
+
+    load(S)  = sum of work(n) over n in S + sum of cost(e) over nets e with a pin in S and a pin outside
+    worth(S) = sum of price(n) over n in S
+
+Of two sets in the same state the one that is lighter and worth more will do: of these pairs, ``labels``, all are kept
+that can still lead to a set of enough worth within the load allowed. How much worth the rest of the nodes can add is
+told by Lagrange's multipliers: worth less a rate times the load has a plain dynamic program. Where labels are too many,
+neighbours become one, with the lesser load and the greater worth: what is found then bounds the true answer.
+Loads are whole numbers rounded down, worths rounded up, so nothing is lost.
+
+Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005; sets instead of paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver.free.sweep_orders import Step
+
+LOAD_STEPS = 2**31
+WORTH_STEPS = 2**30
+MOST_LABELS = 6_000
+FIRST_RATES = np.geomspace(0.05, 8.0, 24) * WORTH_STEPS / LOAD_STEPS
+NEAR_RATES = (0.55, 0.75, 0.87, 0.95, 1.0, 1.05, 1.15, 1.33, 1.8)
+"""Multipliers: many at first, then some near the best of the last search."""
+
+KEPT_RATES = 4
+
+Numbers = NDArray[np.int64]
+Row = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search through all sets says of those that are worth enough and are light enough.
+
+    Attributes:
+        least_ms: none is lighter; the most load that was allowed, if there is none at all.
+        most_worth: none is worth more; the least worth that was asked for, if there is none at all.
+        nodes: the one that is worth most, if labels were not made one on the way to it; else near that.
+        labels: how many were looked at.
+    """
+
+    least_ms: float
+    most_worth: float
+    nodes: frozenset[int]
+    labels: int = 0
+
+
+class Stopped(Exception):
+    """A search was ended in the midst of it."""
+
+
+class Subsets:
+    """All sets of nodes.
+
+    Args:
+        steps: the sweep.
+        work_ms: by node.
+        most_ms: no set of more load is looked for.
+        over: ends a search.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], work_ms: Sequence[float], most_ms: float, over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._steps, self._most_ms, self._rates, self._over = steps, most_ms, FIRST_RATES, over
+        self._costs: list[Numbers] = []
+        for step in steps:
+            cost = step.cut_ms.copy()
+            cost[:, 0] += work_ms[step.node]
+            scaled = np.minimum(np.floor(cost * (LOAD_STEPS / most_ms * (1 - 1e-12))), LOAD_STEPS + 1)
+            self._costs.append(scaled.astype(np.int64))
+
+    def search(
+        self, prices: Sequence[float], enough: float, most_labels: int = MOST_LABELS, real: bool = False
+    ) -> Found:
+        """Look for sets whose prices come to ``enough``.
+
+        Args:
+            prices: by node; about 1 or less in all for a set of the most load, as they are rounded to 2**-30.
+            enough: the least worth.
+            most_labels: where there are more at a step, neighbours become one.
+            real: or all of them but the one that is worth most are left out, so that a set is what it seems to be, and
+                what is said of all sets holds for those alone that were looked at.
+
+        Raises:
+            Stopped: it is over.
+        """
+        worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
+        rests = self._rests(worth)
+        least = ceil(enough * WORTH_STEPS) - 1
+        found = None
+        if (rests[1][0][:, 0] + rests[0] * LOAD_STEPS).min() > least:
+            found = self._labelled(worth, least, rests, most_labels, real)
+        return found or Found(self._most_ms, enough, frozenset())
+
+    def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
+        """Good rates, and by step, rate and state the most that the rest can add in worth less the rate times load."""
+        rates = self._rates[:, None, None]
+        rest = [np.ones((len(self._rates), 1))]  # more than what floats round off on the way
+        for step, cost, gain in zip(reversed(self._steps), reversed(self._costs), reversed(worth), strict=True):
+            self._stop_if_over()
+            ways = rest[-1][:, step.after] - rates * cost
+            ways[:, :, 0] += gain
+            rest.append(ways.max(axis=2))
+        bounds = rest[-1][:, 0] + self._rates * LOAD_STEPS
+        order = np.argsort(bounds, kind="stable")[:KEPT_RATES]
+        kept = self._rates[order]
+        self._rates = kept[0] * np.array(NEAR_RATES)
+        return kept, [one[order] for one in reversed(rest)]
+
+    def _labelled(
+        self, worth: Sequence[int], least: int, rests: tuple[Row, list[Row]], most_labels: int, real: bool
+    ) -> Found | None:
+        rates, rest = rests[0][:, None], rests[1]
+        state, load, value = np.zeros((3, 1), np.int64)
+        came: list[NDArray[np.int32]] = []
+        total, width = 0, LOAD_STEPS // most_labels
+        for index, (step, cost, gain) in enumerate(zip(self._steps, self._costs, worth, strict=True)):
+            self._stop_if_over()
+            labels = np.arange(len(state))
+            origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
+            load = load[origin] + cost[state[origin], column]
+            value = value[origin] + gain * (1 - column)
+            state = step.after[state[origin], column]
+            most = (rest[index + 1][:, state] + rates * (LOAD_STEPS - load)).min(axis=0)
+            able = (load <= LOAD_STEPS) & (value + most > least)
+            chosen = _undominated(state, load, value, np.flatnonzero(able))
+            state, load, value = state[chosen], load[chosen], value[chosen]
+            way = 2 * origin[chosen] + column[chosen]
+            if len(chosen) > most_labels:
+                first, last, width = _neighbours(state, load, most_labels, max(1, width // 2))
+                state, load, value, way = state[last], load[last if real else first], value[last], way[last]
+            if not len(state):
+                return None
+            came.append(way.astype(np.int32))
+            total += len(state)
+        worthy = np.flatnonzero(value > least)
+        if not len(worthy):
+            return None
+        least_ms = float(load[worthy].min()) / LOAD_STEPS * self._most_ms
+        best = int(value.argmax())
+        return Found(least_ms, float(value[best]) / WORTH_STEPS, self._traced(came, best), total)
+
+    def _stop_if_over(self) -> None:
+        if self._over():
+            raise Stopped
+
+    def _traced(self, came: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
+        """The nodes of a label: even ways lead from inside."""
+        nodes = []
+        for step, way in zip(reversed(self._steps), reversed(came), strict=True):
+            origin, outside = divmod(int(way[label]), 2)
+            if not outside:
+                nodes.append(step.node)
+            label = origin
+        return frozenset(nodes)
+
+
+def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -> Numbers:
+    """Of the able labels those with no lighter one of their state that is worth as much, by state and load."""
+    if not len(able):
+        return able
+    place = state[able] * (LOAD_STEPS + 1) + load[able]
+    order = np.argsort(place, kind="stable")  # quick on runs, which labels are, inside and outside
+    able, place = able[order], place[order]
+    worth = value[able]
+    ranked = worth + state[able] * (int(worth.max() - worth.min()) + 1)  # all of a state above all of the one before
+    most = np.maximum.accumulate(ranked)
+    kept = np.ones(len(able), bool)
+    kept[1:] = ranked[1:] > most[:-1]
+    able, place = able[kept], place[kept]
+    found: Numbers = able[np.append(place[1:] != place[:-1], True)]  # of as heavy ones the last is worth most
+    return found
+
+
+def _neighbours(state: Numbers, load: Numbers, most: int, width: int) -> tuple[Numbers, Numbers, int]:
+    """The first and the last label of each run whose loads are about the same, by state, and how much the same.
+
+    Runs are as short as may be for so many, beginning with a width that is likely too small: most labels can be of few
+    states.
+    """
+    while True:
+        run = state * (LOAD_STEPS // width + 2) + load // width
+        first = np.flatnonzero(np.append(True, run[1:] != run[:-1]))
+        if len(first) <= most or width > LOAD_STEPS:
+            return first, np.append(first[1:], len(run)) - 1, width
+        width *= 2

@@ -1,0 +1,234 @@
+"""Local search for a small latency: layers move, or swap devices, and both passes tell what that takes.
+
+Half of the moves begin at a layer that the last finish waits for. Contiguous placements move layers with all that
+reads from them on their device, or all that they read from, so that devices do not wait for each other. Moves that
+take longer are taken with a chance that falls to nothing (simulated annealing), round after round.
+
+Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983; van Laarhoven, Aarts and Lenstra,
+"Job shop scheduling by simulated annealing", 1992, for moves on the critical path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf, log
+from random import Random
+
+from placer.solver import costs
+from placer.solver.free.device_capacity import Room
+from placer.solver.latency.makespan import Pass, Ways
+from placer.solver.latency.quotient_graph import Quotient
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+
+MOVES_AN_OPTION = 30
+"""A round looks at so many moves for every node and device, if all layers are reckoned for each."""
+
+LAYERS_A_ROUND = 1_000_000
+"""So many layers are reckoned in a round at the most: about a second."""
+
+LAYERS_A_MOVE = 20
+"""Beside those that it reckons a move takes as long as so many."""
+
+LAYERS_A_LOOK = 20_000
+WORK = 0.01
+"""Of so many layers, in the measure of ``cpsat.Meter``."""
+
+WARM = (0.003, 0.01, 0.001, 0.03)
+"""By round in turn: at first a move that makes the latency longer by this share is taken with a chance of 1/e."""
+
+TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
+"""How many nodes move at once: any of these, with those that they exchange values with."""
+
+TRACED = 32
+"""After so many moves that are taken it is looked up anew what the last finish waits for."""
+
+ROUNDING = 1e-12
+"""A latency is not shorter than another by less than this share."""
+
+
+def improved(
+    problem: Problem,
+    nodes: Reduction,
+    start: Sequence[int],
+    over: Callable[[float], bool],
+    enough: float = 0.0,
+    patience: float = inf,
+) -> Iterator[list[int]]:
+    """Better and better assignments met on the way from one; by layer, its device.
+
+    Args:
+        problem: what is asked, by objective ``latency``.
+        nodes: its layers, joined where they must be together.
+        start: by layer, its device; it meets all requirements.
+        over: told of work now and then; ends the search.
+        enough: a latency that ends it too, as none is smaller.
+        patience: so many rounds in a row that bring nothing better end it as well.
+    """
+    random, room = Random(problem.request.seed), Room(problem, nodes)
+    best = [start[layers[0]] for layers in nodes.nodes]
+    if len(problem.devices) == 1:
+        return
+    idle, turn, ended = 0, 0, False
+    while idle < patience and not ended:
+        state = _State(problem, nodes, room, list(best))
+        if state.length_ms <= enough:
+            return
+        found, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
+        idle, turn = idle + 1, turn + 1
+        if found is not None:
+            best, idle = found, 0
+            yield nodes.spread(best)
+
+
+def _anneal(state: _State, random: Random, warm: float, over: Callable[[float], bool]) -> tuple[list[int] | None, bool]:
+    """One round: the best devices met, by node, if they are better than the first; and whether time is over."""
+    best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
+    most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
+    told = 0
+    while state.looked_at < most:
+        if state.looked_at >= told:
+            if over(WORK):
+                return best, True
+            told += LAYERS_A_LOOK
+        longer = warm * (1 - state.looked_at / most) ** 2 + 1e-9
+        most_ms = state.length_ms * (1 - longer * log(1 - random.random()))
+        if state.move(state.pick(random), most_ms) and state.length_ms < wanted_ms and state.fits():
+            best, wanted_ms = list(state.device), state.length_ms * (1 - ROUNDING)
+    return best, False
+
+
+class _State:
+    """An assignment of nodes and its latency, kept up to date move by move.
+
+    Attributes:
+        device: by node.
+        options: how many pairs of a node and a device there are.
+        layers: how many layers.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, room: Room, device: list[int]) -> None:
+        self.device = device
+        self._problem, self._nodes, self._room = problem, nodes, room
+        self._quotient = Quotient(problem, nodes, device)
+        self._able = [sorted(devices) for devices in nodes.allowed]
+        self.options, self.layers = sum(map(len, self._able)), len(problem.layers)
+        self._near = [
+            [*before, *after] for before, after in zip(self._quotient.before, self._quotient.after, strict=True)
+        ]
+        self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
+        for node, place in enumerate(device):
+            self._bytes[place] += room.size_bytes[node]
+            self._layers[place] += len(nodes.nodes[node])
+        self._holds = room.holds(device)  # without recomputing, and with all micro-batches in flight
+        self._least_room = [0] * len(problem.devices) if self._holds else list(self._bytes)
+        ways, layers = Ways.of(problem), nodes.spread(device)
+        self._there = Pass.forwards(problem, ways, layers)
+        self._back = Pass.backwards(problem, ways, layers) if problem.training else None
+        self._moves = self._taken = 0
+        self._trace()
+
+    @property
+    def length_ms(self) -> float:
+        """The latency."""
+        return self._there.length_ms + (self._back.length_ms if self._back else 0.0)
+
+    @property
+    def looked_at(self) -> int:
+        """So many layers have been reckoned, or as long was worked, until now."""
+        return self._there.looked_at + (self._back.looked_at if self._back else 0) + LAYERS_A_MOVE * self._moves
+
+    def pick(self, random: Random) -> dict[int, int]:
+        """By node that moves, its device; none where there is no such move."""
+        layer = random.choice(self._critical) if random.random() < 0.5 else random.randrange(self.layers)
+        node = self._nodes.node_of[layer]
+        old, near = self.device[node], self._near[node]
+        device = self.device[random.choice(near)] if near and random.random() < 0.5 else random.choice(self._able[node])
+        moved = [node]
+        if device == old:
+            return {}
+        kind = random.random()
+        if kind < 0.25 and self._there.held[device]:
+            other = self._nodes.node_of[random.choice(self._there.held[device])]
+            return {node: device, other: old} if self._may(node, device) and self._may(other, old) else {}
+        if kind < 0.6 and self._problem.contiguous:
+            way = random.choice((self._quotient.before, self._quotient.after))
+            moved = self._quotient.closed(node, way)
+        else:
+            moved = self._together(node, random.choice(TOGETHER))
+        return dict.fromkeys(moved, device) if all(self._may(one, device) for one in moved) else {}
+
+    def move(self, devices: Mapping[int, int], most_ms: float) -> bool:
+        """Bring nodes to devices if that meets the requirements and takes no longer; whether it does."""
+        self._moves += 1
+        before = {node: self.device[node] for node in devices}
+        self._put(devices)
+        if devices and self._is_allowed(devices.values()) and self._is_short(devices, most_ms):
+            self._taken += 1
+            if self._taken % TRACED == 0:
+                self._trace()
+            return True
+        self._put(before)
+        return False
+
+    def fits(self) -> bool:
+        """Whether all devices can hold what they do, and none recomputes that need not."""
+        if self._holds:
+            return self._room.holds(self.device)
+        self._moves += self.layers  # it takes as long
+        result = costs.judged(self._problem, self._nodes.spread(self.device))
+        return result is not None and all(self._problem.recompute[device] == "always" for device in result.recompute)
+
+    def _trace(self) -> None:
+        """Look up what the last finish waits for, forwards and backwards."""
+        last = self.layers - 1
+        back = self._back.critical() if self._back else []
+        self._critical = [*self._there.critical(), *(last - place for place in back)]
+
+    def _may(self, node: int, device: int) -> bool:
+        return device in self._nodes.allowed[node]
+
+    def _together(self, node: int, most: int) -> list[int]:
+        """A node with others that are where it is, and exchange values with it or with them."""
+        found = [node]
+        for one in found:
+            for other in self._near[one] if len(found) < most else ():
+                if self.device[other] == self.device[node] and other not in found and len(found) < most:
+                    found.append(other)
+        return found
+
+    def _put(self, devices: Mapping[int, int]) -> None:
+        for node, device in devices.items():
+            old, size, count = self.device[node], self._room.size_bytes[node], len(self._nodes.nodes[node])
+            self._bytes[old] -= size
+            self._layers[old] -= count
+            self._bytes[device] += size
+            self._layers[device] += count
+            self._quotient.move(node, device)
+
+    def _is_allowed(self, targets: Iterable[int]) -> bool:
+        """Whether the devices that get nodes have room, the numbers are right, and none waits for itself."""
+        problem, room = self._problem, self._room
+        used = len(self._layers) - self._layers.count(0)
+        return (
+            problem.least_devices <= used <= problem.most_devices
+            and (problem.most_layers is None or max(self._layers) <= problem.most_layers)
+            and all(not room.limited or self._bytes[d] <= max(room.of(d), self._least_room[d]) for d in targets)
+            and (not problem.contiguous or self._quotient.is_acyclic())
+        )
+
+    def _is_short(self, devices: Mapping[int, int], most_ms: float) -> bool:
+        """Whether both passes together take no longer with these nodes there; if so they keep that."""
+        layers = {layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]}
+        there = self._there.moved(layers, most_ms - (self._back.least_ms if self._back else 0.0))
+        if there is None:
+            return False
+        if self._back is not None:
+            last = self.layers - 1
+            places = {last - layer: device for layer, device in layers.items()}
+            back = self._back.moved(places, most_ms - max(there))
+            if back is None:
+                return False
+            self._back.keep(places, back)
+        self._there.keep(layers, there)
+        return True

@@ -1,0 +1,227 @@
+r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to fill the pipeline.
+
+In the topological order of the nodes some come behind all that are before them, and before all that are behind them.
+They cut the graph into blocks, whatever arcs go past them::
+
+            .-- c --.
+    a -- b -|       |-- e -- f        blocks  a | b | c d | e | f
+     \      '-- d --'       /
+      '--------------------'
+
+A device that holds nodes of two blocks holds all of those between, so the stages follow one another along the blocks,
+two of them sharing a block at most in part. With n micro-batches a stage that begins in block k takes::
+
+    way(k) + n * work  <=  step          way(k): one micro-batch's way there and back, through what comes before block k
+
+and, if gradients come back the same way, waits in between, for what is behind the last block that it holds any of::
+
+    way(k) + n * work + wait  <=  step                         see ``wait_ms``
+
+So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can hold all work, one
+after the other. Times are those of the fastest devices, transfers are left out. Passes of its own shorten a stage's
+wait: of these as many are taken as its blocks have, at their slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.schedule import in_flight
+from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+
+Arcs = set[tuple[int, int]]
+Vector = NDArray[np.float64]
+Matrix = Sequence[Sequence[float]]
+
+HALVINGS = 40
+ROUNDING = 1e-9
+MOST_BLOCKS = 400
+"""More are joined with their neighbours: every pair of blocks is looked at."""
+
+
+def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
+    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others behind them.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes, in topological order.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+    """
+    arcs, count = nodes.arcs(arcs_of(problem.values)), len(nodes.nodes)
+    if not problem.contiguous or any(reader < source for source, reader in arcs):
+        return 0.0
+    block_of = _joined(_blocks(arcs, count))
+    forward, backward, awaited = (
+        _by_node(nodes, fastest_ms(problem, times)) for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
+    )
+    back = nodes.arcs(gradient_arcs(problem))
+    there_ms = _least_from(block_of, _before(arcs, forward))
+    ways_ms = there_ms + _least_from(block_of, _before(back, awaited))
+    waits = None
+    if problem.training and _has_two_ends(back, count):
+        behind_ms = _least_to(block_of, _behind(arcs, forward) + _behind(back, awaited))
+        waits = _waits(problem, nodes, block_of, behind_ms)
+    return max(
+        _Row(_by_block(block_of, forward + awaited), ways_ms, waits, problem).least_step(),
+        _Row(_by_block(block_of, forward + backward), there_ms, waits, problem).least_step(),
+    )
+
+
+def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
+    """How long a stage has nothing to do between its first pass of a step and its last, at the least, in milliseconds.
+
+    Args:
+        problem: what is asked.
+        stages_left: how many stages there are from this one on.
+        behind: one micro-batch's way from the stage's end to the last layer and back.
+        forward: the stage's forward pass.
+        backward: its backward pass.
+    """
+    chunks, schedule = problem.request.chunks, problem.request.schedule
+    if not problem.training:
+        return 0.0
+    if schedule == "fill-drain":
+        return behind
+    if schedule == "zero-bubble":
+        room = in_flight(schedule, problem.most_devices, 0, chunks)
+        return np.maximum(0.0, behind - (room - 1) * forward)
+    held = min(chunks, stages_left)
+    first, last = (np.maximum(0.0, behind - (held - 1) * time) for time in (forward, backward))
+    return first + last if chunks > stages_left else np.maximum(first, last)
+
+
+def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
+    """Values that have gradients, by source and reader."""
+    return [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+
+
+def _has_two_ends(arcs: Arcs, count: int) -> bool:
+    """Whether each node but the first reads something, and something reads each but the last."""
+    return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(range(count - 1))
+
+
+def _blocks(arcs: Arcs, count: int) -> list[int]:
+    """By node, its block; a node that comes behind all before it, and before all behind it, is one of its own.
+
+    All nodes before one lead to it if each is read by one that is no farther; of those behind it likewise.
+    """
+    reader_of, source_of = [count] * count, [-1] * count  # the nearest ones
+    for source, reader in arcs:
+        reader_of[source] = min(reader_of[source], reader)
+        source_of[reader] = max(source_of[reader], source)
+    farthest = accumulate(reader_of[:-1], max, initial=0)  # of all before a node
+    earliest = reversed([*accumulate(source_of[:0:-1], min, initial=count)])  # of all behind it
+    alone = [there <= node <= back for node, (there, back) in enumerate(zip(farthest, earliest, strict=True))]
+    begins = [here or before for here, before in pairwise([False, *alone])]
+    return list(accumulate(map(int, begins[1:]), initial=0))
+
+
+def _joined(block_of: list[int]) -> list[int]:
+    """As many blocks as may be: of more, as many are joined to one each time."""
+    together = -(-(block_of[-1] + 1) // MOST_BLOCKS)
+    return [block // together for block in block_of]
+
+
+def _by_node(nodes: Reduction, time_ms: Sequence[float]) -> Vector:
+    return np.array([sum(time_ms[layer] for layer in layers) for layers in nodes.nodes])
+
+
+def _by_block(block_of: Sequence[int], time_ms: Vector) -> Vector:
+    return np.asarray(np.bincount(block_of, weights=time_ms), dtype=np.float64)
+
+
+def _before(arcs: Arcs, time_ms: Vector) -> Vector:
+    """By node, the longest path that ends right before it."""
+    return np.array(longest_before(time_ms.tolist(), sorted(arcs)))
+
+
+def _behind(arcs: Arcs, time_ms: Vector) -> Vector:
+    """By node, the longest path that begins right behind it."""
+    last = len(time_ms) - 1
+    return _before({(last - reader, last - source) for source, reader in arcs}, time_ms[::-1])[::-1]
+
+
+def _least_from(block_of: Sequence[int], way_ms: Vector) -> Vector:
+    """By block, the shortest way of any node of it or of a later one."""
+    least = np.full(block_of[-1] + 1, np.inf)
+    np.minimum.at(least, np.array(block_of), way_ms)
+    return np.minimum.accumulate(least[::-1])[::-1]
+
+
+def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
+    """By block, the shortest way of any node of it or of an earlier one."""
+    last = block_of[-1]
+    return _least_from([last - block for block in reversed(block_of)], way_ms[::-1])[::-1]
+
+
+def _waits(problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector) -> list[Any]:
+    """Stage by stage, by its first block and its last, how long it waits at the least for what is behind it."""
+
+    def of_blocks(time_ms: Matrix) -> Vector:
+        slowest = [max(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
+        return _from_to(_by_block(block_of, _by_node(nodes, slowest)))
+
+    forward, backward = of_blocks(problem.forward_ms), of_blocks(problem.backward_ms)
+    if problem.may_recompute:
+        backward = backward + forward
+    stages_left = range(problem.most_devices, 0, -1)
+    return [wait_ms(problem, left, behind_ms[None, :], forward, backward) for left in stages_left]
+
+
+def _from_to(time_ms: Vector) -> Vector:
+    """By first block and last, the sum of all from the one to the other."""
+    ends = np.cumsum(time_ms)
+    return ends[None, :] - (ends - time_ms)[:, None]
+
+
+class _Row:
+    """Stages along the blocks.
+
+    Args:
+        work_ms: by block.
+        way_ms: by block, of a stage that begins there.
+        waits: stage by stage; None if nothing is known of them, so that it is all the same where they end.
+        problem: what is asked.
+    """
+
+    def __init__(self, work_ms: Vector, way_ms: Vector, waits: list[Any] | None, problem: Problem) -> None:
+        self._chunks = problem.request.chunks
+        self._ends = np.cumsum(work_ms)
+        self._starts = self._ends - work_ms
+        # by first block and last, what a stage loses; by last block, what the stages up to it hold
+        if waits is None:
+            self._lost = [way_ms[:, None]] * problem.most_devices
+            self._least, self._most = np.zeros((1, 1)), self._ends[None, -1:]
+        else:
+            forwards = np.tri(len(work_ms), dtype=bool).T
+            self._lost = [np.where(forwards, way_ms[:, None] + wait, np.inf) for wait in waits]
+            self._least, self._most = self._starts[None, :] - ROUNDING * self._ends[-1], self._ends[None, :]
+
+    def least_step(self) -> float:
+        """The smallest step for which the stages can hold the work of all blocks."""
+        low, high = 0.0, self._chunks * float(self._ends[-1])
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if self._reach(middle) >= self._ends[-1] * (1 - 1e-12):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _reach(self, step_ms: float) -> float:
+        """How much work the stages can hold at the most: each begins where the one before ends, or earlier."""
+        reached = 0.0
+        for lost in self._lost:
+            first = int(np.searchsorted(self._starts, reached, side="right"))  # blocks that it may begin in
+            begins = np.minimum(reached, self._ends[:first])[:, None]
+            further = begins + (step_ms - lost[:first]) / self._chunks
+            possible = (lost[:first] <= step_ms) & (further >= self._least)
+            reached = float(np.max(np.minimum(further, self._most), where=possible, initial=reached))
+        return reached

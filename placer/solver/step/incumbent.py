@@ -1,0 +1,152 @@
+"""The best step so far, and what is left of the time and the work for a better one.
+
+An answer is told of and checked once it is found, which takes the longer the more passes its step has, and the more
+layers and devices there are. Time for that is set aside, and a map is tried only where there is about as much left: of
+thousands of micro-batches, or of a device with hundreds of segments, one step may take longer than all else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import inf
+from time import monotonic
+from typing import NamedTuple
+
+from placer.schema import PlacementRequest
+from placer.solver import costs
+from placer.solver.answer import PROVEN_GAP
+from placer.solver.cpsat.runner import Meter
+from placer.solver.enumeration.maps import EVALUATION
+from placer.solver.problem import Problem
+from placer.solver.search import Progress
+from placer.solver.step import step_answer
+from placer.solver.step.choices import Choice
+
+TOLD_S = 6e-5
+"""What each pass of a step takes to be simulated, told of and checked, in seconds."""
+
+SEVERAL = 2
+"""So many times as long it takes where a device has several segments: several orders of the passes are simulated."""
+
+LATE_S = 1.0
+"""So much later than is asked for an answer may come, if a better one is worth it."""
+
+
+class Share(NamedTuple):
+    """Until when one part of the search may go on: the time in seconds, and the work."""
+
+    time_s: float
+    work: float
+
+
+@dataclass
+class BestStep:
+    """What is known of all choices.
+
+    Attributes:
+        request: the question.
+        progress: as ``solve`` takes it.
+        stop: set it to end the search with the best so far.
+        meter: counts the work, and ends the search when all is done that may be.
+        choices: among which the answer is.
+        best: the one with the shortest step so far.
+        method: what found that.
+        told_s: what it takes to tell of it, and to check it.
+        alone_s: what it takes to look at each device alone, as is done for every answer.
+    """
+
+    request: PlacementRequest
+    progress: Progress | None = None
+    stop: threading.Event | None = None
+    meter: Meter = field(default_factory=Meter)
+    began: float = field(default_factory=monotonic)
+    choices: list[Choice] = field(init=False)
+    best: Choice = field(init=False)
+    method: str = "one device"
+    told_s: float = 0.0
+    alone_s: float = 0.0
+
+    def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
+        """Keep an assignment if it meets every requirement and is better; what it costs, if it can be.
+
+        Whether it fits is looked at last, of what is better alone: it takes long to tell.
+        """
+        self.meter.done += EVALUATION
+        result = costs.evaluate(choice.problem, devices) if self._may_be_tried(choice, devices) else None
+        if result is None or result.objective_value >= choice.value:
+            return result
+        if not costs.fits(choice.problem, result):
+            return result
+        before = self.best.value
+        choice.devices, choice.value = devices, result.objective_value
+        if choice.value < before:
+            self.best, self.method, self.told_s = choice, method, told_s(choice.problem, devices)
+            if self.progress is not None:
+                self.progress(step_answer.incumbent(self.request, self.choices, choice, method, self._time_s()))
+        return result
+
+    def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
+        """What an assignment's step takes; infinite if it breaks a requirement."""
+
+        def step_ms(devices: list[int]) -> float:
+            self.meter.done += EVALUATION
+            result = costs.judged(choice.problem, devices) if self._may_be_tried(choice, devices) else None
+            return inf if result is None else result.objective_value
+
+        return step_ms
+
+    def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
+        """Whether it meets the plain requirements, and there is time to make an answer of it, or no answer yet."""
+        has_time = self.best.devices is None or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S
+        return has_time and costs.allowed(choice.problem, devices)
+
+    def _better(self) -> float:
+        """The step from which a placement counts as better than the best so far."""
+        return self.best.value * (1 - PROVEN_GAP / 2)
+
+    def _closed(self, choice: Choice) -> bool:
+        return choice.bound >= self._better() or choice.reason is not None
+
+    def _over(self, choice: Choice, share: Share) -> bool:
+        spent = self._time_s() > share.time_s or self.meter.done > share.work
+        return spent or self._stopped() or self._closed(choice)
+
+    def _share(self, part: float) -> Share:
+        """A part of the time and of the work that are left."""
+        by_work = self.meter.limit < inf
+        time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
+        return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
+
+    def _stopped(self) -> bool:
+        return self.stop is not None and self.stop.is_set()
+
+    def _is_late(self) -> bool:
+        return self._left_s() <= 0 or self._stopped()
+
+    def _time_s(self) -> float:
+        return monotonic() - self.began
+
+    def _left_s(self) -> float:
+        """What is left to search."""
+        return max(0.0, self._until_told_s() - self.told_s)
+
+    def _until_told_s(self) -> float:
+        """What is left until an answer must have been told of."""
+        return self.request.time_limit_s - self._time_s() - 2 * self.alone_s
+
+
+def told_s(problem: Problem, devices: list[int]) -> float:
+    """What it takes to simulate an assignment's step, to tell of it and to check it, in seconds.
+
+    Args:
+        problem: what is asked.
+        devices: by layer, its device.
+    """
+    used = len(set(devices))
+    stages = used if problem.contiguous else len(list(groupby(devices)))
+    passes = 1 + problem.training + (problem.request.schedule == "zero-bubble")
+    orders = SEVERAL if stages > used else 1
+    return TOLD_S * orders * passes * stages * problem.request.chunks

@@ -1,0 +1,113 @@
+r"""What a step takes by what one device has to do for a node: passes that have heads and tails.
+
+A pass of a layer has a head, the longest way of a micro-batch to it, and a tail, that from it to the end, whoever does
+what is on the way. A device does the passes of a node's layers, n micro-batches each, one after another. So of any of
+these passes::
+
+    the shortest head + n * their sum + the shortest tail  <=  step
+
+    tied weights   F(first)           F(last) B(last)           B(first)      both on one device
+                   '---- head ----'  '-- n times both --'  '--- tail ---'     of the last layer's passes
+
+Source: Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11, 1982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
+from placer.solver.problem import Problem, arcs_of
+from placer.solver.reduce import Reduction
+from placer.solver.step.fill_bound import gradient_arcs
+
+Matrix = Sequence[Sequence[float]]
+
+MOST_TAILS = 64
+"""Of more, some are looked at, with all heads: the two shortest, which are those of all passes and of all but weight
+halves that run apart, and about so many of the others."""
+
+
+class Ways(NamedTuple):
+    """By layer, heads and tails of its passes, in milliseconds.
+
+    Attributes:
+        there: what goes before its forward pass.
+        turn: what goes before its backward pass.
+        home: what follows the forward pass.
+        back: what follows what others wait for of the backward pass.
+    """
+
+    there: list[float]
+    turn: list[float]
+    home: list[float]
+    back: list[float]
+
+
+def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways) -> float:
+    """No step's passes take less than those of some node's device and what goes before and follows, in milliseconds.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+        ways: as ``ways_of`` tells them.
+    """
+    least = 0.0
+    for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True):
+        kinds = {
+            tuple((problem.forward_ms[i][d], awaited_ms[i][d], problem.backward_ms[i][d]) for i in layers)
+            for d in allowed
+        }
+        least = max(least, min(_of_device(problem, layers, times, ways) for times in kinds))
+    return least
+
+
+def _of_device(
+    problem: Problem, layers: Sequence[int], times: Sequence[tuple[float, float, float]], ways: Ways
+) -> float:
+    passes = []
+    for layer, (forward, awaited, backward) in zip(layers, times, strict=True):
+        passes.append((ways.there[layer], forward, ways.home[layer]))
+        passes.append((ways.turn[layer], awaited, ways.back[layer]))
+        passes.append((ways.turn[layer] + awaited, backward - awaited, 0.0))
+    return one_machine([one for one in passes if one[1] > 0], problem.request.chunks)
+
+
+def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> float:
+    """When all passes are done at the soonest, and what follows each.
+
+    Args:
+        passes: head, length and tail of each.
+        times: how often each is done.
+    """
+    latest = sorted(passes, reverse=True)
+    tails = sorted({tail for _, _, tail in passes})
+    least = 0.0
+    for tail in {*tails[:2], *tails[:: max(1, len(tails) // MOST_TAILS)]}:
+        held = 0.0
+        for head, length, behind in latest:
+            if behind >= tail:
+                held += length
+                least = max(least, head + times * held + tail)
+    return least
+
+
+def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
+    """The longest ways to layers' passes and from them, each on the fastest devices and over no link.
+
+    Args:
+        problem: what is asked.
+        awaited_ms: by layer and device, what others wait for of a backward pass.
+    """
+    forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
+    arcs, back_arcs = arcs_of(problem.values), gradient_arcs(problem)
+    there, back = longest_before(forward, arcs), longest_before(awaited, back_arcs)
+    turn = [way + own for way, own in zip(there, forward, strict=True)]
+    home = [own + way for own, way in zip(awaited, back, strict=True)]
+    for source, reader in sorted(back_arcs, key=lambda arc: -arc[1]):  # the reader's are known
+        turn[source] = max(turn[source], turn[reader] + awaited[reader])
+    for source, reader in sorted(arcs, key=lambda arc: -arc[1]):
+        home[source] = max(home[source], forward[reader] + home[reader])
+    return Ways(there, turn, home, back)

@@ -1,0 +1,122 @@
+"""The placement that is returned under objective ``step``: the best of all choices, with what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from placer import schedule
+from placer.schema import Infeasibility, Placement, PlacementRequest, SingleDevice, Step, Ties
+from placer.solver import answer, costs, pipelines, ties
+from placer.solver.search import Incumbent
+from placer.solver.step.choices import Choice, said
+from placer.utils.units import count_text
+
+SHORTEST_MS = 1e-9
+"""Of a shorter step it is not said how many samples it does in a second."""
+
+
+def found(
+    request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, broken: Ties | None, time_s: float
+) -> Placement:
+    """The best as it is returned: under the whole question's name, with all choices.
+
+    Args:
+        request: the question.
+        choices: all of it.
+        best: of these the one whose placement is returned.
+        method: how that was found.
+        broken: how far ties were broken.
+        time_s: for how long was searched.
+    """
+    assert best.devices is not None
+    bound = max(0.0, min(bound_of(choices), best.value))
+    placement = answer.found(best.problem, best.devices, bound, method, time_s)
+    single = _single_device(choices)
+    speedup = single.objective_value / best.value if best.value else None
+    fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
+    return placement.model_copy(update=fields | {"step": _step(request, choices, best, placement), "ties": broken})
+
+
+def incumbent(
+    request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
+) -> Incumbent:
+    """The best so far as it is told: of the choices as they are now, with ties as they happen to be."""
+    then = [replace(choice) for choice in choices]
+    number = [choice is best for choice in choices].index(True)
+
+    def placement() -> Placement:
+        one = then[number]
+        assert one.devices is not None
+        return found(request, then, one, method, ties.unbroken(one.problem, one.devices), time_s)
+
+    return Incumbent(best.value, min(bound_of(choices), best.value), time_s, placement)
+
+
+def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float) -> Placement:
+    """There is none, if that is proven of every choice; else none was found.
+
+    Args:
+        request: the question.
+        choices: all of it.
+        time_s: for how long was searched.
+    """
+    open_choices = [choice for choice in choices if choice.reason is None]
+    told = open_choices[-1] if open_choices else min(choices, key=_distance)
+    reason = None if open_choices else _told(told, choices)
+    placement = answer.nothing(told.problem, reason, bound_of(choices), "each choice", time_s)
+    return placement.model_copy(update={"id": request.content_hash(), "single_device": _single_device(choices)})
+
+
+def bound_of(choices: Sequence[Choice]) -> float:
+    """No step of any of them is shorter, in ms."""
+    return min((choice.bound for choice in choices if choice.reason is None), default=0.0)
+
+
+def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
+    """Why there is none, of the choice that comes nearest; which it is, where memory tells them apart."""
+    reason, asked = choice.reason, choice.problem.request
+    if reason is None or not reason.short_bytes or len(choices) == 1:
+        return reason
+    chunks = count_text(asked.chunks, "micro-batch", "micro-batches")
+    which = f"the nearest choice is {chunks} of {asked.profile.batch_size} under {asked.schedule!r}"
+    return reason.model_copy(update={"reason": f"{reason.reason}; {which}"})
+
+
+def _distance(choice: Choice) -> tuple[bool, int]:
+    """How far from a placement a choice is: the bytes that are short, or farther than any number of them."""
+    short = choice.reason.short_bytes if choice.reason is not None else 0
+    return not short, short
+
+
+def _single_device(choices: Sequence[Choice]) -> SingleDevice:
+    """The best that one device does, whatever the choice."""
+    singles = [answer.single_device(choice.problem) for choice in choices]
+    return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
+
+
+def _step(request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement) -> Step:
+    """The step of the placement that is returned: what was found, on the devices as they are named."""
+    problem = best.problem
+    number = {device.name: index for index, device in enumerate(problem.devices)}
+    devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]
+    result = costs.evaluate(problem, devices)
+    assert result is not None and result.pipeline is not None and result.plan is not None
+    pipeline, plan = result.pipeline, result.plan
+    optimizer = pipeline.optimizer_by_device()
+    timeline = schedule.simulate(pipeline, plan)
+    in_a_row_ms, bubble = schedule.in_a_row_ms(pipeline, plan), timeline.bubble
+    if pipelines.in_a_row(problem) and in_a_row_ms > 0:
+        busy = sum(timeline.busy_ms.values()) + sum(optimizer.values())
+        bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
+    return Step(
+        batch_size=request.whole_batch_size,
+        samples_per_s=1e3 * request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
+        bubble=min(1.0, max(0.0, bubble)),
+        optimizer_ms=max(optimizer.values(), default=0.0),
+        steps=request.steps,
+        alone_ms=pipelines.alone_ms(pipeline, plan),
+        in_a_row_ms=in_a_row_ms,
+        in_flight=plan.in_flight,
+        choices=tuple(map(said, choices)),
+    )

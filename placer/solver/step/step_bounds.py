@@ -1,0 +1,356 @@
+r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
+
+These are of a step alone; ``in_a_row.py`` says what becomes of them where steps follow one another. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
+stages before it (behind it)::
+
+    any placement       before + n * c of every device, and without weight halves that run apart
+                        before + n * c + the way back; of some of a node's passes, their heads and tails (see
+                        ``one_machine_bound.py``); if contiguous, what filling the pipeline takes (see ``fill_bound.py``)
+    a row of stages     before + n * c
+                        until the first stage has its last gradients: before + n * c without weight halves that run
+                        apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
+      fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
+      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
+                        until the first one comes back the stage runs w - 1 further forward passes, before the last one
+                        comes back w - 1 backward passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages
+                        from here these are one wait, the longer.
+      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
+
+Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is elsewhere is reckoned on
+its fastest device. The bound of a whole cut of a row is the largest of its stages', so that a dynamic program finds the
+cut where it is smallest (see ``optimal_cuts.py``). Where cuts are gone through, the first stages are known: what the first one
+does at the end, and the transfers between them, come on top.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placer.solver import pipelines
+from placer.solver.bounds.simple_bounds import fastest_ms
+from placer.solver.bounds.work_sharing import least_work
+from placer.solver.chain import optimal_cuts
+from placer.solver.chain.optimal_cuts import Counts, CutTable
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction
+from placer.solver.step import fill_bound, one_machine_bound, steady_state_bounds
+
+Table = NDArray[np.float64]
+Matrix = Sequence[Sequence[float]]
+_Entry = tuple[float, int, int, "_OpenCut", int]
+
+LOOKS = 1_000
+"""Unfinished cuts that are looked at before who asks for the next one may say that it is enough."""
+
+MOST_OPEN = 50_000
+"""Unfinished cuts that are kept: about 200 MB of a row of a hundred nodes."""
+
+ROUNDING = 1 - 1e-9
+"""Sums in another order round differently."""
+
+
+def any_placement(problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False) -> float:
+    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes; each may be on some device.
+        over: asked before each part of this; where it is, the step is not shorter than what the parts before tell.
+    """
+    if over():
+        return 0.0
+    awaited_ms = _awaited_ms(problem)
+    if pipelines.in_a_row(problem):
+        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * ROUNDING
+    parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
+    passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
+    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * ROUNDING
+
+
+def least_optimizer(problem: Problem, nodes: Reduction) -> float:
+    """No placement's optimizer takes less, in milliseconds."""
+    return least_work(problem, nodes, partial(pipelines.optimizer_ms, problem))
+
+
+def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
+    """What keeps a node's device, and any device, and what goes before its first pass and follows its last.
+
+    Devices hold different nodes. So before the first pass of the second one there is at least what goes before some
+    second node, and so on, and the same of what follows.
+    """
+    chunks = problem.request.chunks
+
+    def held_ms(layer: int, device: int) -> float:
+        return problem.forward_ms[layer][device] + awaited_ms[layer][device]
+
+    ways = one_machine_bound.ways_of(problem, awaited_ms)
+    heads, tails = (sorted(min(ms[i] for i in layers) for layers in nodes.nodes) for ms in (ways.there, ways.back))
+    both = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    return max(
+        one_machine_bound.of_nodes(problem, nodes, awaited_ms, ways),
+        chunks * least_work(problem, nodes, problem.compute_ms, [head / chunks for head in heads]),
+        chunks * least_work(problem, nodes, held_ms, [aside / chunks for aside in both]),
+    )
+
+
+def _awaited_ms(problem: Problem) -> Matrix:
+    """By layer and device, what others wait for of a backward pass."""
+    if problem.request.schedule != "zero-bubble":
+        return problem.backward_ms
+    return [
+        [whole - pipelines.weights_ms(problem, layer, device) for device, whole in enumerate(row)]
+        for layer, row in enumerate(problem.backward_ms)
+    ]
+
+
+def is_row(problem: Problem, nodes: Reduction) -> bool:
+    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours both ways."""
+    if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
+        return False
+    back = {
+        (nodes.node_of[value.source], nodes.node_of[reader])
+        for value in problem.values
+        if value.gradient_bytes
+        for reader in value.readers
+    }
+    return not problem.training or all((node, node + 1) in back for node in range(len(nodes.nodes) - 1))
+
+
+class StepTable(CutTable):
+    """Lower bounds on the step by how a row is cut, with those cuts below a value.
+
+    Args:
+        problem: what is asked, of a schedule and a number of micro-batches.
+        nodes: its layers in nodes, a row.
+        bottleneck: the same question with objective ``throughput``, by whose memory cuts are judged.
+        classes: devices that may be swapped.
+    """
+
+    def __init__(self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]) -> None:
+        super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
+        self._asked = problem
+        self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
+        devices, layers = range(len(problem.devices)), range(len(problem.layers))
+        self._optimizer = self._sums([[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers])
+        self._forward = self._sums(problem.forward_ms)
+        self._backward = self._sums(problem.backward_ms)
+        self._awaited = self._sums(_awaited_ms(problem))
+        self._way_there = self._fastest_sums(problem.forward_ms)
+        self._way_back = self._fastest_sums(_awaited_ms(problem))
+        self._cut_there, self._cut_back = self._transfers()
+        self._by_stages_left: dict[tuple[int, int], tuple[Table, Table]] = {}
+        self._best_trip: dict[Counts, Table] = {}
+
+    def _sums(self, time_ms: Matrix) -> Table:
+        """By device and node, the sum over all nodes before it."""
+        devices = range(len(self.problem.devices))
+        rows = [[sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes] for d in devices]
+        return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
+
+    def _fastest_sums(self, time_ms: Matrix) -> Table:
+        """By node, the sum over all nodes before it, each layer on its fastest device."""
+        fastest = fastest_ms(self.problem, time_ms)
+        return np.concatenate([[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])])
+
+    def cost(self, kind: int, stages_left: int) -> Table:
+        """By first node and end, a lower bound on the step with that stage; infinite where it cannot be."""
+        return self._bounds_of(kind, stages_left)[0]
+
+    def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
+        """The same, and a bound on the time until the first stage has its last gradients."""
+        key = kind, stages_left
+        if key not in self._by_stages_left:
+            possible = np.isfinite(super().cost(kind, stages_left))
+            own, trip = self._bound(self.classes[kind][0], stages_left)
+            whole, until = (
+                np.where(possible, (bound + self._extra) * ROUNDING, np.inf) for bound in (np.maximum(own, trip), trip)
+            )
+            self._by_stages_left[key] = whole, until
+        return self._by_stages_left[key]
+
+    def fill(self) -> tuple[float, Counts]:
+        """Fill the table, also by the time until the first stage has its last gradients."""
+        found = super().fill()
+        for counts, best in self.best.items():  # ascending numbers of devices
+            self._best_trip[counts] = best if not sum(counts) else self._least_trip(counts)
+        return found
+
+    def _least_trip(self, counts: Counts) -> Table:
+        """By first node, the least such time with the stages from there."""
+        trips = [self._trips(counts, kind, slice(None)).min(axis=-1) for kind in optimal_cuts.kinds_left(counts)]
+        return np.asarray(np.min(trips, axis=0))
+
+    def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
+        """By first node and end, such a time where a device of that class takes the stage between."""
+        until = self._bounds_of(kind, sum(counts))[1][start]
+        return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
+
+    def _tail(self, kind: int) -> Table:
+        """By end of the first stage, what it does when it has its last gradients: a weight half, and the optimizer."""
+        device = self.classes[kind][0]
+        optimizer = self._optimizer[device] if self._asked.training else np.zeros(len(self.nodes.nodes) + 1)
+        return np.asarray((self._backward - self._awaited)[device] + np.maximum(0.0, optimizer - self._extra))
+
+    def _transfers(self) -> tuple[Table, Table]:
+        """By node, what a cut before it takes of one micro-batch's way, there and back, over the fastest link."""
+        there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
+        links = [link for row in self.problem.links for link in row if link is not None]
+        for value in self.problem.values if links else ():
+            node = self.nodes.node_of[value.source]
+            if node + 1 in self.nodes.of(value.readers):
+                there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
+                if value.gradient_bytes:
+                    back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
+        return there, back
+
+    def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
+        """By first node and end, bounds on a step's passes with a stage there: all, and until gradients are back."""
+        chunks = self._asked.request.chunks
+        forward, backward, awaited = (
+            sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
+        )
+        there = (self._way_there + self._cut_there)[:, None]
+        back = (self._way_back + self._cut_back)[:, None]
+        whole = self._way_there[-1] + self._way_back[-1]
+        behind = (whole - self._way_there - self._way_back + self._cut_there + self._cut_back)[None, :]
+        cut = self._cut_there + self._cut_back
+        whole = whole + cut[:, None] + cut[None, :]
+        way = whole + (chunks - 1) * np.maximum(forward, awaited)
+        wait = fill_bound.wait_ms(self._asked, stages_left, behind, forward, backward)
+        own = chunks * (forward + backward) + wait
+        round_trip = np.maximum(way, there + back + chunks * (forward + awaited) + wait)
+        if not pipelines.in_a_row(self._asked):
+            return there + own, round_trip
+        own = own + self._optimizer[device][None, :] - self._optimizer[device][:, None]
+        lanes = chunks * np.maximum(self._cut_there, self._cut_back)[:, None]
+        return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
+
+    def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
+        """Every cut, the lowest bound first.
+
+        Yields:
+            Its bound, which is one for all that follow, and by layer its device. None instead while cuts are being put
+            together, so that whoever asks may stop; no devices at all where it gives up, as too many are open.
+        """
+        if not np.isfinite(self.fill()[0]):
+            return
+        queue: list[_Entry] = []
+        number = itertools.count()
+
+        def push(open_cut: _OpenCut, choice: int) -> None:
+            if choice < len(open_cut.options.bounds):
+                bound = max(open_cut.bound, float(open_cut.options.bounds[choice]))
+                heapq.heappush(queue, (bound, -open_cut.start, next(number), open_cut, choice))
+
+        for counts in self.best:
+            if sum(counts) < self.problem.least_devices:
+                continue
+            push(_OpenCut(0, counts, (), 0.0, None, self._next_stages(0, counts, None)), 0)
+        for look in itertools.count(1):
+            if not queue:
+                return
+            bound, _, _, parent, choice = heapq.heappop(queue)
+            if look % LOOKS == 0:
+                yield bound, None
+            if len(queue) > MOST_OPEN:
+                yield bound, []
+                return
+            push(parent, choice + 1)
+            stop, kind = int(parent.options.stops[choice]), int(parent.options.kinds[choice])
+            stages = (*parent.stages, (stop, kind))
+            if stop == len(self.nodes.nodes):
+                yield bound, self._devices(stages)
+            else:
+                counts = optimal_cuts.one_less(parent.counts, kind)
+                tail = float(self._tail(kind)[stop]) if parent.tail is None else parent.tail
+                tail += float(self._cut_there[parent.start] + self._cut_back[parent.start])
+                push(_OpenCut(stop, counts, stages, bound, tail, self._next_stages(stop, counts, tail)), 0)
+
+    def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
+        """By layer, its device, from the end and the class of each stage."""
+        unused = [iter(members) for members in self.classes]
+        devices: list[int] = []
+        for stop, kind in stages:
+            devices += [next(unused[kind])] * (stop - len(devices))
+        return self.nodes.spread(devices)
+
+    def _next_stages(self, start: int, counts: Counts, tail: float | None) -> _Options:
+        """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
+
+        Args:
+            start: where it begins.
+            counts: by class, the devices that are left.
+            tail: what is known to come on top of the time until the first stage has its last gradients; None if the
+                next is the first.
+        """
+        rows = []
+        for kind in optimal_cuts.kinds_left(counts):
+            later = self.best[optimal_cuts.one_less(counts, kind)]
+            row = np.maximum(self.cost(kind, sum(counts))[start], later)
+            trips = self._trips(counts, kind, start) + (self._tail(kind) if tail is None else tail) * ROUNDING
+            row = np.maximum(row, trips)
+            stops = np.flatnonzero(np.isfinite(row)).astype(np.int16)
+            rows.append((row[stops], stops, np.full(len(stops), kind, dtype=np.int16)))
+        bounds, stops, kinds = (np.concatenate(column) for column in zip(*rows, strict=True))
+        order = np.lexsort((kinds, stops, bounds))
+        return _Options(bounds[order], stops[order], kinds[order])
+
+
+class _Options(NamedTuple):
+    """What the next stage may be, by bound; in arrays, as there are many of them.
+
+    Attributes:
+        bounds: of cuts with it.
+        stops: its end.
+        kinds: the class of its device.
+    """
+
+    bounds: Table
+    stops: NDArray[np.int16]
+    kinds: NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class _OpenCut:
+    """The first stages of cuts.
+
+    Attributes:
+        start: where the next stage begins.
+        counts: by class, the devices that are left, all of which are used.
+        stages: the end and the class of those that are decided.
+        bound: the largest of theirs.
+        tail: what the first of them does when it has its last gradients, and transfers at cuts before the last one's;
+            None if there is none.
+        options: for the next stage, by bound.
+    """
+
+    start: int
+    counts: Counts
+    stages: tuple[tuple[int, int], ...]
+    bound: float
+    tail: float | None
+    options: _Options
+
+
+def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
+    """The table of a row; None if the model is none, or has too many kinds of devices.
+
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes.
+        bottleneck: the same question with objective ``throughput``.
+    """
+    classes, exactly = optimal_cuts.device_classes(problem)
+    if not exactly or not problem.contiguous or not all(nodes.allowed) or not is_row(problem, nodes):
+        return None
+    found = StepTable(problem, nodes, bottleneck, classes)
+    return found if found.intervals.exact else None

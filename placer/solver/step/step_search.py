@@ -1,0 +1,349 @@
+"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest whole batch.
+
+    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
+      every map        of few that are no row: each simulated
+      hopeless         left alone if, as far as is found, memory leaves some device too much work for a better step
+      starts           cuts of the row where the bound is lowest, the best maps by bottleneck, maps of other choices
+      small changes    nodes to the other side of a cut, devices swapped, each simulated
+      cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
+    of choices that are no rows, then, a bound by the work of some device, and small changes from near the best again
+    choices whose bound is not below the best step found are left alone
+
+The bound of the answer is the lowest of its choices' (see ``bounds.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from random import Random
+
+from placer.schema import Infeasibility, Placement, Ties
+from placer.solver import costs
+from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.runner import Meter
+from placer.solver.enumeration import maps
+from placer.solver.enumeration.maps import EVALUATION
+from placer.solver.problem import Problem
+from placer.solver.step import step_answer, step_bounds, step_moves, step_ties
+from placer.solver.step.choices import (
+    Choice,
+    bottleneck_of,
+    bounded,
+    by_segment,
+    choice_of,
+    in_order,
+    questions,
+    with_few_crossings,
+    work_alone,
+)
+from placer.solver.step.incumbent import BestStep, Share
+
+BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
+"""Answers a question with objective ``throughput``, within some work; a bottleneck that is enough ends the search."""
+
+MOST_ROUNDS = 8
+STARTS = 16
+"""Cuts of a row from which small changes start."""
+
+PATIENCE = 4
+"""So many climbs in a row that bring nothing better end the search of a choice that is no row."""
+
+FIRST_BOUNDS_SHARE = 0.3
+"""How much of the time first bounds may take."""
+
+FIRST_SHARE = 0.5
+"""How much of the time that is left all choices together get at first."""
+
+MAPS_SHARE = 0.5
+"""How much of a choice's work may go to trying every map."""
+
+BOUND_SHARE = 0.5
+"""How much of the time that is then left may go to bounds by work.
+
+Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is gained by them.
+"""
+
+AGAIN_SHARE = 0.6
+"""How much of the time that is left small changes of the best choice get at the end, and of what is then left the next.
+"""
+
+SEARCH_SHARE = 0.3
+"""How much of a choice's time the search for the smallest bottleneck may take."""
+
+LAST_DIGITS = 1e-9
+"""Sums in another order round differently."""
+
+NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
+"""Where every cut was looked at before the search for the smallest bottleneck came to an end."""
+
+NO_MAP = Infeasibility(reason="no map of the layers keeps to each device's memory and to what else is required")
+"""The same of every map, where they are few."""
+
+
+@dataclass(kw_only=True)
+class StepSearch(BestStep):
+    """The parts of the search, one after another.
+
+    Attributes:
+        search: answers a question with objective ``throughput``.
+    """
+
+    search: BottleneckSearch
+
+    def answer(self) -> Placement:
+        """The best placement of the best choice; not yet checked."""
+        self.choices = in_order(map(choice_of, questions(self.request)))
+        self.best = self.choices[0]
+        self.random = Random(self.request.seed)
+        self._offer_one_device()
+        for number, choice in enumerate(self.choices):
+            share = self._share(FIRST_BOUNDS_SHARE / (len(self.choices) - number))
+            bounded(choice, partial(self._over, choice, share))
+        self.choices = in_order(self.choices)
+        for number, choice in enumerate(self.choices):
+            self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
+        rows = [choice for choice in self.choices if choice.cuts is not None]
+        for number, choice in enumerate(rows):
+            share = self._share(1 / (len(rows) - number))
+            self._climb_again(choice, share)
+            self._all_cuts(choice, share)
+        others = [choice for choice in self.choices if choice.cuts is None and not self._closed(choice)]
+        loose = [
+            choice for choice in others if choice.problem.contiguous or memory_constraints.can_bind(choice.problem)
+        ]
+        for number, choice in enumerate(loose):
+            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
+        placed = sorted((one for one in others if one.devices is not None), key=lambda choice: choice.value)
+        for choice in placed:
+            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
+        if self.best.devices is None:
+            return step_answer.nothing(self.request, self.choices, self._time_s())
+        broken = self._break_ties()
+        return step_answer.found(self.request, self.choices, self.best, self.method, broken, self._time_s())
+
+    def _offer_one_device(self) -> None:
+        """Try each device alone, those of a kind once: there is always an answer then, if one will do."""
+        began = self._time_s()
+        for choice in self.choices:
+            kinds: dict[object, list[int]] = {}
+            for number, device in enumerate(choice.problem.devices):
+                devices = [number] * len(choice.problem.layers)
+                if costs.allowed(choice.problem, devices):
+                    kinds.setdefault((device.type, device.usable_bytes, choice.problem.recompute[number]), devices)
+            for devices in kinds.values():
+                self._offer(choice, devices, "one device")
+            if self._is_late():
+                break
+        self.alone_s = self._time_s() - began
+
+    def _break_ties(self) -> Ties | None:
+        """Look for a map with as short a step that transfers less, or is better balanced."""
+        if not self.request.break_ties:
+            return None
+
+        def over() -> bool:
+            self.meter.done += EVALUATION
+            return self._left_s() <= 0 or self.meter.left <= 0 or self._stopped()
+
+        return step_ties.broken(self.best, over)
+
+    def _work(self, choice: Choice, share: Share) -> None:
+        """Search one choice, if it may be better."""
+        if self._over(choice, share):
+            return
+        self._start(choice, share)
+        if choice.devices is not None:
+            self._climb(choice, choice.devices, share)
+        if choice.cuts is None:
+            self._climb_again(choice, share)
+        self._all_cuts(choice, share)
+
+    def _climb(self, choice: Choice, start: list[int], share: Share) -> None:
+        """Small changes that shorten the step, as long as there are any."""
+
+        def over() -> bool:
+            return self._over(choice, share)
+
+        climbed = step_moves.climb(choice.problem, choice.nodes, start, self._step_of(choice), over)
+        self._offer(choice, climbed, "small changes")
+
+    def _climb_again(self, choice: Choice, share: Share) -> None:
+        """The same from near the best, until that has not helped for a while."""
+        idle = 0
+        while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
+            before = choice.value
+            start = step_moves.kicked(choice.problem, choice.nodes, choice.devices, self.random)
+            self._climb(choice, start, share)
+            idle = 0 if choice.value < before else idle + 1
+
+    def _start(self, choice: Choice, share: Share) -> None:
+        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the smallest bottleneck."""
+        for other in self.choices:
+            if other.devices is not None and not self._over(choice, share):
+                self._offer(choice, other.devices, "another choice's map")
+        for devices in self._rounds(choice):
+            if self._over(choice, share):
+                break
+            self._offer(choice, devices, "rounds")
+        if self._over(choice, share):
+            return
+        table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
+        if table is not None:
+            choice.cuts = table.cuts()
+            for _ in range(STARTS):
+                if not self._next_cut(choice):
+                    break
+                if self._over(choice, share):
+                    return
+        elif self._all_maps(choice, share) or self._closed(choice):
+            return
+        if table is None and (not self._may_be_better(choice, share) or self._is_late()):
+            return
+        near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
+        for devices in near if choice.devices is None and choice.reason is None else ():
+            self._make_room(choice, devices, share)
+
+    def _all_maps(self, choice: Choice, share: Share) -> bool:
+        """Try every map, where they are so few that there is work left; whether all were."""
+        most = MAPS_SHARE * (share.work - self.meter.done) / EVALUATION
+        every, proven = maps.few(choice.problem, choice.nodes, most), True
+        if every is None:
+            return False
+        for devices in every:
+            if self._over(choice, share):
+                return False
+            result = self._offer(choice, devices, "every map")
+            if proven and result is not None and costs.fits(choice.problem, result):
+                proven = maps.has_one_order(choice.problem, devices, result.stages)
+        if choice.devices is None:
+            self._by_bottleneck(choice, share)
+            choice.reason = choice.reason or NO_MAP
+        elif proven:
+            choice.bound = max(choice.bound, min(choice.value, self._better()))
+        return True
+
+    def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck, or find the proof that there is none at all.
+
+        Returns:
+            The maps that were tried, by layer the device: none of them may be one where they were taken to hold less.
+        """
+        found = self._searched(choice, choice.bottleneck, share)
+        if found and self._over(choice, share):
+            return found
+        if found and choice.devices is None and by_segment(choice.problem):
+            found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
+        if found and not choice.problem.contiguous:
+            found += self._searched(choice, with_few_crossings(choice.bottleneck), share)
+        return found
+
+    def _bound_by_work(self, choice: Choice, share: Share) -> None:
+        """Raise the bound by the work of some device, whatever the map that memory allows, and try one that has it.
+
+        Of a choice without a map no more is asked than whether there may be a better one. Not where devices may
+        recompute: whether they must depends on the order of stages, of which the smallest bottleneck knows one, and a
+        step may have another.
+        """
+        problem = choice.problem
+        if self._over(choice, share) or (problem.may_recompute and memory_constraints.can_bind(problem)):
+            return
+        self._ask_for_work(choice, share, 1.0, self._enough(choice) if choice.devices is None else None)
+
+    def _may_be_better(self, choice: Choice, share: Share) -> bool:
+        """Whether it is worth while to look for the smallest bottleneck.
+
+        Not where memory binds, and with so little work on every device that the step may be better nothing is found.
+        """
+        enough = self._enough(choice)
+        if enough is None:
+            return True
+        self._ask_for_work(choice, share, SEARCH_SHARE, enough)
+        return choice.devices is not None and not self._closed(choice)
+
+    def _ask_for_work(self, choice: Choice, share: Share, part: float, enough: float | None) -> None:
+        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one that is enough."""
+        placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
+        choice.reason = placement.infeasible
+        busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
+        choice.bound = max(choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better()))
+        self._try(choice, placement)
+
+    def _enough(self, choice: Choice) -> float | None:
+        """The work of a device, for one micro-batch, from which no step is better; None where memory sets no limit."""
+        limited = choice.problem.contiguous and memory_constraints.can_bind(choice.problem)
+        if not limited or choice.problem.may_recompute or self.best.devices is None:
+            return None
+        return self._better() / choice.problem.request.chunks * (1 + 2 * LAST_DIGITS)
+
+    def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
+        """Small changes that let devices lack less memory."""
+
+        def short_bytes(devices: list[int]) -> float:
+            self.meter.done += EVALUATION
+            return maps.short_bytes(choice.problem, devices)
+
+        def over() -> bool:
+            return self._over(choice, share)
+
+        self._offer(choice, step_moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
+
+    def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
+        """Try the map of the smallest bottleneck of a question; it alone, or none."""
+        placement = self._smallest_bottleneck(asked, share, SEARCH_SHARE)
+        if asked == choice.bottleneck:  # what holds more can be infeasible by that
+            choice.reason = placement.infeasible
+        return self._try(choice, placement)
+
+    def _try(self, choice: Choice, placement: Placement) -> list[list[int]]:
+        """Try the map of a placement; it alone, or none if it has none."""
+        if not placement.layer_devices:
+            return []
+        index = {device.name: number for number, device in enumerate(choice.problem.devices)}
+        devices = [index[device] for device in placement.layer_devices.values()]
+        self._offer(choice, devices, "smallest bottleneck")
+        return [devices]
+
+    def _smallest_bottleneck(self, asked: Problem, share: Share, part: float, enough: float | None = None) -> Placement:
+        """The answer to a question for a bottleneck, in a part of the time and the work."""
+        allowed = Meter(part * (share.work - self.meter.done))
+        by_work = self.meter.limit < inf  # then the clock must not decide
+        limit_s = max(0.01, self._left_s() if by_work else part * (share.time_s - self._time_s()))
+        limited = replace(asked, request=asked.request.model_copy(update={"time_limit_s": limit_s}))
+        placement = self.search(limited, allowed, enough)
+        self.meter.done += allowed.done
+        return placement
+
+    def _rounds(self, choice: Choice) -> Iterator[list[int]]:
+        """Where a device may have several segments: the layers dealt out to the devices, round after round."""
+        if choice.problem.contiguous:
+            return
+        devices = [list(range(len(choice.problem.devices)))]
+        result = costs.evaluate(self.best.problem, self.best.devices) if self.best.devices is not None else None
+        if result is not None and list(result.stages) != devices[0]:
+            devices.append(list(result.stages))
+        for used in devices:
+            for times in range(1, MOST_ROUNDS + 1):
+                if len(used) <= choice.problem.most_devices and len(used) * times <= len(choice.nodes.nodes):
+                    yield step_moves.rounds(choice.problem, choice.nodes, used, times)
+
+    def _all_cuts(self, choice: Choice, share: Share) -> None:
+        """Try every cut of a row that may be better, the lowest bound first: none that follows is below it."""
+        while choice.cuts is not None and not self._over(choice, share):
+            if not self._next_cut(choice) and choice.cuts is not None:
+                choice.bound = max(choice.bound, min(choice.value, self._better()))
+                choice.reason = None if choice.devices is not None else choice.reason or NO_CUT
+                choice.cuts = None
+
+    def _next_cut(self, choice: Choice) -> bool:
+        """Try one more cut of a row, if it has come to one; whether there may be others. None are left of too many."""
+        assert choice.cuts is not None
+        bound, devices = next(choice.cuts, (inf, []))
+        if bound < inf:
+            choice.bound = max(choice.bound, min(bound, choice.value, self._better()))
+            choice.cuts = None if devices == [] else choice.cuts
+        if devices:
+            self._offer(choice, devices, "cuts of a row")
+        return devices != []

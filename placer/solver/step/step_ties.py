@@ -1,0 +1,85 @@
+"""Ties under objective ``step``: of the maps with as short a step the one that transfers least, then the best balanced.
+
+The micro-batches and the schedule are those of the best placement. Of a row every cut whose bound is not above the step
+is simulated, which proves the rank; else small changes that keep the step are tried as long as they lower it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from placer.schema import Ties
+from placer.solver import costs, ties
+from placer.solver.step import step_bounds, step_moves
+from placer.solver.step.choices import Choice
+
+SAME = 1e-12
+"""Steps that differ by no more than this share are the same."""
+
+
+def broken(choice: Choice, over: Callable[[], bool]) -> Ties:
+    """Keep the map of smallest rank that is found as the choice's own.
+
+    Args:
+        choice: the best one, with its map.
+        over: asked before each map is tried; ends the search.
+
+    Returns:
+        The rank that was reached, and whether it is proven.
+    """
+    search = _TieSearch(choice, over)
+    proven = search.all_cuts()
+    if not proven:
+        search.climb(0)
+        search.climb(1)
+    choice.devices, choice.value = search.devices, search.best.objective_value
+    return ties.ties_of(search.best, proven or ties.rank(search.best) == (0.0, 0.0))
+
+
+class _TieSearch:
+    """The map of smallest rank so far, and the searches for a smaller one."""
+
+    def __init__(self, choice: Choice, over: Callable[[], bool]) -> None:
+        assert choice.devices is not None
+        best = costs.judged(choice.problem, choice.devices)
+        assert best is not None  # it was kept
+        self._choice, self._over = choice, over
+        self._most_ms = choice.value * (1 + SAME)
+        self.devices, self.best = choice.devices, best
+
+    def all_cuts(self) -> bool:
+        """Try every cut of a row that may be as good; whether none is left."""
+        choice = self._choice
+        table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
+        if table is None:
+            return False
+        for bound, devices in table.cuts():
+            if bound > self._most_ms:
+                break
+            if self._over() or devices == []:
+                return False
+            if devices:
+                self._offer(devices)
+        return True
+
+    def climb(self, part: int) -> None:
+        """Small changes that lower a part of the rank, and not what comes before it."""
+
+        def value(devices: list[int]) -> float:
+            self._offer(devices)
+            result = self._as_good(devices)
+            if result is None or ties.rank(result)[:part] > ties.rank(self.best)[:part]:
+                return inf
+            return ties.rank(result)[part]
+
+        step_moves.climb(self._choice.problem, self._choice.nodes, self.devices, value, self._over)
+
+    def _offer(self, devices: list[int]) -> None:
+        result = self._as_good(devices)
+        if result is not None and ties.rank(result) < ties.rank(self.best):
+            self.devices, self.best = devices, result
+
+    def _as_good(self, devices: list[int]) -> costs.Costs | None:
+        result = costs.judged(self._choice.problem, devices)
+        return result if result is not None and result.objective_value <= self._most_ms else None

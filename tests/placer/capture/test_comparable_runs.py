@@ -1,0 +1,89 @@
+"""Runs that are compared act as in evaluation mode and draw the same numbers, in whatever mode the modules are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from placer.capture.export.export import export
+from placer.capture.python_state.comparable_runs import Draws, evaluated
+
+OPERATIONS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "alpha dropout": lambda: nn.AlphaDropout(0.5),
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "batch norm without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "rrelu": lambda: nn.RReLU(),
+}
+
+
+class _Drawing(nn.Module):
+    """Draws per sample, per number, and once for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * functional.dropout(torch.ones_like(x), 0.5, self.training) + torch.rand(len(x), 1)
+        if torch.rand([]) > 0.5:  # as layers are dropped
+            x = x * 2
+        return x * torch.empty_like(x).bernoulli_(0.5) + torch.normal(torch.zeros_like(x), 1.0)
+
+
+@pytest.mark.parametrize("make", [*OPERATIONS.values(), _Drawing], ids=[*OPERATIONS, "draws"])
+def test_parts_of_a_batch_give_their_rows_of_the_whole_in_training_mode(make: Callable[[], nn.Module]) -> None:
+    model, x, draws = make().train(), torch.randn(4, 6), Draws()
+    with evaluated(), draws.first():
+        whole = model(x)
+    for start in (0, 2):
+        with evaluated(), draws.again(start, 2, 4):
+            torch.testing.assert_close(model(x[start : start + 2]), whole[start : start + 2])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_act_as_in_evaluation_mode(name: str) -> None:
+    model, x = OPERATIONS[name]().train(), torch.randn(4, 6)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with evaluated():
+        found = model(x)
+    if "without" not in name:  # which normalises by the batch in both modes
+        torch.testing.assert_close(found, model.eval()(x))
+    assert {key: value for key, value in before.items() if "tracked" not in key}.keys() <= before.keys()
+    for key in ("running_mean", "running_var"):
+        if key in before:
+            assert torch.equal(model.state_dict()[key], before[key])
+
+
+def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() -> None:
+    """torch tags attention as random, as it may drop some: without dropout its results are its own in each run."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(6, 6, 2, dropout=0.5)
+            self.attention = nn.MultiheadAttention(6, 2, dropout=0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.attention(x, x, x)[0]
+            heads = x[None]
+            return self.rnn(
+                functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 * self.training)[0]
+            )[0]
+
+    model, x, draws = Mixing().train(), torch.randn(4, 2, 6), Draws()
+    with evaluated(), draws.first():
+        model(x)
+    with evaluated(), draws.again(0, 2, 4):
+        part = model(x[:2])
+    torch.testing.assert_close(part, model.eval()(x[:2]))
+
+
+def test_a_graph_acts_as_its_model() -> None:
+    model, x, draws = nn.Sequential(_Drawing(), *(make() for make in OPERATIONS.values())), torch.randn(4, 6), Draws()
+    model[0].forward = lambda x: x + torch.randn_like(x)  # without a branch on a value
+    graph = export(model, (x,), {}).module
+    with evaluated(), draws.first():
+        whole = model(x)
+    with evaluated(), draws.again(0, 4, 4):
+        torch.testing.assert_close(graph(x)[0], whole)
