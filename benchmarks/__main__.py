@@ -1,7 +1,8 @@
-"""``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews the tables of results.
+"""``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews the
+tables of results.
 
-All results are in ``benchmarks/README.md``, a few of them in ``docs/comparison/measured.md`` and the project's
-``README.md``.
+All results are in ``benchmarks/README.md``, a few of them in ``docs/comparison/measured.md`` and
+the project's ``README.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def main() -> int:
     """Run a benchmark, or make the tables; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=[*_names(), "tables"], help="a benchmark, or tables")
-    parser.add_argument("--check", action="store_true", help="with tables: change nothing, fail where they differ")
+    parser.add_argument(
+        "--check", action="store_true", help="with tables: change nothing, fail where they differ"
+    )
     asked = parser.parse_args()
     return _tables(asked.check) if asked.name == "tables" else _measure(asked.name)
 
@@ -31,9 +34,13 @@ def _names() -> list[str]:
 
 
 def _measure(name: str) -> int:
-    """A benchmark is a package with ``run() -> rows``, or with ``progress(folder)``, all rows time and again."""
+    """A benchmark is a package with ``run() -> rows``, or with ``progress(folder)``, all rows time
+    and again.
+    """
     package = importlib.import_module(f"benchmarks.{name}")
-    found = package.progress(folder=record.RESULTS) if hasattr(package, "progress") else [package.run()]
+    found = (
+        package.progress(folder=record.RESULTS) if hasattr(package, "progress") else [package.run()]
+    )
     for rows in found:
         path = record.write(name, rows)
     print(f"{record.table(path.stem, whole=True)}\n\n{path}")
@@ -46,7 +53,9 @@ def _tables(check: bool) -> int:
         ROOT / "docs" / "comparison" / "measured.md": highlights.page,
         FOLDER / "README.md": record.with_tables,
     }
-    different = {path: new for path, make in renew.items() if (new := make(old := path.read_text())) != old}
+    different = {
+        path: new for path, make in renew.items() if (new := make(old := path.read_text())) != old
+    }
     for path, new in different.items():
         if check:
             print(

@@ -1,4 +1,6 @@
-"""The tables of a few results: a short one for README, and one for the documentation's page of measured results."""
+"""The tables of a few results: a short one for README, and one for the documentation's page of
+measured results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ ROWS = (
     ("executor", "GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices", SPEEDUP),
     ("executor", "U-Net, width 64, 192 px, batch 256, TF32, 4 devices", SPEEDUP),
     ("executor", "inference stream, ResNet-101, 224 px, batch 256, TF32, 4 devices", STREAMED),
-    ("executor", "inference stream, GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices", STREAMED),
+    (
+        "executor",
+        "inference stream, GPT, 24 layers, d=2048, 32 x 1024 tokens, bf16, 4 devices",
+        STREAMED,
+    ),
     ("executor", "compile=True, ResNet-101, 224 px, batch 256, TF32, 2 devices", SPEEDUP),
     ("profiler", "all cases", "stage time, largest error of the prediction: the worst of 18 cases"),
     ("profiler", "all cases", "step time, error of the prediction: the worst of 18 cases"),
@@ -30,9 +36,14 @@ ROWS = (
     ("solver", "model llama, 8 unlike devices, training", "bottleneck"),
     ("service", "200-layer request, stored", "answered per second of processor time"),
 )
-"""The benchmark, the case and the measure of each row of the page; of several machines, the latest result is shown."""
+"""The benchmark, the case and the measure of each row of the page; of several machines, the latest
+result is shown."""
 IF_MEASURED = (
-    ("executor", "large, GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32, 4 devices", OVER_PEERS),
+    (
+        "executor",
+        "large, GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32, 4 devices",
+        OVER_PEERS,
+    ),
     (
         "generation",
         "Llama of 6.7 billion parameters, bf16, 1 x 512 tokens and 64 more, 2 devices",
@@ -52,7 +63,8 @@ SHORT_ROWS = (
     ),
     ("Bottleneck, BERT-12 operator graph", ROWS[9]),
 )
-"""The rows of README, each with a short name; README says that the training and stream rows are speed-ups."""
+"""The rows of README, each with a short name; README says that the training and stream rows are
+speed-ups."""
 SMALLER_IS_BETTER = frozenset({OVERHEAD})
 """Measures with the unit ``x`` that are ratios of times, and not speed-ups."""
 LARGER_IS_BETTER = ("x", "1/s")
@@ -89,7 +101,16 @@ def renewed(text: str, made: str) -> str:
 
 def tables(folder: Path = record.RESULTS) -> str:
     """Return the rows of the page, and the number of targets met, as a Markdown table each."""
-    head = ["case", "measure", "Placer", "target", "bound", "best alternative", "machine", "measured"]
+    head = [
+        "case",
+        "measure",
+        "Placer",
+        "target",
+        "bound",
+        "best alternative",
+        "machine",
+        "measured",
+    ]
     targets = [["results", "machine", "targets met", "measured"], *_targets(folder)]
     return "\n\n".join(map(_markdown, ([head, *_rows(folder)], targets)))
 
@@ -111,7 +132,9 @@ def short_table(folder: Path = record.RESULTS) -> str:
 
 
 def _missing(rows: str, name: str, case: str, measure: str) -> ValueError:
-    return ValueError(f"no {name}*.json has a row {case!r}, {measure!r}; correct {rows} in benchmarks/highlights.py")
+    return ValueError(
+        f"no {name}*.json has a row {case!r}, {measure!r}; correct {rows} in benchmarks/highlights.py"
+    )
 
 
 def _rows(folder: Path) -> Iterator[list[str]]:
@@ -126,10 +149,21 @@ def _rows(folder: Path) -> Iterator[list[str]]:
         asked = "" if row["target"] is None else record.shown(row["target"], unit)
         proven = "" if bound is None else record.shown(bound, unit)
         case = f"{name}, {case}" if case == "all cases" else case
-        yield [case, measure, record.shown(row["value"], unit), asked, proven, _best_peer(row), where, date]
+        yield [
+            case,
+            measure,
+            record.shown(row["value"], unit),
+            asked,
+            proven,
+            _best_peer(row),
+            where,
+            date,
+        ]
 
 
-def _latest(folder: Path, name: str, case: str, measure: str) -> tuple[str, str, Mapping[str, Any]] | None:
+def _latest(
+    folder: Path, name: str, case: str, measure: str
+) -> tuple[str, str, Mapping[str, Any]] | None:
     """The date, the machine and the row of the latest run of a benchmark that has it."""
     found = []
     for path in sorted(folder.glob(f"{name}*.json")):
@@ -160,7 +194,10 @@ def _targets(folder: Path) -> Iterator[list[str]]:
         content = record.read(path.stem, folder)
         asked = [row["met"] for row in content["rows"] if row["met"] is not None]
         if asked:
-            dates = {row.get(record.FIGURES, {}).get(record.MEASURED, content["date"]) for row in content["rows"]}
+            dates = {
+                row.get(record.FIGURES, {}).get(record.MEASURED, content["date"])
+                for row in content["rows"]
+            }
             measured = " to ".join(sorted({min(dates), max(dates)}))
             yield [path.stem, _machine(content), f"{sum(asked)} of {len(asked)}", measured]
 

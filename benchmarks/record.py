@@ -1,15 +1,16 @@
 """The one form of results, and the tables that are made of them.
 
-Results are in ``benchmarks/results/NAME.json``; on GPUs the file is named after the machine, ``NAME-4xH100.json``, so
-that no machine's results take the place of another's.
+Results are in ``benchmarks/results/NAME.json``; on GPUs the file is named after the machine,
+``NAME-4xH100.json``, so that no machine's results take the place of another's.
 
-    {"machine": {...}, "versions": {...}, "command": "...", "date": "...",
-     "rows": [{"case", "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
+    {"machine": {...}, "versions": {...}, "command": "...", "date": "...", "rows": [{"case",
+     "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
 
-``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or None; ``target`` is
-what was asked for, also where it is missed, or None; ``met`` says which, or None without a target. A row may have
-``figures`` too: what else belongs to it, by name, as numbers or words. Where a run renewed a part of the rows, all of
-them have the figure ``measured``, their date.
+``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or
+None; ``target`` is what was asked for, also where it is missed, or None; ``met`` says which, or
+None without a target. A row may have ``figures`` too: what else belongs to it, by name, as numbers
+or words. Where a run renewed a part of the rows, all of them have the figure ``measured``, their
+date.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     rows = [dict(entry) for entry in rows]
     for entry in rows:
         if set(entry) - {FIGURES} != set(FIELDS):
-            raise ValueError(f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}")
+            raise ValueError(
+                f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}"
+            )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     content = {
         "machine": machine(),
@@ -128,11 +131,16 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
 
 
 def _dated(rows: Sequence[Row], today: str) -> list[Row]:
-    """The rows, each with its date where these differ; rows of earlier runs come with theirs, see ``known``."""
+    """The rows, each with its date where these differ; rows of earlier runs come with theirs, see
+    ``known``.
+    """
     dates = [entry.get(FIGURES, {}).get(MEASURED, today) for entry in rows]
     if set(dates) <= {today}:
         return [_undated(entry) for entry in rows]
-    return [{**row, FIGURES: {**row.get(FIGURES, {}), MEASURED: date}} for row, date in zip(rows, dates, strict=True)]
+    return [
+        {**row, FIGURES: {**row.get(FIGURES, {}), MEASURED: date}}
+        for row, date in zip(rows, dates, strict=True)
+    ]
 
 
 def _undated(entry: Row) -> Row:
@@ -142,7 +150,9 @@ def _undated(entry: Row) -> Row:
 
 
 def file_name(name: str) -> str:
-    """The name of a benchmark's results here, without its ending: with the machine's GPUs, if it has any."""
+    """The name of a benchmark's results here, without its ending: with the machine's GPUs, if it
+    has any.
+    """
     gpus = machine()["gpus"]
     if not gpus:
         return name
@@ -152,9 +162,17 @@ def file_name(name: str) -> str:
 
 
 def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
-    """This run's command, as a shell takes it; of a part that keeps rows of earlier runs, theirs before it."""
-    given = {key: value for key, value in os.environ.items() if key.startswith(f"PLACER_{name.upper()}_")}
-    part = [f"{key}={quote(value)}" for key, value in sorted(given.items()) if not key.endswith("_BUDGET_S")]
+    """This run's command, as a shell takes it; of a part that keeps rows of earlier runs, theirs
+    before it.
+    """
+    given = {
+        key: value for key, value in os.environ.items() if key.startswith(f"PLACER_{name.upper()}_")
+    }
+    part = [
+        f"{key}={quote(value)}"
+        for key, value in sorted(given.items())
+        if not key.endswith("_BUDGET_S")
+    ]
     command = " ".join([*part, f"python -m benchmarks {name}"])
     earlier = _here(name, folder) if part else None
     now = [_undated(entry) for entry in rows]
@@ -164,13 +182,19 @@ def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
 
 
 def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The rows that the results have already, if they come from this machine and these versions, with their dates."""
+    """The rows that the results have already, if they come from this machine and these versions,
+    with their dates.
+    """
     old = _here(name, folder)
     if old is None and (folder / f"{file_name(name)}.json").exists():
-        print("the results that are there come from another machine or other versions: none of their rows is kept")
+        print(
+            "the results that are there come from another machine or other versions: none of their rows is kept"
+        )
     if old is None:
         return []
-    return [{**row, FIGURES: {MEASURED: old["date"], **row.get(FIGURES, {})}} for row in old["rows"]]
+    return [
+        {**row, FIGURES: {MEASURED: old["date"], **row.get(FIGURES, {})}} for row in old["rows"]
+    ]
 
 
 def _here(name: str, folder: Path) -> dict[str, Any] | None:
@@ -240,7 +264,8 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
     lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
     where, commands = content["machine"], content["command"].split(AND_THEN)
-    program = commands[0][commands[0].index("python -m ") :]  # not by the file's name, which may be another
+    # not by the file's name, which may be another
+    program = commands[0][commands[0].index("python -m ") :]
     ran = f"`{commands[0]}`" if len(commands) == 1 else f"`{program}`, in {len(commands)} parts"
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
     made = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
@@ -249,7 +274,11 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
             *("| " + " | ".join(line) + " |" for line in lines),
             "",
             f"{where['cpu']}, {where['cores']} cores{gpus}; {made}; {content['date']}; {ran}."
-            + (f" Without a target, in `benchmarks/results/{name}.json`: {others} more." if others else ""),
+            + (
+                f" Without a target, in `benchmarks/results/{name}.json`: {others} more."
+                if others
+                else ""
+            ),
         ]
     )
 
@@ -276,7 +305,8 @@ def shown(value: float | str | None, unit: str = "") -> str:
 
 
 def with_tables(text: str, folder: Path = RESULTS) -> str:
-    """A text in which every table between its two markers is made anew; without results, what is there stays.
+    """A text in which every table between its two markers is made anew; without results, what is
+    there stays.
 
     The markers are ``<!-- table NAME -->`` and ``<!-- end table NAME -->``.
     """
@@ -287,4 +317,6 @@ def with_tables(text: str, folder: Path = RESULTS) -> str:
             return found.group(0)
         return f"<!-- table {name} -->\n{table(name, folder)}\n<!-- end table {name} -->"
 
-    return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end table \1 -->", renewed, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- table ([\w-]+) -->\n.*?<!-- end table \1 -->", renewed, text, flags=re.DOTALL
+    )

@@ -40,12 +40,11 @@ T = TypeVar("T")
 class AsyncClient:
     """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
 
-    Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
-        transport: carries the HTTP requests, for tests; the network if None.
+    Args: server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
+        None. timeout: how long connecting, sending or an answer that is due may take, in seconds.
+        retries: how often a call is repeated that failed on the way, or that the service was too
+        busy for. key: the bearer key, where the service wants one; ``PLACER_KEY`` from the
+        environment if None. transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
         InputError: no server is given, it is no URL, or the key cannot be sent.
@@ -63,7 +62,9 @@ class AsyncClient:
         self.url = url_of(server)
         self._dialogue = Dialogue(self.url, retries)
         self._timeout_s = timeout
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers_of(key), transport=transport)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=headers_of(key), transport=transport
+        )
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """See ``Client.place``; a cancelled task stops the solve on the service as Ctrl-C does."""
@@ -85,7 +86,9 @@ class AsyncClient:
         while not following.ended:
             refuse_closed(self._http)
             try:
-                async with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
+                async with self._http.stream(
+                    "GET", following.path, timeout=self._stream_timeout()
+                ) as reply:
                     if not reply.is_success:
                         await reply.aread()
                         await asyncio.sleep(following.refused(reply))
@@ -107,7 +110,11 @@ class AsyncClient:
         return await self._carry_out(self._dialogue.stop(id))
 
     async def evaluate(
-        self, layer_devices: Mapping[str, str], request: PlacementRequest | None = None, *, id: str | None = None
+        self,
+        layer_devices: Mapping[str, str],
+        request: PlacementRequest | None = None,
+        *,
+        id: str | None = None,
     ) -> Evaluation:
         """See ``Client.evaluate``."""
         return await self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
@@ -131,7 +138,13 @@ class AsyncClient:
         cursor: str | None = None,
     ) -> PlacementPage:
         """See ``Client.page``."""
-        filters = {"q": query, "status": status, "objective": objective, "limit": limit, "cursor": cursor}
+        filters = {
+            "q": query,
+            "status": status,
+            "objective": objective,
+            "limit": limit,
+            "cursor": cursor,
+        }
         return await self._carry_out(self._dialogue.page(filters))
 
     async def history(
@@ -140,7 +153,9 @@ class AsyncClient:
         """See ``Client.history``."""
         cursor: str | None = None
         while True:
-            found = await self.page(query, status=status, objective=objective, limit=200, cursor=cursor)
+            found = await self.page(
+                query, status=status, objective=objective, limit=200, cursor=cursor
+            )
             for summary in found.placements:
                 yield summary
             if (cursor := found.next) is None:
@@ -178,7 +193,9 @@ class AsyncClient:
         network_latency_s: float = 0.0,
     ) -> Cluster:
         """See ``Client.cluster``."""
-        return await self._carry_out(self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s))
+        return await self._carry_out(
+            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+        )
 
     async def measure_cluster(self) -> Cluster:
         """See ``Client.measure_cluster``."""
@@ -208,7 +225,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.aclose()
 
@@ -229,7 +249,10 @@ class AsyncClient:
         refuse_closed(self._http)
         try:
             return await self._http.request(
-                step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)
+                step.method,
+                step.path,
+                content=step.content,
+                timeout=timeout_of(step, self._timeout_s),
             )
         except httpx.RequestError as error:
             return error

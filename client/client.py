@@ -40,15 +40,15 @@ T = TypeVar("T")
 class Client:
     """A client of one service; close it, or use it in a ``with`` statement.
 
-    What fails on the way is tried again where that is safe: nearly everywhere, for a placement is asked for by its
-    content, so that asking twice is asking once. A client that was closed raises InputErrors.
+    What fails on the way is tried again where that is safe: nearly everywhere, for a placement is
+    asked for by its content, so that asking twice is asking once. A client that was closed raises
+    InputErrors.
 
-    Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if None.
-        transport: carries the HTTP requests, for tests; the network if None.
+    Args: server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
+        None. timeout: how long connecting, sending or an answer that is due may take, in seconds.
+        retries: how often a call is repeated that failed on the way, or that the service was too
+        busy for. key: the bearer key, where the service wants one; ``PLACER_KEY`` from the
+        environment if None. transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
         InputError: no server is given, it is no URL, or the key cannot be sent.
@@ -71,8 +71,8 @@ class Client:
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Ask for a placement and wait for it. The same request asked again is answered at once.
 
-        Ctrl-C meanwhile stops the solve on the service, unless others wait for it too. Call ``submit`` for a solve that
-        goes on without you.
+        Ctrl-C meanwhile stops the solve on the service, unless others wait for it too. Call
+        ``submit`` for a solve that goes on without you.
 
         Args:
             request: the question.
@@ -81,18 +81,17 @@ class Client:
         Returns:
             The placement; also one whose status is ``infeasible`` or ``unknown``.
 
-        Raises:
-            InputError: the service finds a fault in the request.
-            TimeoutExceeded: it is not there in time; it goes on, and ``placement(id)`` or ``stop(id)`` gets it.
-            UnreachableError: the service cannot be reached.
-            ServerError: it cannot answer.
+        Raises: InputError: the service finds a fault in the request. TimeoutExceeded: it is not
+            there in time; it goes on, and ``placement(id)`` or ``stop(id)`` gets it.
+            UnreachableError: the service cannot be reached. ServerError: it cannot answer.
         """
         return self._carry_out(self._dialogue.place(request, wait))
 
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None
     ) -> list[Placement | PlacerError]:
-        """Ask for several placements together; what they have in common, their profile say, is sent once.
+        """Ask for several placements together; what they have in common, their profile say, is sent
+        once.
 
         Args:
             requests: the questions.
@@ -101,18 +100,20 @@ class Client:
         Returns:
             For each question its placement, or the error that ``place`` would have raised for it.
 
-        Raises:
-            UnreachableError: the service cannot be reached; if that comes after some answers, it is the others' error.
-            ServerError: it cannot answer; likewise.
+        Raises: UnreachableError: the service cannot be reached; if that comes after some answers,
+            it is the others' error. ServerError: it cannot answer; likewise.
         """
         return self._carry_out(self._dialogue.place_many(requests, wait))
 
     def submit(self, request: PlacementRequest) -> Placement | Progress:
-        """Ask for a placement without waiting: it, or how far it is. See ``events`` and ``placement``."""
+        """Ask for a placement without waiting: it, or how far it is. See ``events`` and
+        ``placement``.
+        """
         return self._carry_out(self._dialogue.submit(request))
 
     def events(self, id: str) -> Iterator[Progress | Placement]:
-        """How a solve goes, as it goes: its progress whenever that changes, and the placement at the end.
+        """How a solve goes, as it goes: its progress whenever that changes, and the placement at
+        the end.
 
         A stream that breaks off is taken up again.
 
@@ -127,7 +128,9 @@ class Client:
         while not following.ended:
             refuse_closed(self._http)
             try:
-                with self._http.stream("GET", following.path, timeout=self._stream_timeout()) as reply:
+                with self._http.stream(
+                    "GET", following.path, timeout=self._stream_timeout()
+                ) as reply:
                     if not reply.is_success:
                         reply.read()
                         time.sleep(following.refused(reply))
@@ -144,18 +147,22 @@ class Client:
         return self._carry_out(self._dialogue.placement(id, wait))
 
     def stop(self, id: str) -> Placement:
-        """End a solve and take the best placement so far, whose status is ``unknown`` if there is none."""
+        """End a solve and take the best placement so far, whose status is ``unknown`` if there is
+        none.
+        """
         return self._carry_out(self._dialogue.stop(id))
 
     def evaluate(
-        self, layer_devices: Mapping[str, str], request: PlacementRequest | None = None, *, id: str | None = None
+        self,
+        layer_devices: Mapping[str, str],
+        request: PlacementRequest | None = None,
+        *,
+        id: str | None = None,
     ) -> Evaluation:
         """Have a map of your own judged by the cost model that the solver minimises.
 
-        Args:
-            layer_devices: layer -> device.
-            request: the question that it answers.
-            id: instead, a placement whose question it answers; then the map is held against that one, too.
+        Args: layer_devices: layer -> device. request: the question that it answers. id: instead, a
+            placement whose question it answers; then the map is held against that one, too.
 
         Raises:
             InputError: the request has a fault, or neither or both of request and id are given.
@@ -200,7 +207,13 @@ class Client:
             limit: how many at most, up to 200.
             cursor: where to go on: ``next`` of the page before.
         """
-        filters = {"q": query, "status": status, "objective": objective, "limit": limit, "cursor": cursor}
+        filters = {
+            "q": query,
+            "status": status,
+            "objective": objective,
+            "limit": limit,
+            "cursor": cursor,
+        }
         return self._carry_out(self._dialogue.page(filters))
 
     def history(
@@ -219,7 +232,9 @@ class Client:
         return self._carry_out(self._dialogue.request(id))
 
     def timeline(self, id: str) -> Timeline:
-        """When each device works on which micro-batch under a placement, as the schedule and the profile predict it."""
+        """When each device works on which micro-batch under a placement, as the schedule and the
+        profile predict it.
+        """
         return self._carry_out(self._dialogue.timeline(id))
 
     def trace(self, id: str) -> str:
@@ -231,11 +246,12 @@ class Client:
         return self._carry_out(self._dialogue.text(id, "report"))
 
     def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
-        """Have the layers of a captured graph measured on the devices of the service's machine, and wait for it.
+        """Have the layers of a captured graph measured on the devices of the service's machine, and
+        wait for it.
 
-        Args:
-            request: the graph: operations, shapes and dtypes, no weights; see ``placer.profiler.remote.sending.describe``.
-            wait: how long to wait, in seconds; until it is there if None.
+        Args: request: the graph: operations, shapes and dtypes, no weights; see
+            ``placer.profiler.remote.sending.describe``. wait: how long to wait, in seconds; until
+            it is there if None.
 
         Raises:
             InputError: the service finds a fault in the graph, or a layer of it fails there.
@@ -246,7 +262,9 @@ class Client:
         return self._carry_out(self._dialogue.profile(request, wait))
 
     def stored_profile(self, id: str) -> Profile:
-        """A profile that placements were asked for, or that was measured there; summaries have its id."""
+        """A profile that placements were asked for, or that was measured there; summaries have its
+        id.
+        """
         return self._carry_out(self._dialogue.stored_profile(id))
 
     def cluster(
@@ -256,18 +274,20 @@ class Client:
         network_bytes_per_s: float | None = None,
         network_latency_s: float = 0.0,
     ) -> Cluster:
-        """The devices of the service's machine, or of nodes that registered, and the links between them.
+        """The devices of the service's machine, or of nodes that registered, and the links between
+        them.
 
-        Args:
-            nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own if there are none.
-            network_bytes_per_s: from one node's memory to another's; needed where there are several.
-            network_latency_s: of a transfer between nodes.
+        Args: nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own
+            if there are none. network_bytes_per_s: from one node's memory to another's; needed
+            where there are several. network_latency_s: of a transfer between nodes.
 
         Raises:
             InputError: there are several nodes and no network, or they have too many devices.
             ServerError: there is no such node, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s))
+        return self._carry_out(
+            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+        )
 
     def measure_cluster(self) -> Cluster:
         """Have the devices of the service's machine measured anew.
@@ -294,7 +314,9 @@ class Client:
         return self._carry_out(self._dialogue.register_node(name, cluster))
 
     def forget_node(self, name: str) -> None:
-        """Forget a node. Where the answer is lost this is not asked twice: ``nodes`` tells whether it is there."""
+        """Forget a node. Where the answer is lost this is not asked twice: ``nodes`` tells whether
+        it is there.
+        """
         self._carry_out(self._dialogue.forget_node(name))
 
     def health(self) -> Health:
@@ -309,7 +331,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -330,7 +355,10 @@ class Client:
         refuse_closed(self._http)
         try:
             return self._http.request(
-                step.method, step.path, content=step.content, timeout=timeout_of(step, self._timeout_s)
+                step.method,
+                step.path,
+                content=step.content,
+                timeout=timeout_of(step, self._timeout_s),
             )
         except httpx.RequestError as error:
             return error

@@ -31,9 +31,13 @@ def headers_of(key: str | None) -> dict[str, str]:
     if not given:
         return HEADERS
     if not isinstance(given, str):
-        raise InputError(f"the key is {kind_of(given)}; give it as the text that was shown when it was made")
+        raise InputError(
+            f"the key is {kind_of(given)}; give it as the text that was shown when it was made"
+        )
     if not given.isascii() or not given.isprintable():
-        raise InputError("the key has characters that cannot be sent; give what was shown when it was made")
+        raise InputError(
+            "the key has characters that cannot be sent; give what was shown when it was made"
+        )
     return {**HEADERS, "Authorization": f"Bearer {given}"}
 
 
@@ -47,13 +51,19 @@ def url_of(server: str | None) -> str:
     if not given:
         raise InputError("no server is given: pass server='http://host:8080', or set PLACER_URL")
     if not isinstance(given, str):
-        raise InputError(f"server is {kind_of(given)}; give a URL as text, such as 'http://host:8080'")
+        raise InputError(
+            f"server is {kind_of(given)}; give a URL as text, such as 'http://host:8080'"
+        )
     try:
         url = httpx.URL(given)
     except httpx.InvalidURL as error:
-        raise InputError(f"server {given!r} is no URL: {error}; an example is 'http://host:8080'") from error
+        raise InputError(
+            f"server {given!r} is no URL: {error}; an example is 'http://host:8080'"
+        ) from error
     if url.scheme not in ("http", "https") or not url.host:
-        raise InputError(f"server {given!r} is no URL of a service; an example is 'http://host:8080'")
+        raise InputError(
+            f"server {given!r} is no URL of a service; an example is 'http://host:8080'"
+        )
     return given.rstrip("/")
 
 
@@ -64,7 +74,9 @@ def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
         InputError: they are.
     """
     if http.is_closed:
-        raise InputError(f"this client of {str(http.base_url).rstrip('/')} is closed; make another for further calls")
+        raise InputError(
+            f"this client of {str(http.base_url).rstrip('/')} is closed; make another for further calls"
+        )
 
 
 def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:

@@ -12,7 +12,14 @@ from urllib.parse import quote, urlencode
 import httpx
 from pydantic import BaseModel
 
-from placer.errors import InputError, PlacerError, ServerError, TimeoutExceeded, UnreachableError, kind_of
+from placer.errors import (
+    InputError,
+    PlacerError,
+    ServerError,
+    TimeoutExceeded,
+    UnreachableError,
+    kind_of,
+)
 from placer.schema import (
     BatchAnswers,
     Cluster,
@@ -37,8 +44,9 @@ LONGEST_POLL_S = 20.0
 MEASURING_S = 300.0
 
 BATCH_BYTES = 15 * 2**20
-"""Of the questions of a batch, what they share counted for each: a service takes 16 MiB unless it is told otherwise,
-and checks some 7 MB a second of what it has written out, which must be done well within the client's timeout."""
+"""Of the questions of a batch, what they share counted for each: a service takes 16 MiB unless it
+is told otherwise, and checks some 7 MB a second of what it has written out, which must be done well
+within the client's timeout."""
 
 Map = Mapping[str, str]
 _Fields = dict[str, str]
@@ -63,15 +71,18 @@ class Health(BaseModel, frozen=True):
 class Dialogue(Sender):
     """The exchanges with one service.
 
-    Nearly every call may be repeated: a placement is asked for by its content, so asking twice is asking once.
+    Nearly every call may be repeated: a placement is asked for by its content, so asking twice is
+    asking once.
     """
 
     def place(self, request: PlacementRequest, wait: float | None) -> Exchange[Placement]:
-        """Ask, and ask again until the answer is there; the service stops the solve when this is broken off.
+        """Ask, and ask again until the answer is there; the service stops the solve when this is
+        broken off.
 
-        The service cannot tell a client that was stopped from one whose connection broke. So after a broken connection
-        the question is asked again, and this time the solve goes on whatever happens to the connection: else a solve
-        that is longer than some proxy's patience would never end.
+        The service cannot tell a client that was stopped from one whose connection broke. So after
+        a broken connection the question is asked again, and this time the solve goes on whatever
+        happens to the connection: else a solve that is longer than some proxy's patience would
+        never end.
         """
         deadline = _Deadline(wait)
         body = _body(request)
@@ -88,14 +99,20 @@ class Dialogue(Sender):
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
         """Ask, and take what is there at once."""
         reply = yield from self.send(Call("POST", "/v1/placements?wait=0", _body(request)))
-        return self.read(Progress, reply) if reply.status_code == 202 else self.read(Placement, reply)
+        return (
+            self.read(Progress, reply) if reply.status_code == 202 else self.read(Placement, reply)
+        )
 
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None
     ) -> Exchange[list[Placement | PlacerError]]:
-        """Ask in batches; one that this service does not take is asked in halves, for its limits are not known here."""
+        """Ask in batches; one that this service does not take is asked in halves, for its limits
+        are not known here.
+        """
         if isinstance(requests, PlacementRequest):
-            raise InputError("requests is one PlacementRequest; give a list of them, or ask place(request)")
+            raise InputError(
+                "requests is one PlacementRequest; give a list of them, or ask place(request)"
+            )
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
         questions = [_fields(request) for request in requests]
@@ -123,11 +140,15 @@ class Dialogue(Sender):
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
     ) -> Exchange[None]:
-        """Ask a batch; what the queue had no room for is asked again, what goes on is waited for one by one."""
+        """Ask a batch; what the queue had no room for is asked again, what goes on is waited for
+        one by one.
+        """
         idle = 0
         while numbers:
             content = _batch_body([questions[number] for number in numbers])
-            reply = yield from self.send(_waiting("POST", "/v1/placements:batch", deadline, content))
+            reply = yield from self.send(
+                _waiting("POST", "/v1/placements:batch", deadline, content)
+            )
             refused: dict[int, tuple[float, ServerError]] = {}
             for number, answer in zip(numbers, self.read(BatchAnswers, reply).answers, strict=True):
                 if answer.placement is not None:
@@ -163,7 +184,8 @@ class Dialogue(Sender):
     def stop(self, key: str) -> Exchange[Placement]:
         """End a solve with the best so far.
 
-        Where the answer was lost it is looked for, not stopped again: another client may have asked anew meanwhile.
+        Where the answer was lost it is looked for, not stopped again: another client may have asked
+        anew meanwhile.
         """
         call = Call("DELETE", _path(key), wait_s=LONGEST_POLL_S, repeatable=False)
         for attempt in range(self.retries + 1):
@@ -177,10 +199,14 @@ class Dialogue(Sender):
                 break
         return self.read(Placement, reply)
 
-    def evaluate(self, where: Map, request: PlacementRequest | None, key: str | None) -> Exchange[Evaluation]:
+    def evaluate(
+        self, where: Map, request: PlacementRequest | None, key: str | None
+    ) -> Exchange[Evaluation]:
         """Have a map judged."""
         if (request is None) == (key is None):
-            raise InputError("a map is judged by one question: give its request, or the id of a placement")
+            raise InputError(
+                "a map is judged by one question: give its request, or the id of a placement"
+            )
         content: dict[str, Any] = {"layer_devices": _map(where)}
         if request is not None:
             content["request"] = _content(request)
@@ -222,11 +248,18 @@ class Dialogue(Sender):
         """Ask for a profile that the service has."""
         return (yield from self._get(Profile, f"/v1/profiles/{_quoted(key)}"))
 
-    def cluster(self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float) -> Exchange[Cluster]:
-        """Ask for the service's own devices, which takes a while the first time, or for those of nodes."""
+    def cluster(
+        self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float
+    ) -> Exchange[Cluster]:
+        """Ask for the service's own devices, which takes a while the first time, or for those of
+        nodes.
+        """
         if isinstance(nodes, str):
             raise InputError(f"nodes is {nodes!r}; give a list of names, [{nodes!r}]")
-        network = {"network_bytes_per_s": network_bytes_per_s, "network_latency_s": latency_s or None}
+        network = {
+            "network_bytes_per_s": network_bytes_per_s,
+            "network_latency_s": latency_s or None,
+        }
         asked = [("node", _name(node)) for node in nodes]
         asked += [(name, f"{value}") for name, value in network.items() if value is not None]
         query = f"?{urlencode(asked)}" if asked else ""
@@ -235,7 +268,9 @@ class Dialogue(Sender):
 
     def measure_cluster(self) -> Exchange[Cluster]:
         """Have them measured anew; each time that this is asked takes the devices for a while."""
-        reply = yield from self.send(Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False))
+        reply = yield from self.send(
+            Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False)
+        )
         return self.read(Cluster, reply)
 
     def nodes(self) -> Exchange[tuple[Node, ...]]:
@@ -245,7 +280,9 @@ class Dialogue(Sender):
     def register_node(self, name: str, cluster: Cluster) -> Exchange[Node]:
         """Register a node, or its devices anew."""
         if not isinstance(cluster, Cluster):
-            raise InputError(f"cluster is {kind_of(cluster)}; give a Cluster, such as that node's client.cluster()")
+            raise InputError(
+                f"cluster is {kind_of(cluster)}; give a Cluster, such as that node's client.cluster()"
+            )
         reply = yield from self.send(Call("PUT", _node(name), cluster.model_dump_json().encode()))
         return self.read(Node, reply)
 
@@ -279,7 +316,8 @@ class Dialogue(Sender):
             except ServerError as error:
                 if error.status != 404:
                     raise
-                reply = yield from self.send(post())  # the service was killed meanwhile, and knows of it no more
+                # the service was killed meanwhile, and knows of it no more
+                reply = yield from self.send(post())
         return self.read(Profile, reply)
 
     def health(self) -> Exchange[Health]:
@@ -291,13 +329,20 @@ class Dialogue(Sender):
         return self.read(kind, reply)
 
     def _ask(self, kind: type[Wire], path: str, content: dict[str, Any]) -> Exchange[Wire]:
-        reply = yield from self.send(Call("POST", path, json.dumps(content).encode(), wait_s=LONGEST_POLL_S))
+        reply = yield from self.send(
+            Call("POST", path, json.dumps(content).encode(), wait_s=LONGEST_POLL_S)
+        )
         return self.read(kind, reply)
 
     def _await_placement(
-        self, reply: httpx.Response, deadline: _Deadline, changed: Callable[[Call], Call] = lambda call: call
+        self,
+        reply: httpx.Response,
+        deadline: _Deadline,
+        changed: Callable[[Call], Call] = lambda call: call,
     ) -> Exchange[Placement]:
-        """Ask for the placement of a reply until it is there; each call is changed before it is sent."""
+        """Ask for the placement of a reply until it is there; each call is changed before it is
+        sent.
+        """
         while reply.status_code == 202:
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
@@ -329,7 +374,9 @@ def _path(key: str) -> str:
 
 def _quoted(key: str) -> str:
     if not isinstance(key, str):
-        raise InputError(f"the id is {kind_of(key)}; give 32 hexadecimal digits, such as placement.id")
+        raise InputError(
+            f"the id is {kind_of(key)}; give 32 hexadecimal digits, such as placement.id"
+        )
     return quote(key, safe="")
 
 
@@ -345,19 +392,32 @@ def _name(node: str) -> str:
 
 def _map(where: Map) -> dict[str, str]:
     if not isinstance(where, Mapping):
-        raise InputError(f"a map is {kind_of(where)}; give a device for each layer, as placement.layer_devices")
+        raise InputError(
+            f"a map is {kind_of(where)}; give a device for each layer, as placement.layer_devices"
+        )
     return dict(where)
 
 
 def _waiting(
-    method: str, path: str, deadline: _Deadline, content: bytes | None = None, *, accepted: bool = False
+    method: str,
+    path: str,
+    deadline: _Deadline,
+    content: bytes | None = None,
+    *,
+    accepted: bool = False,
 ) -> Call:
     wait_s = max(0.0, min(LONGEST_POLL_S, deadline.left_s()))
-    return Call(method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s, accepted=accepted)
+    return Call(
+        method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s, accepted=accepted
+    )
 
 
 def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
-    found = "nothing" if progress.incumbent is None else f"{progress.incumbent:g}, bound {progress.bound}"
+    found = (
+        "nothing"
+        if progress.incumbent is None
+        else f"{progress.incumbent:g}, bound {progress.bound}"
+    )
     return TimeoutExceeded(
         f"placement {progress.id} is {progress.status} after {deadline.wait_s:g} s, found so far: {found}. It goes on:"
         f" ask for it later with placement({progress.id!r}), or take the best so far with stop({progress.id!r})"
@@ -365,9 +425,13 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
 
 
 def _content(request: PlacementRequest) -> dict[str, Any]:
-    """The request without what is default, but with its versions, so that a reader of another version can tell."""
+    """The request without what is default, but with its versions, so that a reader of another
+    version can tell.
+    """
     if not isinstance(request, PlacementRequest):
-        raise InputError(f"the request is {kind_of(request)}; give a placer.PlacementRequest(profile=profile)")
+        raise InputError(
+            f"the request is {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
+        )
     content = request.model_dump(mode="json", exclude_defaults=True)
     content["schema_version"] = request.schema_version
     content["profile"]["schema_version"] = request.profile.schema_version
@@ -399,7 +463,9 @@ def _batches(questions: Sequence[_Fields]) -> list[list[int]]:
 def _batch_body(questions: Sequence[_Fields]) -> bytes:
     """What all have in common is said once."""
     first, rest = questions[0], questions[1:]
-    shared = {name: text for name, text in first.items() if all(one.get(name) == text for one in rest)}
+    shared = {
+        name: text for name, text in first.items() if all(one.get(name) == text for one in rest)
+    }
     own = ({name: text for name, text in one.items() if name not in shared} for one in questions)
     return f'{{"shared": {_object(shared)}, "requests": [{", ".join(map(_object, own))}]}}'.encode()
 

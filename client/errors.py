@@ -26,24 +26,31 @@ MAX_TEXT = 1000
 
 
 def from_reply(reply: httpx.Response) -> PlacerError:
-    """The error that a reply of 400 or more tells: InputError where the request is at fault, else ServerError."""
+    """The error that a reply of 400 or more tells: InputError where the request is at fault, else
+    ServerError.
+    """
     text = _detail(reply)
     if reply.status_code in FAULTS_OF_THE_REQUEST:
         return InputError(text)
     return ServerError(
-        f"the service at {_origin(reply.request.url)} answered {reply.status_code}: {text}", reply.status_code
+        f"the service at {_origin(reply.request.url)} answered {reply.status_code}: {text}",
+        reply.status_code,
     )
 
 
 def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerError:
-    """The error that a problem tells which came inside an answer: one of a batch, or at the end of a stream."""
+    """The error that a problem tells which came inside an answer: one of a batch, or at the end of
+    a stream.
+    """
     text = str(problem.get("detail", "it does not say why"))[:MAX_TEXT]
     if status in FAULTS_OF_THE_REQUEST:
         return InputError(text)
     return ServerError(f"the service at {url} answered {status}: {text}", status)
 
 
-def from_transport(error: httpx.RequestError, url: str, attempts: int, *, done: bool = False) -> ServerError:
+def from_transport(
+    error: httpx.RequestError, url: str, attempts: int, *, done: bool = False
+) -> ServerError:
     """The error of a request that got no reply.
 
     Args:
@@ -61,7 +68,9 @@ def from_transport(error: httpx.RequestError, url: str, attempts: int, *, done: 
             f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set PLACER_URL"
         )
     if isinstance(error, httpx.TimeoutException):
-        return TimeoutExceeded(f"the service at {url} did not answer in time: {reason}{tried}; give a longer timeout")
+        return TimeoutExceeded(
+            f"the service at {url} did not answer in time: {reason}{tried}; give a longer timeout"
+        )
     return UnreachableError(f"the service at {url} broke off: {reason}{tried}")
 
 

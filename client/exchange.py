@@ -1,7 +1,7 @@
 """What is said to the service, in what order, written once for the sync and the async client.
 
-An exchange is a generator: it yields a ``Call`` and is sent the reply, or yields a ``Pause`` and is resumed after it.
-The clients only carry calls and pauses out.
+An exchange is a generator: it yields a ``Call`` and is sent the reply, or yields a ``Pause`` and is
+resumed after it. The clients only carry calls and pauses out.
 
     exchange ── Call ──▶ client ── HTTP ──▶ service
              ◀─ reply ──        ◀──────────
@@ -32,15 +32,22 @@ M = TypeVar("M", bound=BaseModel)
 
 RETRIED = frozenset({429, 502, 503, 504})
 REFUSED = frozenset({429, 503})
-"""Answered by the service itself, which did nothing; 502 and 504 come of a proxy, which knows no more than we do."""
+"""Answered by the service itself, which did nothing; 502 and 504 come of a proxy, which knows no
+more than we do."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
 AWAY_RETRIES = 5
-"""So many more where the service was there before: pauses double, so it has half a minute or so to start again."""
+"""So many more where the service was there before: pauses double, so it has half a minute or so to
+start again."""
 
-NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+NOTHING_SENT = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.UnsupportedProtocol,
+)
 """Faults on the way before the service can have seen anything."""
 
 
@@ -48,15 +55,13 @@ NOTHING_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, htt
 class Call:
     """One HTTP request.
 
-    Attributes:
-        method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
-        path: on the service.
-        content: the JSON body.
-        wait_s: how long the service may take on purpose before it answers, on top of the client's timeout.
-        until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
-        repeatable: whether asking twice is asking once. What is not is repeated only where nothing can have come of it.
-        accepted: whether the service has said that it works on this; so if nobody answers, it is starting again.
-        again: what is sent instead once the connection has broken while the service could have been at work on this;
+    Attributes: method: ``GET``, ``POST``, ``PUT`` or ``DELETE``. path: on the service. content: the
+        JSON body. wait_s: how long the service may take on purpose before it answers, on top of the
+        client's timeout. until_s: by the monotonic clock; a service that asks to wait beyond that
+        is not waited for. repeatable: whether asking twice is asking once. What is not is repeated
+        only where nothing can have come of it. accepted: whether the service has said that it works
+        on this; so if nobody answers, it is starting again. again: what is sent instead once the
+        connection has broken while the service could have been at work on this;
             the same call if None.
     """
 
@@ -85,10 +90,9 @@ Exchange = Generator[Call | Pause, Outcome | None, T]
 class Sender:
     """Sends calls to one service, and again while that may help.
 
-    Attributes:
-        url: of the service, for messages.
-        retries: how often a call is repeated after it failed on the way, or was answered 429 or 503.
-        answered: whether the service has answered before; so if nobody does, it is starting again.
+    Attributes: url: of the service, for messages. retries: how often a call is repeated after it
+        failed on the way, or was answered 429 or 503. answered: whether the service has answered
+        before; so if nobody does, it is starting again.
     """
 
     url: str
@@ -118,7 +122,9 @@ class Sender:
             if isinstance(outcome, httpx.RequestError):
                 there = there or not isinstance(outcome, NOTHING_SENT)
                 if last:
-                    raise errors.from_transport(outcome, self.url, attempt + 1, done=_done(call, outcome)) from outcome
+                    raise errors.from_transport(
+                        outcome, self.url, attempt + 1, done=_done(call, outcome)
+                    ) from outcome
                 yield Pause(backoff_s(attempt))
             elif outcome.status_code in RETRIED and not last and _in_time(call, outcome):
                 yield Pause(max(backoff_s(attempt), retry_after_s(outcome)))
@@ -131,8 +137,8 @@ class Sender:
     def most_retries(self, away: bool) -> int:
         """How often at most something is asked again.
 
-        Args:
-            away: whether the service was there before and nobody answers now: it may be starting again.
+        Args: away: whether the service was there before and nobody answers now: it may be starting
+            again.
         """
         return self.retries + AWAY_RETRIES if away and self.retries else self.retries
 
@@ -150,19 +156,24 @@ class Sender:
             return read_json(kind, content)
         except ValidationError as error:
             raise ServerError(
-                f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}", status
+                f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}",
+                status,
             ) from error
 
 
 def is_whole(reply: httpx.Response) -> bool:
-    """Whether a reply is not cut off, as far as can be told: its end is that of JSON, where it says that it is."""
+    """Whether a reply is not cut off, as far as can be told: its end is that of JSON, where it says
+    that it is.
+    """
     if not reply.headers.get("Content-Type", "").startswith("application/json"):
         return True
     return reply.content.rstrip().endswith((b"}", b"]"))
 
 
 def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:
-    """Whether the service may have seen the connection end while it worked on a call, here or at a proxy."""
+    """Whether the service may have seen the connection end while it worked on a call, here or at a
+    proxy.
+    """
     if isinstance(outcome, httpx.Response):
         return outcome.status_code in RETRIED - REFUSED
     return not isinstance(outcome, NOTHING_SENT)
@@ -189,7 +200,9 @@ def _done(call: Call, error: httpx.RequestError) -> bool:
 
 
 def backoff_s(attempt: int) -> float:
-    """Twice as long each time, and a random share of it, so that many clients do not come back at once."""
+    """Twice as long each time, and a random share of it, so that many clients do not come back at
+    once.
+    """
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
 
 

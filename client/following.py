@@ -1,4 +1,6 @@
-"""A solve as it goes, read from the service's event stream, which is taken up again where it breaks off."""
+"""A solve as it goes, read from the service's event stream, which is taken up again where it breaks
+off.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Following:
     def _begin(self) -> None:
         """What a stream that broke off has left half is told again by the next one."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = io.IncrementalNewlineDecoder(utf8, translate=True)  # \r\n, \n and \r alone end a line of events
+        # \r\n, \n and \r alone end a line of events
+        self._text = io.IncrementalNewlineDecoder(utf8, translate=True)
         self._half: list[str] = []
         self._fields: dict[str, str] = {}
 
@@ -88,7 +91,9 @@ class Following:
             problem: dict[str, Any] = json.loads(data)
             return errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
         except (ValueError, TypeError, AttributeError):
-            return ServerError(f"the solve failed; the service at {self._sender.url} does not say why: {data[:200]!r}")
+            return ServerError(
+                f"the solve failed; the service at {self._sender.url} does not say why: {data[:200]!r}"
+            )
 
     def refused(self, reply: httpx.Response) -> float:
         """How long to pause before the stream is asked for again, in seconds.
@@ -101,16 +106,21 @@ class Following:
         return max(retry_after_s(reply), self._pause_s())
 
     def lost(self, error: httpx.RequestError | None) -> float:
-        """The same where the stream broke off, or ended without an answer because the service stops.
+        """The same where the stream broke off, or ended without an answer because the service
+        stops.
 
         Raises:
             ServerError: it broke off too often in a row.
         """
         away = self._told and isinstance(error, NOTHING_SENT)
-        if self._failures < self._sender.most_retries(away) and not isinstance(error, httpx.UnsupportedProtocol):
+        if self._failures < self._sender.most_retries(away) and not isinstance(
+            error, httpx.UnsupportedProtocol
+        ):
             return self._pause_s()
         if error is None:
-            raise ServerError(f"the service at {self._sender.url} ended the stream without an answer")
+            raise ServerError(
+                f"the service at {self._sender.url} ended the stream without an answer"
+            )
         raise errors.from_transport(error, self._sender.url, self._failures + 1) from error
 
     def _pause_s(self) -> float:

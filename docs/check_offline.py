@@ -15,8 +15,17 @@ from pathlib import Path
 
 LOADED_ATTRIBUTES = {"src", "srcset", "data", "poster"}
 """Attributes whose address the browser loads by itself, whichever element they are on."""
-LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
-"""Kinds of ``<link>`` that the browser acts on by itself; ``canonical``, ``next`` and ``prev`` are only read."""
+LOADED_RELATIONS = {
+    "stylesheet",
+    "icon",
+    "preload",
+    "modulepreload",
+    "preconnect",
+    "dns-prefetch",
+    "manifest",
+}
+"""Kinds of ``<link>`` that the browser acts on by itself; ``canonical``, ``next`` and ``prev`` are
+only read."""
 MERMAID = "https://unpkg.com/mermaid"
 """The theme's scripts load this where a page holds a diagram in Mermaid's language."""
 CSS_ADDRESS = re.compile(r"""(?:url\(\s*|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
@@ -41,7 +50,9 @@ class Loads(HTMLParser):
             addresses.append(MERMAID)
         if tag == "link" and LOADED_RELATIONS & set(given.get("rel", "").split()):
             addresses.append(given.get("href", ""))
-        self.found += [address for address in addresses if address.startswith(("http://", "https://", "//"))]
+        self.found += [
+            address for address in addresses if address.startswith(("http://", "https://", "//"))
+        ]
         self.found += CSS_ADDRESS.findall(given.get("style", ""))
 
 

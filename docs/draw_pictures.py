@@ -5,7 +5,8 @@
 
 The model's profile lies next to the pictures. It was measured on a CPU by
 
-    placer profile placer.zoo.resnet:resnet50 --input 8x3x128x128 --devices 4 -o docs/pictures/resnet50_profile.json
+    placer profile placer.zoo.resnet:resnet50 --input 8x3x128x128 --devices 4 -o
+    docs/pictures/resnet50_profile.json
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ NAMES_WIDTH = 90
 LANE_HEIGHT, LANE_STEP = 24, 30
 DIGITS_WIDTH = 14
 """A pass narrower than this shows no number."""
-PHASES = {"forward": ("forward", 4), "backward": ("backward", 1), "weights": ("weight gradients", 2)}
+PHASES = {
+    "forward": ("forward", 4),
+    "backward": ("backward", 1),
+    "weights": ("weight gradients", 2),
+}
 """By phase, its name in the legend and its colour in the report's palette."""
 OPTIMIZER = ("optimizer", 7)
 SCHEDULES: Sequence[Schedule] = ("fill-drain", "1f1b", "zero-bubble")
@@ -68,7 +73,8 @@ def placement_picture(profile: Profile) -> str:
     Args:
         profile: The model's profile, with its devices.
     """
-    # The work limit, and not the time, ends the search, so that every machine draws the same picture.
+    # The work limit, and not the time, ends the search, so that every machine draws the same
+    # picture.
     request = PlacementRequest(
         profile=profile,
         objective="step",
@@ -90,7 +96,8 @@ def placement_picture(profile: Profile) -> str:
         for device in shown.devices
         if device.optimizer_ms
     ]
-    assert shown.single_device_ms is not None  # one device has the memory for this model
+    # one device has the memory for this model
+    assert shown.single_device_ms is not None
     title = (
         f"ResNet-50 on {len(shown.devices)} devices, {shown.schedule} schedule:"
         f" {ms_text(shown.step_ms)} predicted for a step; {ms_text(shown.single_device_ms)} on one device"
@@ -117,7 +124,13 @@ def schedules_picture(stages: int = 3, chunks: int = 5) -> str:
     for name in SCHEDULES:
         played = schedule.simulate(pipeline, schedule.plan(name, pipeline.places, chunks))
         boxes = [
-            Box(f"device {task.device}", *PHASES[task.phase], str(task.micro_batch + 1), task.start_ms, task.end_ms)
+            Box(
+                f"device {task.device}",
+                *PHASES[task.phase],
+                str(task.micro_batch + 1),
+                task.start_ms,
+                task.end_ms,
+            )
             for task in played.tasks
         ]
         idle = 1 - sum(played.busy_ms.values()) / (stages * played.step_ms)
@@ -128,11 +141,12 @@ def schedules_picture(stages: int = 3, chunks: int = 5) -> str:
 def picture(name: str, timelines: Sequence[tuple[str, Sequence[Box], dict[str, str]]]) -> str:
     """Draw timelines below one another, all to the same scale.
 
-    Args:
-        name: For readers who cannot see the picture.
-        timelines: Of each its title, its passes, and by device a text that stands below the device's passes.
+    Args: name: For readers who cannot see the picture. timelines: Of each its title, its passes,
+        and by device a text that stands below the device's passes.
     """
-    scale = (WIDTH - NAMES_WIDTH - 8) / max(box.end_ms for _, boxes, _ in timelines for box in boxes)
+    scale = (WIDTH - NAMES_WIDTH - 8) / max(
+        box.end_ms for _, boxes, _ in timelines for box in boxes
+    )
     shapes, y = [], 8
     for title, boxes, texts in timelines:
         shapes.append(_text(8, y + 14, title))
@@ -166,7 +180,10 @@ def _box(box: Box, top: float, scale: float) -> str:
     )
     if width < DIGITS_WIDTH or not box.label:
         return shape
-    return shape + f'<text x="{x + width / 2:.1f}" y="{top + 16}" text-anchor="middle">{box.label}</text>'
+    return (
+        shape
+        + f'<text x="{x + width / 2:.1f}" y="{top + 16}" text-anchor="middle">{box.label}</text>'
+    )
 
 
 def _text(x: float, y: float, words: str, kind: str = "") -> str:

@@ -1,11 +1,12 @@
-"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one host or on many.
+"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one
+host or on many.
 
-torchrun --nproc-per-node 4 examples/distributed_training.py
-placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --split-tied --contiguous -o there.json
-torchrun --nproc-per-node 4 examples/distributed_training.py --placement there.json
+torchrun --nproc-per-node 4 examples/distributed_training.py placer suggest
+examples.distributed_training:make --input 2x16:int64 --devices 4 --split-tied --contiguous -o
+there.json torchrun --nproc-per-node 4 examples/distributed_training.py --placement there.json
 
-A process takes a GPU where there are enough, else it is a CPU stand-in. The first one also trains the unsplit model,
-to hold the losses against it, and reads the checkpoint that all wrote into it.
+A process takes a GPU where there are enough, else it is a CPU stand-in. The first one also trains
+the unsplit model, to hold the losses against it, and reads the checkpoint that all wrote into it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,17 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def map_by_hand(model: nn.Module, devices: list[str]) -> dict[str, str]:
-    """Blocks in equal shares; the embeddings with the first, the head, which is tied to them, with the last."""
-    blocks = [name for name, _ in model.named_modules() if name.startswith("blocks.") and name.count(".") == 1]
-    places = {name: devices[index * len(devices) // len(blocks)] for index, name in enumerate(blocks)}
+    """Blocks in equal shares; the embeddings with the first, the head, which is tied to them, with
+    the last.
+    """
+    blocks = [
+        name
+        for name, _ in model.named_modules()
+        if name.startswith("blocks.") and name.count(".") == 1
+    ]
+    places = {
+        name: devices[index * len(devices) // len(blocks)] for index, name in enumerate(blocks)
+    }
     front = dict.fromkeys(("token_embedding", "position_embedding", "drop"), devices[0])
     return {**front, **places, "norm": devices[-1], "head": devices[-1]}
 
@@ -86,12 +95,15 @@ def main() -> None:
     )
     data = batches(STEPS)
     example = data[0][0][: 16 // CHUNKS]
-    pipeline = placer.distributed.build(model, placement, example, loss_fn, chunks=CHUNKS, schedule=options.schedule)
+    pipeline = placer.distributed.build(
+        model, placement, example, loss_fn, chunks=CHUNKS, schedule=options.schedule
+    )
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
     losses = torch.zeros(STEPS, device=pipeline.device)
     for index, (tokens, target) in enumerate(data):
         optimizer.zero_grad()
-        loss = pipeline.step(tokens, target)  # the first stage reads the tokens, the last one the target
+        # the first stage reads the tokens, the last one the target
+        loss = pipeline.step(tokens, target)
         optimizer.step()
         if loss is not None:
             losses[index] = loss
@@ -99,7 +111,8 @@ def main() -> None:
 
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(path)
-    pipeline.save(str(path[0]), optimizer)  # on several hosts: a folder that all of them see
+    # on several hosts: a folder that all of them see
+    pipeline.save(str(path[0]), optimizer)
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
         compare(losses.tolist(), data, str(path[0]))
@@ -109,12 +122,16 @@ def compare(losses: list[float], data: list[tuple[Tensor, Tensor]], path: str) -
     unsplit = train_unsplit(data)
     for step, (a, b) in enumerate(zip(unsplit, losses, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
-    print(f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, losses, strict=True)):.3g}")
+    print(
+        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, losses, strict=True)):.3g}"
+    )
     whole = make()
     state = {"model": whole.state_dict()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     tokens, target = data[0]
-    print(f"the checkpoint in the unsplit model: loss {loss_fn(whole(tokens), target).item():.6f} on the first batch")
+    print(
+        f"the checkpoint in the unsplit model: loss {loss_fn(whole(tokens), target).item():.6f} on the first batch"
+    )
 
 
 if __name__ == "__main__":

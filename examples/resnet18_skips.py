@@ -1,4 +1,5 @@
-"""Trains ResNet-18 with a border inside its skip connections, and holds every step against the unsplit model.
+"""Trains ResNet-18 with a border inside its skip connections, and holds every step against the
+unsplit model.
 
 python examples/resnet18_skips.py        on two GPUs, or without them on two CPU stand-ins
 """
@@ -45,7 +46,8 @@ def main() -> None:
     on_gpus = torch.cuda.device_count() > 1
     names = ["cuda:0", "cuda:1"] if on_gpus else ["cpu:0", "cpu:1"]
     images, labels = stripes(count=16, size=32)
-    # GPUs add up in another order each time; batch normalisation over few values makes much of it in float32.
+    # GPUs add up in another order each time; batch normalisation over few values makes much of it
+    # in float32.
     images, model = images.double(), resnet18(num_classes=2).double()
     whole = copy.deepcopy(model).to(names[0])
     unsplit = train(whole, images.to(names[0]), labels.to(names[0]))
@@ -60,7 +62,9 @@ def main() -> None:
 
     for step, (a, b) in enumerate(zip(unsplit, split, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
-    print(f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}")
+    print(
+        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ python examples/resnet50_tutorial.py --out plots                on two GPUs, wit
 python examples/resnet50_tutorial.py --out plots --quick        anywhere: few, small images
 python examples/resnet50_tutorial.py --out plots --no-quick     the tutorial's sizes anywhere: slow on a processor
 
-Two pictures: one device against the split model, plain and with micro-batches; and time against the split size.
-On CPU stand-ins both halves share the same cores, so there the split cannot be faster.
+Two pictures: one device against the split model, plain and with micro-batches; and time against the
+split size. On CPU stand-ins both halves share the same cores, so there the split cannot be faster.
 """
 
 from __future__ import annotations
@@ -94,14 +94,18 @@ def curve(measured: dict[int, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the two pictures")
     on_gpus = torch.cuda.device_count() > 1
     quick = argparse.BooleanOptionalAction
     parser.add_argument("--quick", action=quick, default=not on_gpus, help="few, small images")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    size, batch, count, repeats, classes = (32, 4, 1, 1, 10) if options.quick else (128, 120, 3, 10, 1000)
+    size, batch, count, repeats, classes = (
+        (32, 4, 1, 1, 10) if options.quick else (128, 120, 3, 10, 1000)
+    )
     split_sizes = [2, 4] if options.quick else [1, 3, 5, 8, 10, 12, 20, 40, 60]
 
     torch.manual_seed(0)
@@ -109,20 +113,26 @@ def main() -> None:
     batches = [(torch.randn(batch, 3, size, size), labels) for labels in rows]
     names = ["cuda:0", "cuda:1"] if on_gpus else ["cpu:0", "cpu:1"]
     whole = resnet50(classes).to(names[0])
-    single = times_s(lambda images: whole(images.to(names[0])), list(whole.parameters()), batches, repeats)
+    single = times_s(
+        lambda images: whole(images.to(names[0])), list(whole.parameters()), batches, repeats
+    )
 
-    # On stand-ins, logical_devices raises where tensors of two devices meet, as GPUs would; its checks take time too.
+    # On stand-ins, logical_devices raises where tensors of two devices meet, as GPUs would; its
+    # checks take time too.
     with nullcontext() if on_gpus else placer.testing.logical_devices(2):
         flow = split_model(names, classes)
         parameters = list(flow.parameters())
         split = times_s(flow, parameters, batches, repeats)
         by_size = {
-            images: times_s(lambda x, n=batch // images: flow(x, chunks=n), parameters, batches, repeats)
+            images: times_s(
+                lambda x, n=batch // images: flow(x, chunks=n), parameters, batches, repeats
+            )
             for images in split_sizes
         }
     best = min(by_size, key=lambda images: statistics.mean(by_size[images]))
     bars(
-        {"one device": single, "split": split, f"split, {best} a time": by_size[best]}, options.out / "one_or_split.png"
+        {"one device": single, "split": split, f"split, {best} a time": by_size[best]},
+        options.out / "one_or_split.png",
     )
     curve(by_size, options.out / "split_size.png")
     print(f"one device: {statistics.mean(single):.3f} s; split: {statistics.mean(split):.3f} s")

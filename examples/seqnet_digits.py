@@ -62,7 +62,9 @@ def main() -> None:
         flow.eval()
         with torch.no_grad():
             found = flow(test_images).cpu().argmax(dim=1)
-    print(f"accuracy on {len(test_labels)} images not learned from: {(found == test_labels).float().mean():.3f}")
+    print(
+        f"accuracy on {len(test_labels)} images not learned from: {(found == test_labels).float().mean():.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The toy model of PyTorch's model-parallel tutorial, split over two devices without a change to its source.
+"""The toy model of PyTorch's model-parallel tutorial, split over two devices without a change to
+its source.
 
 python examples/toy_model.py        on two GPUs, or without them on two CPU stand-ins
 """
@@ -27,7 +28,8 @@ def main() -> None:
     # On stand-ins, logical_devices raises where tensors of two devices meet, as GPUs would.
     with nullcontext() if two_gpus else placer.testing.logical_devices(2):
         flow = placer.DataFlow(model, device_ids=names)
-        flow.layer_gpus.update(net1=0, relu=0, net2=1)  # a map by hand; or placer.suggest(model, inputs)
+        # a map by hand; or placer.suggest(model, inputs)
+        flow.layer_gpus.update(net1=0, relu=0, net2=1)
         flow.update_flow()
         outputs = flow(inputs)
         print(f"placed by hand: {dict(flow.layer_gpus)}")

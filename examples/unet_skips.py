@@ -1,4 +1,5 @@
-"""Trains a U-Net whose skip connections run over all devices, and holds every step against the unsplit model.
+"""Trains a U-Net whose skip connections run over all devices, and holds every step against the
+unsplit model.
 
 python examples/unet_skips.py [--devices 4]        on GPUs, or without them on CPU stand-ins
 """
@@ -19,11 +20,15 @@ STEPS = 6
 
 
 def discs(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Noisy images of shape (count, 3, size, size) of a bright disc, and masks of shape (count, size, size)."""
+    """Noisy images of shape (count, 3, size, size) of a bright disc, and masks of shape (count,
+    size, size).
+    """
     row, column = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
     centres = torch.randint(size // 4, 3 * size // 4, (count, 2, 1, 1))
     masks = (row - centres[:, 0]) ** 2 + (column - centres[:, 1]) ** 2 < (size / 5) ** 2
-    images = masks.unsqueeze(1).float().expand(count, 3, size, size) + 0.3 * torch.randn(count, 3, size, size)
+    images = masks.unsqueeze(1).float().expand(count, 3, size, size) + 0.3 * torch.randn(
+        count, 3, size, size
+    )
     return images, masks.long()
 
 
@@ -56,14 +61,17 @@ def main() -> None:
     # On stand-ins, logical_devices raises where tensors of two devices meet, as GPUs would.
     with nullcontext() if on_gpus else placer.testing.logical_devices(count):
         flow = placer.DataFlow(model, device_ids=names)
-        # Down the devices and round again: inc and up4, which a skip connection joins, are devices apart.
+        # Down the devices and round again: inc and up4, which a skip connection joins, are devices
+        # apart.
         flow.layer_gpus.update({name: index % count for index, name in enumerate(flow.layer_gpus)})
         flow.update_flow()
         split = train(flow, images, masks)
 
     for step, (a, b) in enumerate(zip(unsplit, split, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
-    print(f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}")
+    print(
+        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 python examples/unet_stream.py [--devices 4] [--trace trace.json]        on GPUs, or without them on CPU stand-ins
 
-Open the trace at https://ui.perfetto.dev: measured and predicted are two processes, with a thread for each device.
+Open the trace at https://ui.perfetto.dev: measured and predicted are two processes, with a thread
+for each device.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def main() -> None:
     whole = copy.deepcopy(model)
 
     profile = placer.profile(model, next(images()), names, training=False, progress=False)
-    constraints = placer.Constraints(min_devices=options.devices)  # a model as small as this would stay on one
-    placement = placer.solve(placer.PlacementRequest(profile=profile, constraints=constraints, transfers="overlapped"))
+    # a model as small as this would stay on one
+    constraints = placer.Constraints(min_devices=options.devices)
+    placement = placer.solve(
+        placer.PlacementRequest(profile=profile, constraints=constraints, transfers="overlapped")
+    )
     flow = placer.DataFlow(model, device_ids=names, output_device="cpu")
     flow.update_flow(placement)
 
     difference = 0.0
-    for batch, masks in zip(images(), flow.stream(images()), strict=True):  # no drain between batches
+    # no drain between batches
+    for batch, masks in zip(images(), flow.stream(images()), strict=True):
         difference = max(difference, (masks - whole(batch)).abs().max().item())
     print(f"streamed {BATCHES} batches; largest difference of outputs: {difference:.3g}")
 

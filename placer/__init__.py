@@ -3,7 +3,8 @@
     profile  ->  solve  ->  serve  ->  apply
     (torch)      (OR-Tools)  (FastAPI)   (torch)
 
-All public names but the errors are resolved when first used, so importing placer imports neither torch nor OR-Tools.
+All public names but the errors are resolved when first used, so importing placer imports neither
+torch nor OR-Tools.
 """
 
 from __future__ import annotations
@@ -138,5 +139,7 @@ def _import(module: str) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            raise MissingExtraError("torch is not installed: pip install 'torch-placer[torch]'") from error
+            raise MissingExtraError(
+                "torch is not installed: pip install 'torch-placer[torch]'"
+            ) from error
         raise

@@ -39,7 +39,8 @@ with extra("torch"):
 
 STAND_INS = 4
 TOLERANCE = 1e-4
-"""Largest difference that counts as equal, as a share of the largest value compared: float32 sums in another order."""
+"""Largest difference that counts as equal, as a share of the largest value compared: float32 sums
+in another order."""
 
 START_TIMEOUT_S = 60.0
 
@@ -48,12 +49,9 @@ START_TIMEOUT_S = 60.0
 class Job:
     """A model and a batch to train it with.
 
-    Attributes:
-        title: for people.
-        make: the model.
-        images: shape of the batch, ``(N, 3, H, W)``.
-        labels: shape of the classes that are the target: ``(N,)``, or ``(N, H, W)`` for segmentation.
-        classes: how many there are.
+    Attributes: title: for people. make: the model. images: shape of the batch, ``(N, 3, H, W)``.
+        labels: shape of the classes that are the target: ``(N,)``, or ``(N, H, W)`` for
+        segmentation. classes: how many there are.
     """
 
     title: str
@@ -116,7 +114,11 @@ def run(quick: bool = False) -> bool:
     with _service(console) as url, Client(url) as client:
         console.print(f"service: {url}\n")
         agreed = [_show(job, names, client, console) for job in jobs(quick, cuda)]
-    console.print("every split model agrees with its unsplit copy" if all(agreed) else "[bold red]a model disagrees")
+    console.print(
+        "every split model agrees with its unsplit copy"
+        if all(agreed)
+        else "[bold red]a model disagrees"
+    )
     return all(agreed)
 
 
@@ -150,11 +152,17 @@ def _halved(measured: Profile, cluster: Cluster, client: Client, console: Consol
     alone = Constraints(max_devices=1)
     whole = client.place(PlacementRequest(profile=measured, cluster=cluster, constraints=alone))
     if not whole.devices:
-        raise PlacerError(f"the demo's model does not fit into this machine's memory: {whole.infeasible}")
+        raise PlacerError(
+            f"the demo's model does not fit into this machine's memory: {whole.infeasible}"
+        )
     needed = max(load.memory.total_bytes for load in whole.devices)
-    console.print(f"on one device it needs {bytes_text(needed)}; each stand-in may use half of that")
+    console.print(
+        f"on one device it needs {bytes_text(needed)}; each stand-in may use half of that"
+    )
     limit = {"memory_bytes": needed // 2, "reserve_bytes": 0}
-    return cluster.model_copy(update={"devices": tuple(d.model_copy(update=limit) for d in cluster.devices)})
+    return cluster.model_copy(
+        update={"devices": tuple(d.model_copy(update=limit) for d in cluster.devices)}
+    )
 
 
 def _unsplit_step(model: nn.Module, job: Job, device: str) -> Step:
@@ -164,9 +172,13 @@ def _unsplit_step(model: nn.Module, job: Job, device: str) -> Step:
 
 
 def _split_step(model: nn.Module, job: Job, placement: Placement, names: list[str]) -> Step:
-    """The same step under the placement; on stand-ins an operation across two devices raises, as on GPUs."""
+    """The same step under the placement; on stand-ins an operation across two devices raises, as on
+    GPUs.
+    """
     on_cpu = names[0].startswith("cpu")
-    logical: AbstractContextManager[object] = testing.logical_devices(len(names)) if on_cpu else nullcontext()
+    logical: AbstractContextManager[object] = (
+        testing.logical_devices(len(names)) if on_cpu else nullcontext()
+    )
     with logical:
         flow = DataFlow(model, device_ids=list(names))
         flow.update_flow(placement)
@@ -180,7 +192,11 @@ def _step(run: nn.Module, model: nn.Module, images: Tensor, labels: Tensor) -> S
     output: Tensor = run(images)
     loss: Tensor = functional.cross_entropy(output, labels.to(output.device))
     torch.autograd.backward(loss)
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     kept = {name: gradient.detach().cpu().clone() for name, gradient in gradients.items()}
     optimizer.step()
     return Step(output.detach().cpu(), kept)
@@ -191,7 +207,9 @@ def _compare(whole: Step, split: Step, console: Console) -> bool:
     agreed = split.gradients.keys() == whole.gradients.keys()
     pairs = {
         "outputs": [(whole.output, split.output)],
-        "gradients": [(whole.gradients[name], split.gradients[name]) for name in whole.gradients if agreed],
+        "gradients": [
+            (whole.gradients[name], split.gradients[name]) for name in whole.gradients if agreed
+        ],
     }
     for what, compared in pairs.items():
         difference = max((float((a - b).abs().max()) for a, b in compared), default=float("nan"))
@@ -199,7 +217,9 @@ def _compare(whole: Step, split: Step, console: Console) -> bool:
         equal = difference <= TOLERANCE * scale  # False for NaN
         agreed = agreed and equal
         verdict = "[green]agree" if equal else "[bold red]DISAGREE"
-        console.print(f"  largest difference of {what:9} {difference:.3g}, of values up to {scale:.3g}: {verdict}")
+        console.print(
+            f"  largest difference of {what:9} {difference:.3g}, of values up to {scale:.3g}: {verdict}"
+        )
     console.print()
     return agreed
 
@@ -212,7 +232,9 @@ def _service(console: Console) -> Iterator[str]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "placer", "serve", "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "--database", ":memory:"], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, "--database", ":memory:"], stdout=log, stderr=subprocess.STDOUT
+        )
         try:
             with console.status("starting the service"):
                 _wait_until_ready(f"http://127.0.0.1:{port}", process, log)

@@ -22,7 +22,14 @@ __all__ = ["Report", "examine"]
 
 _EXTRAS = {
     "torch": ("torch", "numpy"),
-    "server": ("fastapi", "uvicorn", "pydantic-settings", "prometheus-client", "sqlalchemy", "alembic"),
+    "server": (
+        "fastapi",
+        "uvicorn",
+        "pydantic-settings",
+        "prometheus-client",
+        "sqlalchemy",
+        "alembic",
+    ),
 }
 _USES = {"torch": "profile models and apply placements", "server": "serve placements"}
 _TIMEOUT_S = 5.0
@@ -87,7 +94,11 @@ def examine(server: str | None = None) -> Report:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.platform(), "placer": placer.__version__}
+    found = {
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "placer": placer.__version__,
+    }
     for name in ("torch", "ortools", "pydantic", "fastapi"):
         try:
             found[name] = version(name)
@@ -110,12 +121,17 @@ def _look_at_devices(report: Report) -> None:
         import torch
 
         from placer.profiler.links.cluster import measure_cluster
-    except (ImportError, OSError) as error:  # installed, but a library of it is missing or does not fit
-        report.problems.append(f"cannot {_USES['torch']}: torch is installed and cannot be imported: {error}")
+    except (ImportError, OSError) as error:
+        # installed, but a library of it is missing or does not fit
+        report.problems.append(
+            f"cannot {_USES['torch']}: torch is installed and cannot be imported: {error}"
+        )
         return
     report.versions["CUDA"] = str(torch.version.cuda or "none: this torch was built for CPUs")
     if not torch.cuda.is_available():
-        report.notes.append("torch sees no GPU; CPU stand-ins cpu:0, cpu:1, ... try placements without one")
+        report.notes.append(
+            "torch sees no GPU; CPU stand-ins cpu:0, cpu:1, ... try placements without one"
+        )
     try:
         report.cluster = measure_cluster(progress=False)
     except (PlacerError, RuntimeError) as error:
@@ -139,7 +155,9 @@ def _ask(report: Report, server: str) -> None:
         answer = httpx.get(f"{server.rstrip('/')}/readyz", timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         report.server = f"{server}: not reached"
-        report.problems.append(f"{server} cannot be reached: {error}; is `placer serve` running there?")
+        report.problems.append(
+            f"{server} cannot be reached: {error}; is `placer serve` running there?"
+        )
         return
     report.server = f"{server}: {'ready' if answer.is_success else f'answers {answer.status_code}'}"
     if not answer.is_success:

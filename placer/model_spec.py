@@ -37,14 +37,16 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
         spec: ``package.module:name``; modules in the working directory are found too.
         arguments: ``key=value`` for the callable; a value is read as JSON, else it is a string.
 
-    Raises:
-        InputError: there is no such name, it fails with these arguments, or it makes no ``torch.nn.Module``.
+    Raises: InputError: there is no such name, it fails with these arguments, or it makes no
+        ``torch.nn.Module``.
     """
     maker = _find(spec, "model")
     if isinstance(maker, nn.Module) and not arguments:
         return maker
     if not callable(maker):
-        raise InputError(f"{spec!r} is {kind_of(maker)}; name a callable that makes a torch.nn.Module")
+        raise InputError(
+            f"{spec!r} is {kind_of(maker)}; name a callable that makes a torch.nn.Module"
+        )
     keywords = dict(_argument(text) for text in arguments)
     try:
         model = maker(**keywords)
@@ -80,7 +82,9 @@ def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]
     Raises:
         InputError: one is not of that form, or some have a name and some have none.
     """
-    named = {text.partition("=")[0]: _tensor(text.partition("=")[2]) for text in texts if "=" in text}
+    named = {
+        text.partition("=")[0]: _tensor(text.partition("=")[2]) for text in texts if "=" in text
+    }
     if not named:
         return tuple(_tensor(text) for text in texts)
     if len(named) < len(texts):
@@ -91,10 +95,20 @@ def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]
 def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise InputError(f"{spec!r} names no {kind}; write package.module:callable, as in placer.zoo.resnet:resnet50")
+        raise InputError(
+            f"{spec!r} names no {kind}; write package.module:callable, as in placer.zoo.resnet:resnet50"
+        )
     if module_name.endswith(".py") or "/" in module_name or os.sep in module_name:
-        path = module_name.removesuffix(".py").removeprefix("./").replace(os.sep, "/").strip("/").replace("/", ".")
-        raise InputError(f"{module_name!r} is a path; write the module as it is imported from here: {path}:{name}")
+        path = (
+            module_name.removesuffix(".py")
+            .removeprefix("./")
+            .replace(os.sep, "/")
+            .strip("/")
+            .replace("/", ".")
+        )
+        raise InputError(
+            f"{module_name!r} is a path; write the module as it is imported from here: {path}:{name}"
+        )
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -104,7 +118,8 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
             found = getattr(found, part)
     except AttributeError as error:
         hint = nearest(name, (known for known in dir(found) if not known.startswith("_")))
-        hint = hint if "did you mean" in hint else ""  # else the names that the module imports come first
+        # else the names that the module imports come first
+        hint = hint if "did you mean" in hint else ""
         raise InputError(f"there is no {name!r} in module {module_name!r}{hint}") from error
     return found
 
@@ -142,15 +157,23 @@ def _tensor(text: str) -> Tensor:
     except ValueError:
         shape = []
     if shape and min(shape) > 0 and not isinstance(dtype, torch.dtype):
-        raise InputError(f"input {text!r}: no dtype of torch is {type_name!r}; give float32, bfloat16, int64, ...")
+        raise InputError(
+            f"input {text!r}: no dtype of torch is {type_name!r}; give float32, bfloat16, int64, ..."
+        )
     if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
-        raise InputError(f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64")
+        raise InputError(
+            f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64"
+        )
     try:
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, dtype=dtype)
         return torch.zeros(shape, dtype=dtype)
     except NotImplementedError as error:
-        raise InputError(f"input {text!r}: torch draws no {type_name}; give float32, bfloat16, int64, ...") from error
+        raise InputError(
+            f"input {text!r}: torch draws no {type_name}; give float32, bfloat16, int64, ..."
+        ) from error
     except (RuntimeError, TypeError) as error:
         size = bytes_text(math.prod(shape) * dtype.itemsize)
-        raise InputError(f"input {text!r} takes {size}, which is not here; give a smaller micro-batch") from error
+        raise InputError(
+            f"input {text!r} takes {size}, which is not here; give a smaller micro-batch"
+        ) from error

@@ -1,4 +1,6 @@
-"""The memory of optimizers, found by running their real steps on small tensors: state, and temporaries of a step."""
+"""The memory of optimizers, found by running their real steps on small tensors: state, and
+temporaries of a step.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,38 @@ from placer.devices.allocator.storage_watch import StorageLog
 from placer.errors import InputError, ProfilingError
 
 OptimizerLike = (
-    str | type[Optimizer] | Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
+    str
+    | type[Optimizer]
+    | Optimizer
+    | Sequence[Optimizer]
+    | Callable[[list[nn.Parameter]], Optimizer]
+    | None
 )
-"""A name of a class in ``torch.optim``, a class, one or several optimizers, or a function that makes one from a list of
-parameters."""
+"""A name of a class in ``torch.optim``, a class, one or several optimizers, or a function that
+makes one from a list of parameters."""
 
-_SMALL, _LARGE = 2, 3  # sizes at which a dimension is tried; the state of any size in between or beyond follows
-_FEW, _TRIED = 4, 4096  # parameters, and elements of each, with which temporaries are counted
+# sizes at which a dimension is tried; the state of any size in between or beyond follows
+_SMALL, _LARGE = 2, 3
+# parameters, and elements of each, with which temporaries are counted
+_FEW, _TRIED = 4, 4096
 _ONE_BY_ONE = (torch.optim.Adafactor,)
-"""Optimizers that step parameters one by one on a GPU too, unless ``foreach=True``: they exist to save memory."""
+"""Optimizers that step parameters one by one on a GPU too, unless ``foreach=True``: they exist to
+save memory."""
 
-_MAX_DIMENSIONS = 5  # 2 ** 5 trial steps; further dimensions are folded into the first
+# 2 ** 5 trial steps; further dimensions are folded into the first
+_MAX_DIMENSIONS = 5
 
 
 class OptimizerState:
     """The bytes of optimizer state by parameter, and the optimizer's step.
 
-    Args:
-        optimizer: one, or a list of those that step the model together. Of a list, each steps the parameters that it
-            holds, and no other parameter is stepped. A single one counts for all parameters of the model.
+    Args: optimizer: one, or a list of those that step the model together. Of a list, each steps the
+        parameters that it
+            holds, and no other parameter is stepped. A single one counts for all parameters of the
+            model.
 
-    Attributes:
-        name: of the optimizer's class, or of each in a list, joined by ``+``; None without an optimizer.
+    Attributes: name: of the optimizer's class, or of each in a list, joined by ``+``; None without
+        an optimizer.
     """
 
     def __init__(self, optimizer: OptimizerLike) -> None:
@@ -49,7 +61,8 @@ class OptimizerState:
         self.name = "+".join(part.name for part in self._parts if part.name is not None) or None
 
     def bytes(self, parameter: Tensor) -> int:
-        """The bytes of state that the optimizers keep for this parameter; 0 where it needs no gradient.
+        """The bytes of state that the optimizers keep for this parameter; 0 where it needs no
+        gradient.
 
         Raises:
             ProfilingError: an optimizer's step failed.
@@ -80,23 +93,26 @@ class OptimizerState:
     def step_share(self, parameters: Sequence[Tensor], device: torch.device | None = None) -> float:
         """What a step on a GPU makes and frees again, in bytes per byte of the parameters.
 
-        There torch's optimizers step all parameters of a device together, unless their options say otherwise, and hold
-        temporaries as large as all of them. The share is found as the state is: by a real step, on small tensors.
-        Optimizers of a list step one after another, so the largest temporaries count.
+        There torch's optimizers step all parameters of a device together, unless their options say
+        otherwise, and hold temporaries as large as all of them. The share is found as the state is:
+        by a real step, on small tensors. Optimizers of a list step one after another, so the
+        largest temporaries count.
 
-        Args:
-            parameters: the trained ones.
-            device: a GPU, on which the step runs as it is, so that torch itself chooses whether parameters are stepped
-                together. If None, the step runs on the host in the way in which it would run on a GPU.
+        Args: parameters: the trained ones. device: a GPU, on which the step runs as it is, so that
+            torch itself chooses whether parameters are stepped
+                together. If None, the step runs on the host in the way in which it would run on a
+                GPU.
 
-        Returns:
-            0 where parameters are stepped one by one, or in place by one kernel, or where the step fails.
+        Returns: 0 where parameters are stepped one by one, or in place by one kernel, or where the
+            step fails.
         """
         total = sum(map(tensor_bytes, parameters))
         shares = [0.0]
         for part in self._parts:
             own = [parameter for parameter in parameters if part in self._parts_of(parameter)]
-            shares.append(part.step_share(own, device) * sum(map(tensor_bytes, own)) / max(total, 1))
+            shares.append(
+                part.step_share(own, device) * sum(map(tensor_bytes, own)) / max(total, 1)
+            )
         return max(shares)
 
     def _parts_of(self, parameter: Tensor) -> list[_OneOptimizer]:
@@ -106,8 +122,9 @@ class OptimizerState:
 class _OneOptimizer:
     """The state and the step of one optimizer.
 
-    State is what every tensor in ``optimizer.state[parameter]`` holds after one step. Its size is taken to be linear in
-    each dimension of the parameter, which covers element-wise state (Adam), factored state (Adafactor) and constants.
+    State is what every tensor in ``optimizer.state[parameter]`` holds after one step. Its size is
+    taken to be linear in each dimension of the parameter, which covers element-wise state (Adam),
+    factored state (Adafactor) and constants.
 
     Attributes:
         name: of the optimizer's class; None without an optimizer.
@@ -151,23 +168,36 @@ class _OneOptimizer:
         for parameter in parameters:
             options = self._options.get(id(parameter), {})
             kinds[parameter.dtype, repr(sorted(options.items()))] = options
-        return max((self._share(dtype, options, device) for (dtype, _), options in kinds.items()), default=0.0)
+        return max(
+            (self._share(dtype, options, device) for (dtype, _), options in kinds.items()),
+            default=0.0,
+        )
 
-    def _share(self, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device | None) -> float:
+    def _share(
+        self, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device | None
+    ) -> float:
         if self.name is None:
             return 0.0
         try:
-            few, many = (self._temporaries(count, dtype, options, device) for count in (_FEW, 2 * _FEW))
+            few, many = (
+                self._temporaries(count, dtype, options, device) for count in (_FEW, 2 * _FEW)
+            )
         except Exception:  # whatever the user's optimizer may raise
             return 0.0
         return (many - few) / (_FEW * _TRIED * dtype.itemsize)
 
     def _temporaries(
-        self, count: int, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device | None
+        self,
+        count: int,
+        dtype: torch.dtype,
+        options: Mapping[str, Any],
+        device: torch.device | None,
     ) -> int:
         """The most bytes beside state that a step on a number of small parameters makes."""
         place = torch.device("cpu") if device is None else device
-        parameters = [nn.Parameter(torch.full((_TRIED,), 0.5, device=place).to(dtype)) for _ in range(count)]
+        parameters = [
+            nn.Parameter(torch.full((_TRIED,), 0.5, device=place).to(dtype)) for _ in range(count)
+        ]
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 0.25, requires_grad=False)
         fused = device is None and bool(options.get("fused"))
@@ -187,7 +217,9 @@ class _OneOptimizer:
         return log.peak_bytes()
 
     def _at(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
-        """The bytes at any shape: exact at the corners of a small box, and on the plane through them elsewhere."""
+        """The bytes at any shape: exact at the corners of a small box, and on the plane through
+        them elsewhere.
+        """
         corners = [(size,) if size <= _LARGE else (_SMALL, _LARGE) for size in shape]
         total = 0
         for corner in itertools.product(*corners):
@@ -207,12 +239,14 @@ class _OneOptimizer:
     def _step(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
         dense = torch.full(shape, 0.25).to(dtype)
         failure: Exception | None = None
-        for gradient in (dense, dense.to_sparse(1) if shape else dense):  # SparseAdam takes sparse ones alone
+        # SparseAdam takes sparse ones alone
+        for gradient in (dense, dense.to_sparse(1) if shape else dense):
             parameter = nn.Parameter(torch.full(shape, 0.5).to(dtype))
             parameter.grad = gradient
             try:
                 with torch.enable_grad():
-                    # On the host a fused or captured step is refused by some versions; its state is of the same size.
+                    # On the host a fused or captured step is refused by some versions; its state is
+                    # of the same size.
                     on_host = {name: False for name in ("fused", "capturable") if options.get(name)}
                     optimizer = self._make([parameter], **{**options, **on_host})
                     optimizer.step(lambda: 0.0)
@@ -247,7 +281,9 @@ def _listed(optimizer: OptimizerLike) -> list[Any]:
 def _factory(
     optimizer: OptimizerLike,
 ) -> tuple[str | None, dict[int, dict[str, Any]], Callable[..., Optimizer]]:
-    """The optimizer's name, the options of each parameter by ``id``, and what makes one from a list of parameters."""
+    """The optimizer's name, the options of each parameter by ``id``, and what makes one from a list
+    of parameters.
+    """
     if optimizer is None:
         return None, {}, torch.optim.SGD
     if isinstance(optimizer, str):
@@ -262,7 +298,9 @@ def _factory(
     elif callable(optimizer):
         inner = optimizer.func if isinstance(optimizer, partial) else optimizer
         return getattr(inner, "__name__", type(inner).__name__), {}, optimizer
-    raise InputError(f"optimizer={optimizer!r}: give a name from torch.optim, an Optimizer, what makes one, or None")
+    raise InputError(
+        f"optimizer={optimizer!r}: give a name from torch.optim, an Optimizer, what makes one, or None"
+    )
 
 
 def _by_name(name: str) -> type[Optimizer]:
@@ -273,12 +311,16 @@ def _by_name(name: str) -> type[Optimizer]:
     }
     if name.lower() not in known:
         names = ", ".join(sorted(known.keys() - {"lbfgs"}))
-        raise InputError(f"there is no optimizer {name!r} in torch.optim; give one of {names}, or None")
+        raise InputError(
+            f"there is no optimizer {name!r} in torch.optim; give one of {names}, or None"
+        )
     return known[name.lower()]
 
 
 def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
-    """The class, with those of its options that its ``__init__`` takes, and a learning rate where it must have one."""
+    """The class, with those of its options that its ``__init__`` takes, and a learning rate where
+    it must have one.
+    """
     takes = inspect.signature(kind).parameters
     lr = takes.get("lr")
 
@@ -291,10 +333,14 @@ def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _options(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """The options of each parameter that the optimizer holds, as its group has them; those of the rest are defaults."""
+    """The options of each parameter that the optimizer holds, as its group has them; those of the
+    rest are defaults.
+    """
     options: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        of_group = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        of_group = {
+            name: value for name, value in group.items() if name not in ("params", "param_names")
+        }
         options.update((id(parameter), of_group) for parameter in group["params"])
     return options
 

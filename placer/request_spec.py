@@ -55,12 +55,16 @@ def limited(cluster: Cluster, limits: list[str]) -> Cluster:
 
 
 def blank_profiles(
-    training: bool, layers: Iterable[str] = (), devices: Iterable[str] = (), sizes: Iterable[int] = (1,)
+    training: bool,
+    layers: Iterable[str] = (),
+    devices: Iterable[str] = (),
+    sizes: Iterable[int] = (1,),
 ) -> list[Profile]:
-    """Profiles as they will be measured, as far as that is known before: to see whether a request can be made of them.
+    """Profiles as they will be measured, as far as that is known before: to see whether a request
+    can be made of them.
 
-    What is wrong whatever is measured is told so before minutes of measuring. The layers, which are not known, are
-    those that are asked about, and so many more that every device can have one.
+    What is wrong whatever is measured is told so before minutes of measuring. The layers, which are
+    not known, are those that are asked about, and so many more that every device can have one.
 
     Args:
         training: whether they are of a training step.
@@ -72,10 +76,16 @@ def blank_profiles(
     measured = dict.fromkeys([*layers, *(f"layer {number}" for number, _ in enumerate(names))])
     cluster = Cluster(
         devices=tuple(Device(name=name, type="any", memory_bytes=1) for name in names),
-        links=tuple(Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]),
+        links=tuple(
+            Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]
+        ),
     )
-    rows = tuple(Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0}) for name in measured)
-    return [Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes]
+    rows = tuple(
+        Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0}) for name in measured
+    )
+    return [
+        Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes
+    ]
 
 
 def _device(cluster: Cluster, name: str) -> str:
@@ -101,16 +111,13 @@ def rules(
 ) -> Constraints:
     """What the placement must respect.
 
-    Args:
-        cluster: whose devices are named.
-        pins: ``LAYER=DEVICE`` each: the layer must be there.
-        forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for every layer.
-        max_devices: use at most so many.
-        contiguous: as in ``Constraints``.
-        min_devices: use at least so many.
-        max_layers: no device holds more layers.
-        recompute: whether devices may run forwards once more where memory would not do otherwise.
-        recompute_on: ``DEVICE=never``, ``DEVICE=auto`` or ``DEVICE=always`` each: whether that device does.
+    Args: cluster: whose devices are named. pins: ``LAYER=DEVICE`` each: the layer must be there.
+        forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for
+        every layer. max_devices: use at most so many. contiguous: as in ``Constraints``.
+        min_devices: use at least so many. max_layers: no device holds more layers. recompute:
+        whether devices may run forwards once more where memory would not do otherwise.
+        recompute_on: ``DEVICE=never``, ``DEVICE=auto`` or ``DEVICE=always`` each: whether that
+        device does.
 
     Raises:
         InputError: one is not of that form, or there is no such device.
@@ -121,7 +128,9 @@ def rules(
     pinned: dict[str, str] = {}
     for layer, device in (_pair(cluster, text) for text in pins):
         if pinned.setdefault(layer, device) != device:
-            raise InputError(f"layer {layer!r} is pinned to {pinned[layer]} and to {device}; pin it to one")
+            raise InputError(
+                f"layer {layer!r} is pinned to {pinned[layer]} and to {device}; pin it to one"
+            )
     return Constraints(
         pinned=pinned,
         forbidden=banned,
@@ -133,7 +142,9 @@ def rules(
     )
 
 
-def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) -> Recompute | dict[str, Recompute]:
+def _recompute(
+    cluster: Cluster, others: Recompute, by_device: Sequence[str]
+) -> Recompute | dict[str, Recompute]:
     """One word for all devices, or a word for each that is named and one for the others."""
     if not by_device:
         return others
@@ -142,7 +153,9 @@ def _recompute(cluster: Cluster, others: Recompute, by_device: Sequence[str]) ->
         device, _, asked = text.rpartition("=")
         word = next((word for word in WORDS if word == asked), None)
         if word is None or not device:
-            raise InputError(f"{text!r} is no device and one of {', '.join(WORDS)}; write cuda:1=always")
+            raise InputError(
+                f"{text!r} is no device and one of {', '.join(WORDS)}; write cuda:1=always"
+            )
         words[_device(cluster, device)] = word
     return words
 
@@ -164,7 +177,9 @@ def layer_of(text: str) -> str:
 def _split(text: str) -> tuple[str, str]:
     layer, equals, device = text.rpartition("=")
     if not equals or not layer:
-        raise InputError(f"{text!r} names no layer and device; write LAYER=DEVICE, as in layer4=cuda:1")
+        raise InputError(
+            f"{text!r} names no layer and device; write LAYER=DEVICE, as in layer4=cuda:1"
+        )
     return layer, device
 
 
@@ -187,8 +202,8 @@ def request_for(
 ) -> PlacementRequest:
     """The request; its fields are those of ``PlacementRequest``.
 
-    Where the schedule is None it is chosen under objective ``step``, else 1F1B. Where ``steps`` is None training steps
-    are in a row, under objective ``step``; else they are alone.
+    Where the schedule is None it is chosen under objective ``step``, else 1F1B. Where ``steps`` is
+    None training steps are in a row, under objective ``step``; else they are alone.
 
     Raises:
         InputError: a word is not known, or the parts contradict each other.

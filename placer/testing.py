@@ -5,10 +5,11 @@
         loss = criterion(flow(x), target.to("cpu:0"))
         loss.backward()                  # raises MixedDevicesError where a transfer was forgotten, in both directions
 
-Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it is on; an
-operation on tensors of two devices raises, as on GPUs; a copy to a device puts its result there; a tensor that was
-made without naming a stand-in is on the host, ``cpu``. As on GPUs, a number (a host tensor without dimensions) mixes
-with everything, and a host tensor may index one on a device.
+Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it
+is on; an operation on tensors of two devices raises, as on GPUs; a copy to a device puts its result
+there; a tensor that was made without naming a stand-in is on the host, ``cpu``. As on GPUs, a
+number (a host tensor without dimensions) mixes with everything, and a host tensor may index one on
+a device.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
 _ANYWHERE = -2
-"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device as a bare ``cpu``,
-so it joins what it meets."""
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_"}
+"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device
+as a bare ``cpu``, so it joins what it meets."""
+_INDEXING = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_unsafe_index",
+    "aten::_index_put_impl_",
+}
 _BETWEEN_DEVICES = {
     "aten::copy_",
     "aten::_to_copy",
@@ -48,7 +55,19 @@ _BETWEEN_DEVICES = {
 }
 _LENGTHS = {"aten::_pack_padded_sequence": 1, "aten::_pack_padded_sequence_backward": 2}
 """Which argument of these is on the host, on GPUs too."""
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
 _PURGE_EVERY = 4096
 
 
@@ -88,13 +107,16 @@ class _Tags:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
         self.answers = _CopiesAndQueries(self)
-        self.alone: int | None = None  # the stand-in that is the current one, if a layer runs
-        self.inside_operation = False  # whether what is dispatched now is a part of an operation on tensors
+        # the stand-in that is the current one, if a layer runs
+        self.alone: int | None = None
+        # whether what is dispatched now is a part of an operation on tensors
+        self.inside_operation = False
 
     def get(self, tensor: Tensor) -> int:
         try:
             known = self._of.get(_storages(tensor)[-1]._cdata)
-        except (IndexError, NotImplementedError, RuntimeError, ValueError):  # no storage: functional, fake, empty
+        except (IndexError, NotImplementedError, RuntimeError, ValueError):
+            # no storage: functional, fake, empty
             return _HOST
         return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
@@ -140,30 +162,43 @@ class _Tags:
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
     def answering(self) -> AbstractContextManager[Any]:
-        """In it the mode is in force that answers where tensors are; ``Tensor.backward`` is called without it."""
+        """In it the mode is in force that answers where tensors are; ``Tensor.backward`` is called
+        without it.
+        """
         is_here = self.answers in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         return nullcontext() if is_here else self.answers
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages of all plain tensors that a tensor consists of; inside ``torch.func``, those of what it wraps."""
+    """The storages of all plain tensors that a tensor consists of; inside ``torch.func``, those of
+    what it wraps.
+    """
     return [part.untyped_storage() for part in devices.own_parts(devices.unwrapped(tensor))]
 
 
 def _tensors(nest: Any) -> list[Tensor]:
-    """The tensors among the leaves of a nest; of what operations are given, in a fraction of ``tree_leaves``'s time."""
+    """The tensors among the leaves of a nest; of what operations are given, in a fraction of
+    ``tree_leaves``'s time.
+    """
     if isinstance(nest, Tensor):
         return [nest]
     kind = type(nest)
     if kind is tuple or kind is list:
         return [tensor for item in nest if type(item) not in _PLAIN for tensor in _tensors(item)]
     if kind is dict:
-        return [tensor for item in nest.values() if type(item) not in _PLAIN for tensor in _tensors(item)]
+        return [
+            tensor
+            for item in nest.values()
+            if type(item) not in _PLAIN
+            for tensor in _tensors(item)
+        ]
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 class _Leaves(devices.Onlooker):
-    """Sees to it that a gradient lands where its parameter is; no operation meets the two before the optimizer does."""
+    """Sees to it that a gradient lands where its parameter is; no operation meets the two before
+    the optimizer does.
+    """
 
     def __init__(self, tags: _Tags) -> None:
         self._tags = tags
@@ -182,13 +217,16 @@ class _Leaves(devices.Onlooker):
 
     def __call__(self, leaf: Tensor) -> None:
         """Raise if a gradient is not where its parameter is."""
-        gradient = leaf.grad  # None where another who looks on took it, to add it to others in one operation
+        # None where another who looks on took it, to add it to others in one operation
+        gradient = leaf.grad
         if gradient is not None and not gradient.is_sparse:
             self._tags.expect(gradient, self._tags.device(leaf))
 
 
 class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation, those of autograd among them: inputs on one device, results where the inputs are."""
+    """Every operation, those of autograd among them: inputs on one device, results where the inputs
+    are.
+    """
 
     supports_higher_order_operators = True
 
@@ -203,7 +241,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             return func(*args, **kwargs)
         self._leaves.watch(_tensors((args, kwargs)))
         if any(map(devices.dispatches, types)):
-            return NotImplemented  # the class takes the operation apart; this mode checks what it does inside
+            # the class takes the operation apart; this mode checks what it does inside
+            return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._nested(func, args, kwargs)
         name = func._schema.name
@@ -269,22 +308,28 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         return _HOST if on_host is not None else place
 
     def _check_each(self, name: str, args: Any) -> None:
-        lists = [item for item in args if isinstance(item, (list, tuple)) and item and isinstance(item[0], Tensor)]
+        lists = [
+            item
+            for item in args
+            if isinstance(item, (list, tuple)) and item and isinstance(item[0], Tensor)
+        ]
         for together in zip(*lists, strict=False):
             self._one(name, together)
 
     def _spread(self, args: Any, result: Any) -> None:
-        sources = next((item for item in args if isinstance(item, (list, tuple))), ())  # powers: behind the number
+        # powers: behind the number
+        sources = next((item for item in args if isinstance(item, (list, tuple))), ())
         if isinstance(result, (list, tuple)):
             for source, made in zip(sources, result, strict=False):
                 if isinstance(made, Tensor) and isinstance(source, Tensor):
                     self._tag(made, self._tags.get(source))
 
     def _land(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A copy lands on the stand-in that it names; without one (a change of dtype, say) it stays with its source.
+        """A copy lands on the stand-in that it names; without one (a change of dtype, say) it stays
+        with its source.
 
-        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also what autograd names
-        when it casts a gradient back.
+        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also
+        what autograd names when it casts a gradient back.
         """
         target = kwargs.get("device")
         place = self._tags.get(args[0]) if target is None or target.index is None else target.index
@@ -301,7 +346,9 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 class _CopiesAndQueries(TorchFunctionMode):
-    """``tensor.device`` answers with the stand-in; ``tensor.to`` and ``tensor.cpu`` copy, and gradients come back."""
+    """``tensor.device`` answers with the stand-in; ``tensor.to`` and ``tensor.cpu`` copy, and
+    gradients come back.
+    """
 
     def __init__(self, tags: _Tags) -> None:
         super().__init__()
@@ -327,7 +374,9 @@ class _CopiesAndQueries(TorchFunctionMode):
             self._tags.inside_operation = outer
 
     def _from_numbers(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What ``torch.tensor`` makes; it copies to the device that it is given without an operation to be seen."""
+        """What ``torch.tensor`` makes; it copies to the device that it is given without an
+        operation to be seen.
+        """
         made = torch.tensor(*args, **kwargs)
         if kwargs.get("device") is not None:
             self._tags.land(made, torch.device(kwargs["device"]))
@@ -350,7 +399,9 @@ class _CopiesAndQueries(TorchFunctionMode):
         return moved.to(dtype=dtype or moved.dtype, **options)
 
 
-def _mixed(name: str, one: Tensor, other: Tensor, place: int, other_place: int) -> MixedDevicesError:
+def _mixed(
+    name: str, one: Tensor, other: Tensor, place: int, other_place: int
+) -> MixedDevicesError:
     first, second = (_name(place), tuple(one.shape)), (_name(other_place), tuple(other.shape))
     return MixedDevicesError(
         f"{name} met tensors on two devices, {first[0]} {first[1]} and {second[0]} {second[1]}; "

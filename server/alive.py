@@ -1,7 +1,9 @@
-"""Whether the service of this container lives: ``python -m placer_server.alive``, the health check of the image.
+"""Whether the service of this container lives: ``python -m placer_server.alive``, the health check
+of the image.
 
-A health check is given the environment of the container, but not the options of its command, such as ``--port``. So a
-service writes down where it listens, in a file for temporary files, and the check asks there.
+A health check is given the environment of the container, but not the options of its command, such
+as ``--port``. So a service writes down where it listens, in a file for temporary files, and the
+check asks there.
 
 The check imports nothing of the service, since it is run every few seconds; and asks no proxy.
 """
@@ -40,10 +42,11 @@ class Address(NamedTuple):
 
 
 def is_alive(environment: Mapping[str, str]) -> bool:
-    """Whether ``/healthz`` answers where the service listens; by TLS where that is on, whoever signed the certificate.
+    """Whether ``/healthz`` answers where the service listens; by TLS where that is on, whoever
+    signed the certificate.
 
-    Args:
-        environment: the service's. It is asked where it wrote down that it listens; if it could not, at PLACER_HOST and
+    Args: environment: the service's. It is asked where it wrote down that it listens; if it could
+        not, at PLACER_HOST and
             PLACER_PORT.
     """
     host, port, tls = _written_down(environment) or Address(
@@ -54,7 +57,9 @@ def is_alive(environment: Mapping[str, str]) -> bool:
     at = EVERYWHERE.get(host, host), port
     if tls:
         unverified = ssl._create_unverified_context()
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(*at, timeout=TIMEOUT_S, context=unverified)
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            *at, timeout=TIMEOUT_S, context=unverified
+        )
     else:
         connection = http.client.HTTPConnection(*at, timeout=TIMEOUT_S)
     try:
@@ -97,7 +102,9 @@ def written_down(address: Address, environment: Mapping[str, str]) -> Iterator[N
 
 
 def _written_down(environment: Mapping[str, str]) -> Address | None:
-    """Where the newest of the services listens that were started in such an environment; None if none wrote it down."""
+    """Where the newest of the services listens that were started in such an environment; None if
+    none wrote it down.
+    """
     found = [
         (file.stat().st_mtime, Address(*record["address"]))
         for file, record in _records()
@@ -124,7 +131,9 @@ def _user() -> int:
 
 
 def _marks(environment: Mapping[str, str]) -> list[str]:
-    """Return what tells the services of one user apart: the environments in which they were started."""
+    """Return what tells the services of one user apart: the environments in which they were
+    started.
+    """
     return [environment.get("PLACER_HOST", ""), environment.get("PLACER_PORT", "")]
 
 

@@ -51,23 +51,25 @@ SMALL_SOLVE_BYTES = 64 * 2**20
 
 MOST_STREAMS = 512
 THREADS = 32
-"""For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there are few cores."""
+"""For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there
+are few cores."""
 
 
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
     """The service as an ASGI application.
 
-    Args:
-        settings: how it behaves; from the environment if None.
-        solver: what solves a request, ``solver(request, *, progress=None, stop=None) -> Placement``; it is called in a
+    Args: settings: how it behaves; from the environment if None. solver: what solves a request,
+        ``solver(request, *, progress=None, stop=None) -> Placement``; it is called in a
             process of its own, so it must be importable by name from there.
 
-    Raises:
-        InputError: the solver is defined in the main script, where no other process can import it from; or the service
+    Raises: InputError: the solver is defined in the main script, where no other process can import
+        it from; or the service
             would be reached from elsewhere without keys.
     """
     if getattr(solver, "__module__", None) == "__main__":
-        raise InputError(f"solver {solver!r} is defined in the main script; move it to a module that can be imported")
+        raise InputError(
+            f"solver {solver!r} is defined in the main script; move it to a module that can be imported"
+        )
     app = FastAPI(
         title="Placer",
         version=placer.__version__,
@@ -75,7 +77,8 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the redirect would go to whatever host the client names
+        # the redirect would go to whatever host the client names
+        redirect_slashes=False,
     )
     app.state.settings = settings or Settings()
     app.state.solver = solver
@@ -83,14 +86,16 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     include_routes(app)
     app.add_middleware(Heads)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
-    app.add_middleware(Measured, metrics=app.state.metrics)  # the outermost: it sees what the guard refuses
+    # the outermost: it sees what the guard refuses
+    app.add_middleware(Measured, metrics=app.state.metrics)
     handle_errors(app)
     describe(app)
     return app
 
 
 def run(settings: Settings | None = None, *, solver: Solver = default_solver) -> None:
-    """Serve until SIGTERM or SIGINT; then every solve ends with its best, and those who wait get it.
+    """Serve until SIGTERM or SIGINT; then every solve ends with its best, and those who wait get
+    it.
 
     Args:
         settings: how it behaves; from the environment if None.
@@ -105,7 +110,9 @@ def run(settings: Settings | None = None, *, solver: Solver = default_solver) ->
 
 
 @contextmanager
-def background(settings: Settings | None = None, *, solver: Solver = default_solver) -> Iterator[str]:
+def background(
+    settings: Settings | None = None, *, solver: Solver = default_solver
+) -> Iterator[str]:
     """Serve in a thread of this process for as long as the context is open.
 
     Args:
@@ -126,7 +133,9 @@ def background(settings: Settings | None = None, *, solver: Solver = default_sol
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="placer"))
+    asyncio.get_running_loop().set_default_executor(
+        ThreadPoolExecutor(THREADS, thread_name_prefix="placer")
+    )
     owner = secrets.token_hex(8)
     store = await asyncio.to_thread(_open_store, app, settings, owner)
     peers = _peers(settings, store, owner)
@@ -146,7 +155,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.service = service
     jobs.resume()
     warming = asyncio.create_task(_warm_up(service))
-    upkeep_tasks = [asyncio.create_task(mend_forever(store)), asyncio.create_task(watch_gpus(app.state.metrics))]
+    upkeep_tasks = [
+        asyncio.create_task(mend_forever(store)),
+        asyncio.create_task(watch_gpus(app.state.metrics)),
+    ]
     if store.database.shared:
         upkeep_tasks.append(asyncio.create_task(service.profiling.resume()))
     if settings.register_url:
@@ -175,22 +187,19 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
         return Store(settings.database, settings.keep, owner, settings.cache_bytes)
     except StoreError as error:
-        app.state.not_started = (
-            f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"
-        )
+        app.state.not_started = f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"
         raise
     except PlacerError as error:
         app.state.not_started = str(error)
         raise
     except OSError as error:
-        app.state.not_started = (
-            f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
-        )
+        app.state.not_started = f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
         raise
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back, and a small solve would.
+    """Run a worker that does nothing; the service is ready when it came back, and a small solve
+    would.
 
     Readiness needs no key, so what the system says of a failure is in the log alone.
     """

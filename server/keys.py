@@ -4,8 +4,8 @@
     ci          read,solve   9f86d081884c7d659a2feaa0c55ad015...    5
     dashboard   read         60303ae22b998861bce3b28f33eec1be...
 
-``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. Keys have 256 random bits, so a plain hash
-gives nothing away.
+``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. Keys have 256 random bits,
+so a plain hash gives nothing away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from placer.errors import InputError
 
-if TYPE_CHECKING:  # so that a key can be made where nothing is installed that a service needs
+# so that a key can be made where nothing is installed that a service needs
+if TYPE_CHECKING:
     from .settings import Settings
 
 SCOPES = ("read", "solve", "metrics")
@@ -95,8 +96,8 @@ class Key:
 class Keys:
     """The keys of a service; none on a loopback address alone.
 
-    Raises:
-        InputError: the file cannot be used, or there is none and others than this machine can reach the service.
+    Raises: InputError: the file cannot be used, or there is none and others than this machine can
+        reach the service.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -140,7 +141,9 @@ def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
         InputError: the name or a scope cannot be used.
     """
     if not _NAME.fullmatch(name):
-        raise InputError(f"{name!r} is no name of a key: write 1 to 64 letters, digits, '.', '_' and '-'")
+        raise InputError(
+            f"{name!r} is no name of a key: write 1 to 64 letters, digits, '.', '_' and '-'"
+        )
     if unknown := [scope for scope in scopes.split(",") if scope not in SCOPES]:
         raise InputError(f"{unknown[0]!r} is no scope; write some of {','.join(SCOPES)}")
     key = PREFIX + secrets.token_urlsafe(32)
@@ -159,7 +162,9 @@ def _read(settings: Settings) -> list[Key]:
         if (text := line.partition("#")[0].strip())
     ]
     if not keys:
-        raise InputError(f"PLACER_KEYS_FILE {path!r} has no keys; 'python -m placer_server.keys NAME' makes one")
+        raise InputError(
+            f"PLACER_KEYS_FILE {path!r} has no keys; 'python -m placer_server.keys NAME' makes one"
+        )
     return keys
 
 
@@ -168,7 +173,9 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
     name, scopes, digest, rate, *rest = [*line.split(), "", "", ""][: max(4, len(line.split()))]
     given = frozenset(scopes.split(","))
     if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest) or rest:
-        raise InputError(f"{where} is no key: write NAME SCOPES SHA256 [RATE], as 'python -m placer_server.keys' does")
+        raise InputError(
+            f"{where} is no key: write NAME SCOPES SHA256 [RATE], as 'python -m placer_server.keys' does"
+        )
     if not given <= set(SCOPES):
         raise InputError(f"{where}: the scopes of {name!r} are not all of {', '.join(SCOPES)}")
     try:
@@ -181,7 +188,9 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
 
 
 def main(arguments: list[str]) -> int:
-    """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit code."""
+    """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit
+    code.
+    """
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0

@@ -57,7 +57,10 @@ class Problem(Exception):
 
     def content(self) -> bytes:
         """The problem as JSON of at most 4 KB."""
-        faults = [{"pointer": clip(fault["pointer"]), "detail": clip(fault["detail"])} for fault in self.faults]
+        faults = [
+            {"pointer": clip(fault["pointer"]), "detail": clip(fault["detail"])}
+            for fault in self.faults
+        ]
         faults = faults[:MAX_FAULTS]
         detail = clip(self.detail, 3 * MAX_TEXT)
         while len(text := self._encode(detail, faults)) > MAX_BYTES:
@@ -93,11 +96,19 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     """The problem of a body that is no ``model``: 400 where it is no JSON, else 422."""
     count = error.error_count()
     if count > MANY_FAULTS:
-        return _invalid(f"the body has {count} faults; the first thing to mend is its shape: see /openapi.json", [])
+        return _invalid(
+            f"the body has {count} faults; the first thing to mend is its shape: see /openapi.json",
+            [],
+        )
     only = error.errors(include_url=False, include_context=False)[0] if count == 1 else None
     if only is not None and only["type"] == "json_invalid":
         detail = only["msg"].removeprefix("Invalid JSON: ")
-        return Problem(400, "malformed-json", "The body is not JSON", f"the body cannot be read as JSON: {detail}")
+        return Problem(
+            400,
+            "malformed-json",
+            "The body is not JSON",
+            f"the body cannot be read as JSON: {detail}",
+        )
     if model is PlacementRequest and _is_a_profile(error):
         detail = 'this is a profile; a request has it for a field: {"profile": ...}, and more fields beside, if wanted'
         return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
@@ -110,7 +121,10 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
 
 def _is_a_profile(error: ValidationError) -> bool:
     """Whether what was sent as a request has no profile, but is one."""
-    found = {(fault["type"], fault["loc"]) for fault in error.errors(include_url=False, include_input=False)}
+    found = {
+        (fault["type"], fault["loc"])
+        for fault in error.errors(include_url=False, include_input=False)
+    }
     return {("missing", ("profile",)), ("extra_forbidden", ("layers",))} <= found
 
 
@@ -119,5 +133,9 @@ def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
 
 
 def _pointer(fault: FieldFault) -> str:
-    """The place as a JSON pointer (RFC 6901), in which "~" and "/" of names are written "~0" and "~1"."""
-    return "#" + "".join(f"/{clip(str(part), 80).replace('~', '~0').replace('/', '~1')}" for part in fault.place)
+    """The place as a JSON pointer (RFC 6901), in which "~" and "/" of names are written "~0" and
+    "~1".
+    """
+    return "#" + "".join(
+        f"/{clip(str(part), 80).replace('~', '~0').replace('/', '~1')}" for part in fault.place
+    )

@@ -1,4 +1,6 @@
-"""Runs the application under uvicorn, in the main thread or beside it, and stops it without losing an answer."""
+"""Runs the application under uvicorn, in the main thread or beside it, and stops it without losing
+an answer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ log = logging.getLogger("placer_server")
 
 
 class Server(uvicorn.Server):
-    """Ends the solves as soon as it is told to stop, so that those who wait for them get the best so far."""
+    """Ends the solves as soon as it is told to stop, so that those who wait for them get the best
+    so far.
+    """
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
         self._app = app
@@ -60,7 +64,8 @@ class Server(uvicorn.Server):
         uvicorn_log.addFilter(self._is_news)
         try:
             await super().serve(sockets)
-        except SystemExit:  # how uvicorn leaves when the application does not start; ``not_started`` says why
+        except SystemExit:
+            # how uvicorn leaves when the application does not start; ``not_started`` says why
             pass
         finally:
             uvicorn_log.removeFilter(self._is_news)
@@ -74,7 +79,8 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called on SIGTERM and SIGINT; a second Ctrl-C does not wait for what was begun.
 
-        uvicorn would raise the signal again at the end; a service that was asked to stop, and did, ends with 0.
+        uvicorn would raise the signal again at the end; a service that was asked to stop, and did,
+        ends with 0.
         """
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
@@ -90,7 +96,9 @@ class Server(uvicorn.Server):
 
     def _is_news(self, record: logging.LogRecord) -> bool:
         """Not the traces of a start that failed for a known reason: pages of them would hide it."""
-        return not (hasattr(self._app.state, "not_started") and record.getMessage().startswith("Traceback"))
+        return not (
+            hasattr(self._app.state, "not_started") and record.getMessage().startswith("Traceback")
+        )
 
     def not_started(self) -> ServerError:
         """Why it did not start."""
@@ -136,14 +144,19 @@ def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None
         try:
             stack.enter_context(alive.written_down(alive.Address(host, port, tls), os.environ))
         except OSError as error:
-            log.info("the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s", error)
+            log.info(
+                "the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s",
+                error,
+            )
         yield
 
 
 def _collect_seldom() -> None:
-    """What is imported stays; looking through it for garbage at every other request takes a quarter of its time.
+    """What is imported stays; looking through it for garbage at every other request takes a quarter
+    of its time.
 
-    A request makes some ten thousand objects, but nearly all go by themselves, without a cycle to be found.
+    A request makes some ten thousand objects, but nearly all go by themselves, without a cycle to
+    be found.
     """
     gc.collect()
     gc.freeze()
@@ -162,7 +175,9 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
     """
     server = Server(app, settings)
     with _listener(settings) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), name="placer-server", daemon=True)
+        thread = threading.Thread(
+            target=server.run, args=([listener],), name="placer-server", daemon=True
+        )
         thread.start()
         try:
             while not server.started and thread.is_alive():
@@ -176,7 +191,8 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
 
 
 def _listener(settings: Settings) -> socket.socket:
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each answer waits 40 ms.
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each
+    # answer waits 40 ms.
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

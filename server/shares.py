@@ -1,4 +1,6 @@
-"""How much of what is bounded one client may hold; else one could take all of it, and the others none."""
+"""How much of what is bounded one client may hold; else one could take all of it, and the others
+none.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Shares:
         if self._held.total() >= self._places:
             self._refuse(f"{self._held.total()} {self._what}, which is all that this service takes")
         if self._held[client] >= self._each:
-            self._refuse(f"{self._held[client]} {self._what} for you, which is all that one client may have")
+            self._refuse(
+                f"{self._held[client]} {self._what} for you, which is all that one client may have"
+            )
         self._held[client] += 1
 
     def give_back(self, client: str) -> None:
@@ -56,4 +60,10 @@ class Shares:
 
     def _refuse(self, why: str) -> None:
         detail = f"{why}; try again in {self._retry_s} s"
-        raise Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(self._retry_s)})
+        raise Problem(
+            429,
+            "queue-full",
+            "The queue is full",
+            detail,
+            headers={"Retry-After": str(self._retry_s)},
+        )

@@ -15,7 +15,8 @@ import pytest
 
 os.environ["PLACER_CACHE"] = "off"  # for the processes that tests start, too
 forks.share()
-hypothesis.settings.register_profile("placer", deadline=None)  # a busy machine is no fault
+# a busy machine is no fault
+hypothesis.settings.register_profile("placer", deadline=None)
 hypothesis.settings.load_profile("placer")
 
 _TESTS = itertools.count()
@@ -32,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Put aside what was imported since: Python would search all that torch consists of for cycles again and again."""
+    """Put aside what was imported since: Python would search all that torch consists of for cycles
+    again and again."""
     if next(_TESTS) % 50 == 0:
         gc.collect()
         gc.freeze()

@@ -1,12 +1,13 @@
-"""Runs the GPU tests and records the result; or tells whether the record speaks for the present code.
+"""Runs the GPU tests and records the result; or tells whether the record speaks for the present
+code.
 
     python tests/gpu.py [--quick] [--workers N] [FOLDER ...]     run, and write tests/gpu-record.json
     python tests/gpu.py --check                                  compare the record with the code, without torch
 
-A run goes through the test folders one after another and records each as soon as it has ended, so that a run which is
-killed loses one folder; naming folders splits a run into several. Tests with the marker ``alone`` measure time or a
-device's whole memory: they run one by one. The others of a folder run in several processes at the same time.
-"""
+A run goes through the test folders one after another and records each as soon as it has ended, so
+that a run which is killed loses one folder; naming folders splits a run into several. Tests with
+the marker ``alone`` measure time or a device's whole memory: they run one by one. The others of a
+folder run in several processes at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ import gpu_record  # noqa: E402
 from module_hashes import Sources  # noqa: E402
 
 PROCESSORS_PER_WORKER, MOST_WORKERS = 4, 8
-"""A test process captures and compares on the CPU while another one uses the GPUs; each holds 0.5 GB of every GPU."""
+"""A test process captures and compares on the CPU while another one uses the GPUs; each holds 0.5
+GB of every GPU."""
 
 _FACTS = """
 import json, platform, torch
@@ -61,24 +63,46 @@ class Outcome:
 def main() -> int:
     """Run or check; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python tests/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python tests/gpu.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="test folders, with those in them; all if omitted")
-    parser.add_argument("--quick", action="store_true", help="run the tests with the marker quick: every path once")
-    parser.add_argument("--check", action="store_true", help="run nothing; exit with 1 where the record is outdated")
-    parser.add_argument("--workers", type=int, default=_workers(), help="processes at the same time (%(default)s here)")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help="test folders, with those in them; all if omitted",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run the tests with the marker quick: every path once"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run nothing; exit with 1 where the record is outdated"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=_workers(),
+        help="processes at the same time (%(default)s here)",
+    )
     asked = parser.parse_args()
     sources = Sources(ROOT)
     if asked.check:
         return check(sources)
-    return run(sources, _chosen(sources, asked.folders, asked.quick, parser), asked.quick, asked.workers)
+    return run(
+        sources, _chosen(sources, asked.folders, asked.quick, parser), asked.quick, asked.workers
+    )
 
 
 def check(sources: Sources) -> int:
     """Print what is outdated; 1 if anything is."""
     lines = gpu_record.outdated(gpu_record.read(sources.root), sources)
     if lines:
-        print(*lines, "Run these tests again on two or more GPUs: make gpu, for some FOLDERS='...'", sep="\n")
+        print(
+            *lines,
+            "Run these tests again on two or more GPUs: make gpu, for some FOLDERS='...'",
+            sep="\n",
+        )
     return int(bool(lines))
 
 
@@ -105,14 +129,21 @@ def run(sources: Sources, files: dict[str, list[Path]], quick: bool, workers: in
         gpu_record.add(sources.root, folder, entry)
         failures |= outcome.failures
         rows.append((folder, entry))
-        print(f"{folder}: {outcome.passed} passed, {outcome.failed} failed in {entry['seconds']} s", flush=True)
+        print(
+            f"{folder}: {outcome.passed} passed, {outcome.failed} failed in {entry['seconds']} s",
+            flush=True,
+        )
     print()
     for name, why in failures.items():
         print(f"FAILED {name}: {why}")
-    print(f"{facts['gpu_count']} x {facts['gpus'][0]}, torch {facts['torch']}, CUDA {facts['cuda']}")
+    print(
+        f"{facts['gpu_count']} x {facts['gpus'][0]}, torch {facts['torch']}, CUDA {facts['cuda']}"
+    )
     print(f"{'folder':40} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}")
     for folder, entry in rows:
-        print(f"{folder:40} {entry['passed']:7} {entry['failed']:7} {entry['skipped']:7} {entry['seconds']:8}")
+        print(
+            f"{folder:40} {entry['passed']:7} {entry['failed']:7} {entry['skipped']:7} {entry['seconds']:8}"
+        )
     return int(bool(failures))
 
 
@@ -124,7 +155,9 @@ def _chosen(
     wanted = [Path(os.path.relpath(Path(folder).resolve(), ROOT)) for folder in folders]
     for name, path in zip(folders, wanted, strict=True):
         if not any(Path(folder).is_relative_to(path) for folder in known):
-            parser.error(f"{name!r} has no {'quick ' * quick}GPU tests; folders that have some: {', '.join(known)}")
+            parser.error(
+                f"{name!r} has no {'quick ' * quick}GPU tests; folders that have some: {', '.join(known)}"
+            )
     return {
         folder: tests
         for folder, tests in known.items()
@@ -138,7 +171,9 @@ def _workers() -> int:
 
 def _facts() -> dict[str, Any]:
     """The GPUs and versions, asked in a process of its own: this one is to hold no memory of GPUs."""
-    answer = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False
+    )
     if answer.returncode:
         raise SystemExit(f"torch cannot tell its GPUs:\n{answer.stderr}")
     facts: dict[str, Any] = json.loads(answer.stdout)
@@ -149,13 +184,24 @@ def _pytest(root: Path, tests: Sequence[Path], marked: str, workers: int, outcom
     """Run the tests with these markers in a process of its own, and add up what became of them."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-P", "-m", "pytest", "--import-mode=importlib", "-q", "-m", marked]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "--import-mode=importlib",
+            "-q",
+            "-m",
+            marked,
+        ]
         command += ["-p", "no:cacheprovider", "-p", "no:schemathesis", f"--junitxml={report}"]
         if workers > 1:
             command += ["-n", str(workers), "--dist", "loadgroup"]
         threads = str(max(1, (os.cpu_count() or 1) // workers // 2))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
-        status = subprocess.run([*command, *map(str, tests)], cwd=root, env=environment, check=False).returncode
+        status = subprocess.run(
+            [*command, *map(str, tests)], cwd=root, env=environment, check=False
+        ).returncode
         if report.exists():
             _count(report, outcome)
     # 1: tests failed, which are counted. 5: no test has these markers.

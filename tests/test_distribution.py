@@ -27,7 +27,12 @@ def tracked() -> list[str]:
     """Return the files of the repository."""
     try:
         listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+            ["git", "ls-files", "-z"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs a git checkout to know which files belong to the project")
@@ -39,7 +44,11 @@ def built(hook: str, source: Path, target: Path) -> Path:
     code = f"import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
     target.mkdir()
     result = subprocess.run(
-        [sys.executable, "-c", code, str(target)], cwd=source, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code, str(target)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr
     (made,) = target.iterdir()
@@ -71,20 +80,32 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sdist_holds_the_files_of_the_repository_and_no_others(sdist: Path) -> None:
-    # The sdist had no tests, benchmarks, docs, Makefile or constraints, so its own tests could not run.
+    # The sdist had no tests, benchmarks, docs, Makefile or constraints, so its own tests could not
+    # run.
     with tarfile.open(sdist) as archive:
-        files = {str(PurePosixPath(*PurePosixPath(member.name).parts[1:])) for member in archive if member.isfile()}
+        files = {
+            str(PurePosixPath(*PurePosixPath(member.name).parts[1:]))
+            for member in archive
+            if member.isfile()
+        }
     generated = {
-        name for name in files if name in ("PKG-INFO", "setup.cfg") or name.startswith("torch_placer.egg-info/")
+        name
+        for name in files
+        if name in ("PKG-INFO", "setup.cfg") or name.startswith("torch_placer.egg-info/")
     }
     assert files - generated == set(tracked())
-    # Without its metadata, this folder hides the version of the installed package where Python starts in the sdist.
+    # Without its metadata, this folder hides the version of the installed package where Python
+    # starts in the sdist.
     assert "torch_placer.egg-info/PKG-INFO" in generated
 
 
 def test_the_sdist_keeps_the_scripts_executable(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
-        executable = {member.name.partition("/")[2] for member in archive if member.isfile() and member.mode & 0o100}
+        executable = {
+            member.name.partition("/")[2]
+            for member in archive
+            if member.isfile() and member.mode & 0o100
+        }
     assert executable == {name for name in tracked() if (ROOT / name).stat().st_mode & 0o100}
 
 
@@ -93,7 +114,9 @@ def test_the_wheel_holds_the_packages_and_no_others(wheel: Path) -> None:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {"placer": "placer", "server": "placer_server", "client": "placer_client"}
     expected = {
-        sources[folder] + name[len(folder) :] for name in tracked() if (folder := name.partition("/")[0]) in sources
+        sources[folder] + name[len(folder) :]
+        for name in tracked()
+        if (folder := name.partition("/")[0]) in sources
     }
     assert files == expected
 
@@ -108,6 +131,10 @@ def test_the_wheel_names_its_author_license_and_supported_versions(wheel: Path) 
     assert metadata.get_all("License-File") == ["LICENSE"]
     matrix = workflow(WORKFLOWS / "tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"]
     prefix = "Programming Language :: Python :: 3."
-    versions = [text.removeprefix(prefix) for text in metadata.get_all("Classifier", []) if text.startswith(prefix)]
+    versions = [
+        text.removeprefix(prefix)
+        for text in metadata.get_all("Classifier", [])
+        if text.startswith(prefix)
+    ]
     assert [f"3.{minor}" for minor in versions] == matrix
     assert project()["requires-python"] == f">={matrix[0]}"

@@ -1,4 +1,5 @@
-"""The record of GPU tests: hashes that follow behaviour alone, what a folder covers, and what runs and checks write."""
+"""The record of GPU tests: hashes that follow behaviour alone, what a folder covers, and what runs
+and checks write."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def digest(tmp_path: Path) -> Any:
 
 SAME = {
     "comments": ("x = 1", "# why\nx = 1  # here"),
-    "docstrings": ("def f():\n    return 1", '"""A module."""\ndef f():\n    """A function."""\n    return 1'),
+    "docstrings": (
+        "def f():\n    return 1",
+        '"""A module."""\ndef f():\n    """A function."""\n    return 1',
+    ),
     "a docstring alone": ('class A(B):\n    """Text."""', "class A(B):\n    pass"),
     "descriptions of attributes": ("x = 1", 'x = 1\n"""So many."""'),
     "quotes": ("x = 'a'", 'x = "a"'),
@@ -50,7 +54,9 @@ SAME = {
 
 
 @pytest.mark.parametrize(("one", "other"), SAME.values(), ids=SAME)
-def test_formatting_comments_and_docstrings_leave_a_hash_as_it_is(digest: Any, one: str, other: str) -> None:
+def test_formatting_comments_and_docstrings_leave_a_hash_as_it_is(
+    digest: Any, one: str, other: str
+) -> None:
     assert digest(one) == digest(other)
 
 
@@ -95,8 +101,12 @@ def test_a_change_of_behaviour_changes_a_hash(digest: Any, one: str, other: str)
     assert digest(one) != digest(other)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "placer" / "devices").glob("*.py")), ids=lambda path: path.name)
-def test_a_module_that_is_written_anew_from_its_syntax_tree_has_the_same_hash(digest: Any, path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "placer" / "devices").glob("*.py")), ids=lambda path: path.name
+)
+def test_a_module_that_is_written_anew_from_its_syntax_tree_has_the_same_hash(
+    digest: Any, path: Path
+) -> None:
     assert digest(ast.unparse(ast.parse(path.read_text()))) == digest(path.read_text())
 
 
@@ -115,8 +125,13 @@ class _Changed(ast.NodeTransformer):
 
 def test_every_number_of_a_module_counts(digest: Any) -> None:
     source = (ROOT / "placer" / "devices" / "lasting.py").read_text()
-    count = sum(isinstance(n, ast.Constant) and type(n.value) in (int, float) for n in ast.walk(ast.parse(source)))
-    changed = {digest(ast.unparse(_Changed(place).visit(ast.parse(source)))) for place in range(count)}
+    count = sum(
+        isinstance(n, ast.Constant) and type(n.value) in (int, float)
+        for n in ast.walk(ast.parse(source))
+    )
+    changed = {
+        digest(ast.unparse(_Changed(place).visit(ast.parse(source)))) for place in range(count)
+    }
     assert count > 5 and len(changed) == count and digest(source) not in changed
 
 
@@ -162,7 +177,9 @@ items = [*a, *{b: c for b in d if e if f}, {**g, "h": i}, {j for j in k}, a[*b]]
 
 def test_a_hash_is_the_same_on_every_version_of_python(digest: Any) -> None:
     """Fixed here, as the versions that run this test compare themselves with it."""
-    assert digest(EVERY_SYNTAX) == "b27ddeb78d51c7ddef73687f08916d914633c269b854716d153aafb7caee462d"
+    assert (
+        digest(EVERY_SYNTAX) == "b27ddeb78d51c7ddef73687f08916d914633c269b854716d153aafb7caee462d"
+    )
 
 
 def _other_pythons() -> dict[str, str]:
@@ -172,8 +189,14 @@ def _other_pythons() -> dict[str, str]:
     for minor in range(11, 20):
         name = f"python3.{minor}"
         for path in [shutil.which(name), *pyenv.glob(f"3.{minor}.*/bin/{name}")]:
-            # The first one may be a shim of pyenv for a version that is not selected here, which fails.
-            if path and not subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode:
+            # The first one may be a shim of pyenv for a version that is not selected here, which
+            # fails.
+            if (
+                path
+                and not subprocess.run(
+                    [path, "-c", ""], capture_output=True, check=False
+                ).returncode
+            ):
                 found[name] = str(path)
     found.pop(f"python3.{sys.version_info.minor}", None)
     return found
@@ -231,7 +254,8 @@ def __getattr__(name): ...
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with a package that resolves its names when they are used, and one whose folder has another name."""
+    """A project with a package that resolves its names when they are used, and one whose folder has
+    another name."""
     for name, text in FILES.items():
         path = tmp_path / "project" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +268,10 @@ def covered(project: Path, folder: str) -> set[str]:
 
 
 def test_folders_with_gpu_tests_are_found_by_the_marker_in_code_alone(project: Path) -> None:
-    found = {folder: [path.name for path in paths] for folder, paths in Sources(project).gpu_tests.items()}
+    found = {
+        folder: [path.name for path in paths]
+        for folder, paths in Sources(project).gpu_tests.items()
+    }
     assert found == {
         "tests/helped": ["test_helped.py"],
         "tests/server": ["test_run.py"],
@@ -253,7 +280,9 @@ def test_folders_with_gpu_tests_are_found_by_the_marker_in_code_alone(project: P
     }
 
 
-def test_a_folder_covers_what_its_gpu_tests_import_also_where_a_package_resolves_a_name_late(project: Path) -> None:
+def test_a_folder_covers_what_its_gpu_tests_import_also_where_a_package_resolves_a_name_late(
+    project: Path,
+) -> None:
     """Not the module that the package needs for annotations, nor what a test without a GPU imports."""
     files = {
         "tests/shop/test_lazy.py",
@@ -266,8 +295,15 @@ def test_a_folder_covers_what_its_gpu_tests_import_also_where_a_package_resolves
 
 
 def test_a_folder_covers_the_subpackage_of_its_path(project: Path) -> None:
-    inside = {"shop/__init__.py", *(f"shop/deep/{name}.py" for name in ("__init__", "late", "unused"))}
-    assert covered(project, "tests/shop/deep") == {"tests/shop/deep/test_deep.py", "shop/base.py", *inside}
+    inside = {
+        "shop/__init__.py",
+        *(f"shop/deep/{name}.py" for name in ("__init__", "late", "unused")),
+    }
+    assert covered(project, "tests/shop/deep") == {
+        "tests/shop/deep/test_deep.py",
+        "shop/base.py",
+        *inside,
+    }
 
 
 def test_a_folder_covers_modules_that_its_tests_name_in_strings(project: Path) -> None:
@@ -277,7 +313,11 @@ def test_a_folder_covers_modules_that_its_tests_name_in_strings(project: Path) -
 
 def test_a_folder_of_no_package_covers_all_of_them_and_its_helpers(project: Path) -> None:
     packages = {name for name in FILES if name.startswith(("shop/", "server/"))}
-    assert covered(project, "tests/helped") == {"tests/helped/test_helped.py", "tests/helpers/helper.py", *packages}
+    assert covered(project, "tests/helped") == {
+        "tests/helped/test_helped.py",
+        "tests/helpers/helper.py",
+        *packages,
+    }
 
 
 def test_a_use_of_a_packages_name_is_an_import_of_it(project: Path) -> None:
@@ -292,7 +332,11 @@ def test_a_change_in_the_executor_concerns_its_own_folders_and_not_that_of_devic
     sources = Sources(ROOT)
     executor = ROOT / "placer" / "executor" / "dataflow.py"
     concerned = {folder for folder in sources.gpu_tests if executor in sources.covered(folder)}
-    assert {"tests/placer/executor", "tests/placer/executor/training", "tests/end_to_end"} <= concerned
+    assert {
+        "tests/placer/executor",
+        "tests/placer/executor/training",
+        "tests/end_to_end",
+    } <= concerned
     assert not {"tests/placer/devices", "tests/placer/capture"} & concerned
 
 
@@ -314,9 +358,13 @@ def outdated(project: Path) -> list[str]:
     return gpu_record.outdated(gpu_record.read(project), Sources(project))
 
 
-def test_a_record_of_the_present_code_has_no_faults(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_the_present_code_has_no_faults(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert outdated(recorded) == []
-    monkeypatch.setattr(Sources, "hash_of", lambda *_: pytest.fail("files were parsed, and none has changed"))
+    monkeypatch.setattr(
+        Sources, "hash_of", lambda *_: pytest.fail("files were parsed, and none has changed")
+    )
     assert outdated(recorded) == []
 
 
@@ -330,7 +378,9 @@ def test_a_comment_leaves_a_record_valid_and_a_change_does_not(recorded: Path) -
 
 
 def test_a_gpu_test_that_was_never_run_makes_a_record_outdated(recorded: Path) -> None:
-    (recorded / "tests" / "shop" / "test_new.py").write_text("import pytest\npytestmark = pytest.mark.gpu")
+    (recorded / "tests" / "shop" / "test_new.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu"
+    )
     assert outdated(recorded) == ["tests/shop: the full run on 2 GPUs belongs to other code"]
 
 
@@ -339,12 +389,20 @@ def test_a_gpu_test_that_was_never_run_makes_a_record_outdated(recorded: Path) -
     [
         ({"failed": 1}, ["tests/shop: the full run on 2 GPUs has 1 failure"]),
         ({"failed": 2, "gpu_count": 4}, ["tests/shop: the full run on 4 GPUs has 2 failures"]),
-        ({"hash": "of old", "gpu_count": 4}, ["tests/shop: the full run on 4 GPUs belongs to other code"]),
-        ({"hash": "of old", "run": "quick"}, ["tests/shop: the quick run on 2 GPUs belongs to other code"]),
+        (
+            {"hash": "of old", "gpu_count": 4},
+            ["tests/shop: the full run on 4 GPUs belongs to other code"],
+        ),
+        (
+            {"hash": "of old", "run": "quick"},
+            ["tests/shop: the quick run on 2 GPUs belongs to other code"],
+        ),
         ({"run": "quick"}, []),
     ],
 )
-def test_every_run_of_a_record_counts(recorded: Path, changes: dict[str, Any], said: list[str]) -> None:
+def test_every_run_of_a_record_counts(
+    recorded: Path, changes: dict[str, Any], said: list[str]
+) -> None:
     gpu_record.add(recorded, "tests/shop", entry(Sources(recorded), "tests/shop", **changes))
     assert outdated(recorded) == said
 
@@ -365,9 +423,17 @@ def test_a_folder_that_is_gone_is_named(recorded: Path) -> None:
 
 def test_runs_of_both_kinds_and_of_every_number_of_gpus_stand_side_by_side(recorded: Path) -> None:
     sources = Sources(recorded)
-    for changes in ({"run": "quick"}, {"gpu_count": 4}, {"run": "quick", "gpu_count": 4}, {"passed": 3}):
+    for changes in (
+        {"run": "quick"},
+        {"gpu_count": 4},
+        {"run": "quick", "gpu_count": 4},
+        {"passed": 3},
+    ):
         gpu_record.add(recorded, "tests/shop", entry(sources, "tests/shop", **changes))
-    kept = [(item["run"], item["gpu_count"], item.get("passed")) for item in gpu_record.read(recorded)["tests/shop"]]
+    kept = [
+        (item["run"], item["gpu_count"], item.get("passed"))
+        for item in gpu_record.read(recorded)["tests/shop"]
+    ]
     assert kept == [("full", 2, 3), ("full", 4, None), ("quick", 2, None), ("quick", 4, None)]
 
 
@@ -382,7 +448,8 @@ def test_a_full_run_takes_the_place_of_a_quick_one_of_other_code(recorded: Path)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program that runs and checks, on a machine with two pretended GPUs."""
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that runs this test
+    # of the process that runs this test
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     program = importlib.import_module("gpu")
     facts = {"gpu_count": 2, "gpus": ["H100", "H100"], "python": "3", "torch": "2", "cuda": "13"}
     monkeypatch.setattr(program, "_facts", lambda: facts)
@@ -412,9 +479,16 @@ def test_a_run_counts_what_became_of_the_tests_and_names_the_failures(
     assert gpu.run(sources, {"tests/shop": sources.gpu_tests["tests/shop"]}, False, 2) == 1
     (found,) = gpu_record.read(project)["tests/shop"]
     assert (found["passed"], found["failed"], found["skipped"], found["gpu_count"]) == (2, 2, 1, 2)
-    assert found["hash"] == sources.hash_of("tests/shop") and found["seconds"] > 0 and found["torch"] == "2"
+    assert (
+        found["hash"] == sources.hash_of("tests/shop")
+        and found["seconds"] > 0
+        and found["torch"] == "2"
+    )
     said = capfd.readouterr().out
-    assert "test_fails: AssertionError: one is not two" in said and "test_errs: failed on setup" in said
+    assert (
+        "test_fails: AssertionError: one is not two" in said
+        and "test_errs: failed on setup" in said
+    )
     assert said.splitlines()[-1].split()[:4] == ["tests/shop", "2", "2", "1"]
 
 
@@ -422,9 +496,10 @@ def test_a_quick_run_selects_its_tests_and_has_an_entry_of_its_own(project: Path
     (project / "tests" / "shop" / "test_lazy.py").write_text(OUTCOMES)
     sources = Sources(project)
     assert gpu.run(sources, sources.tests_with("quick"), True, 1) == 0
-    assert {folder: [item["run"] for item in found] for folder, found in gpu_record.read(project).items()} == {
-        "tests/shop": ["quick"]
-    }
+    assert {
+        folder: [item["run"] for item in found]
+        for folder, found in gpu_record.read(project).items()
+    } == {"tests/shop": ["quick"]}
     assert gpu_record.read(project)["tests/shop"][0]["passed"] == 1
 
 
@@ -437,7 +512,9 @@ def test_a_process_that_crashes_is_a_failure(project: Path, gpu: Any) -> None:
     assert gpu_record.read(project)["tests/shop"][0]["failed"] == 1
 
 
-def test_without_a_gpu_nothing_is_run_or_recorded(project: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_run_or_recorded(
+    project: Path, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "_facts", lambda: {"gpu_count": 0, "gpus": []})
     sources = Sources(project)
     assert gpu.run(sources, sources.gpu_tests, False, 1) == 2
@@ -466,4 +543,7 @@ def test_a_folder_without_gpu_tests_is_refused_by_name() -> None:
     command = [sys.executable, str(ROOT / "tests" / "gpu.py"), "tests/client"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 2
-    assert "'tests/client' has no GPU tests; folders that have some: tests/benchmarks, " in answer.stderr
+    assert (
+        "'tests/client' has no GPU tests; folders that have some: tests/benchmarks, "
+        in answer.stderr
+    )

@@ -1,7 +1,8 @@
-"""Where an optional package is not installed, whoever begins something that needs it is told what to install.
+"""Where an optional package is not installed, whoever begins something that needs it is told what
+to install.
 
-Each program runs without the packages of an extra: an import of one fails as if it had never been installed.
-"""
+Each program runs without the packages of an extra: an import of one fails as if it had never been
+installed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-MODULES = {"nvidia-ml-py": "pynvml", "prometheus-client": "prometheus_client", "pydantic-settings": "pydantic_settings"}
+MODULES = {
+    "nvidia-ml-py": "pynvml",
+    "prometheus-client": "prometheus_client",
+    "pydantic-settings": "pydantic_settings",
+}
 
 WITHOUT = """
 import importlib.abc, runpy, sys
@@ -34,7 +39,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A program where nothing of an extra is installed, nor what that installs; with what the base installs."""
+    """A program where nothing of an extra is installed, nor what that installs; with what the base
+    installs."""
     missing = names(EXTRAS[extra]) - names(BASE) | ({"starlette"} if extra == "server" else set())
     command = [sys.executable, "-P", "-c", WITHOUT.format(missing=missing) + code]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -66,7 +72,10 @@ def test_without_torch_the_error_names_the_extra(entry: str, tmp_path: Path) -> 
     # placer.zoo, and what else was not had by way of the package, ended in a ModuleNotFoundError.
     result = run_without("torch", entry, tmp_path)
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[torch]'" in last
+    assert (
+        last.startswith("placer.errors.MissingExtraError: ")
+        and "pip install 'torch-placer[torch]'" in last
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,10 @@ def test_without_torch_the_error_names_the_extra(entry: str, tmp_path: Path) -> 
 def test_without_the_servers_packages_the_error_names_the_extra(entry: str, tmp_path: Path) -> None:
     result = run_without("server", entry, tmp_path)
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[server]'" in last
+    assert (
+        last.startswith("placer.errors.MissingExtraError: ")
+        and "pip install 'torch-placer[server]'" in last
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,12 +104,25 @@ def test_without_the_servers_packages_the_error_names_the_extra(entry: str, tmp_
         ("torch", ["profile", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
         ("torch", ["suggest", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
         ("torch", ["measure", "placer.zoo:resnet18", "placement.json", "--input", "1x3x8x8"]),
-        ("torch", ["refine", "placer.zoo:resnet18", "placement.json", "--input", "1x3x8x8", "--profile", "p.json"]),
+        (
+            "torch",
+            [
+                "refine",
+                "placer.zoo:resnet18",
+                "placement.json",
+                "--input",
+                "1x3x8x8",
+                "--profile",
+                "p.json",
+            ],
+        ),
         ("torch", ["profile", "--gather", "placer.zoo:resnet18", "--input", "1x3x8x8"]),
     ],
     ids=str,
 )
-def test_a_command_ends_with_one_line_that_names_the_extra(extra: str, arguments: list[str], tmp_path: Path) -> None:
+def test_a_command_ends_with_one_line_that_names_the_extra(
+    extra: str, arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "placement.json").write_text('{"status": "optimal", "objective": "throughput"}')
     (tmp_path / "p.json").write_text('{"layers": [{"name": "a", "forward_ms": {"cpu": 1}}]}')
     code = f"from placer.cli import main; main({arguments!r})"
@@ -130,4 +155,7 @@ def test_a_database_whose_driver_is_missing_is_told_with_the_extra(tmp_path: Pat
     code = "from placer_server.store.database import open_database; open_database('postgresql://a@127.0.0.1:1/b')"
     result = run_without("postgres", code, tmp_path)
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("placer.errors.MissingExtraError: ") and "pip install 'torch-placer[postgres]'" in last
+    assert (
+        last.startswith("placer.errors.MissingExtraError: ")
+        and "pip install 'torch-placer[postgres]'" in last
+    )

@@ -23,7 +23,9 @@ def project() -> dict[str, dict]:  # type: ignore[type-arg]
 
 
 def run(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_every_folder_with_sources_is_in_the_package_list() -> None:
@@ -41,7 +43,9 @@ def test_every_folder_with_sources_has_an_init_file() -> None:
 
 
 @pytest.mark.parametrize("folder", ["server", "client"])
-def test_the_source_folders_cannot_be_imported_under_their_own_name(folder: str, tmp_path: Path) -> None:
+def test_the_source_folders_cannot_be_imported_under_their_own_name(
+    folder: str, tmp_path: Path
+) -> None:
     result = run(f"import {folder}", tmp_path)
     assert result.returncode == 1
     assert f"No module named '{folder}'" in result.stderr
@@ -54,10 +58,13 @@ def test_the_installed_packages_can_be_imported_from_anywhere(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "module", ["placer", "placer.schema", "placer.errors", "placer.report", "placer.cli", "placer_client"]
+    "module",
+    ["placer", "placer.schema", "placer.errors", "placer.report", "placer.cli", "placer_client"],
 )
 def test_importing_does_not_import_torch_or_ortools(module: str, tmp_path: Path) -> None:
-    result = run(f"import sys, {module}; print({{'torch', 'ortools'}} & set(sys.modules))", tmp_path)
+    result = run(
+        f"import sys, {module}; print({{'torch', 'ortools'}} & set(sys.modules))", tmp_path
+    )
     assert result.stdout.strip() == "set()", result.stderr
 
 
@@ -87,16 +94,29 @@ def test_the_public_names_are_the_lazy_names_and_the_errors() -> None:
 def test_without_torch_the_error_names_the_pip_command(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None\nimport placer\nplacer.DataFlow"
     result = run(code, tmp_path)
-    assert "MissingExtraError: torch is not installed: pip install 'torch-placer[torch]'" in result.stderr
+    assert (
+        "MissingExtraError: torch is not installed: pip install 'torch-placer[torch]'"
+        in result.stderr
+    )
 
 
 def test_every_pip_command_that_an_error_names_has_the_projects_name_and_an_extra_of_it() -> None:
     tables = project()["project"]
-    files = [path for folder in ("placer", "server", "client", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    named = {command for path in files for command in re.findall(r"pip install '([^'{]*)'", path.read_text())}
+    files = [
+        path
+        for folder in ("placer", "server", "client", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {
+        command
+        for path in files
+        for command in re.findall(r"pip install '([^'{]*)'", path.read_text())
+    }
     assert named
     for requirement in map(Requirement, named):
-        assert requirement.name == tables["name"] and requirement.extras <= set(tables["optional-dependencies"])
+        assert requirement.name == tables["name"] and requirement.extras <= set(
+            tables["optional-dependencies"]
+        )
 
 
 def imported(folder: str) -> set[str]:
@@ -129,7 +149,8 @@ def declared(*extras: str) -> set[str]:
 
 
 NOT_REQUIREMENTS = {"torchvision"}
-"""Installed by the Makefile without its dependencies, because its own requirement of torch is exact."""
+"""Installed by the Makefile without its dependencies, because its own requirement of torch is
+exact."""
 
 
 @pytest.mark.parametrize(
@@ -144,20 +165,35 @@ NOT_REQUIREMENTS = {"torchvision"}
     ],
 )
 def test_every_import_is_a_declared_requirement(folder: str, extras: list[str]) -> None:
-    # networkx, starlette and pydantic-core were imported, but came only because other requirements need them.
+    # networkx, starlette and pydantic-core were imported, but came only because other requirements
+    # need them.
     installed = packages_distributions()
     distributions = {
-        name: {canonicalize_name(found) for found in installed.get(name, [name])} for name in imported(folder)
+        name: {canonicalize_name(found) for found in installed.get(name, [name])}
+        for name in imported(folder)
     }
     known = declared(*extras) | NOT_REQUIREMENTS
-    assert distributions and {name for name, found in distributions.items() if not found & known} == set()
+    assert (
+        distributions
+        and {name for name, found in distributions.items() if not found & known} == set()
+    )
 
 
 def test_the_tested_versions_lie_in_the_ranges() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pins = {Requirement(line).name.lower(): next(iter(Requirement(line).specifier)).version for line in lines}
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    pins = {
+        Requirement(line).name.lower(): next(iter(Requirement(line).specifier)).version
+        for line in lines
+    }
     tables = project()["project"]
-    ranges = [*tables["dependencies"], *(text for extra in tables["optional-dependencies"].values() for text in extra)]
+    ranges = [
+        *tables["dependencies"],
+        *(text for extra in tables["optional-dependencies"].values() for text in extra),
+    ]
     for text in ranges:
         requirement = Requirement(text)
         if requirement.name != "torch-placer":
@@ -165,7 +201,11 @@ def test_the_tested_versions_lie_in_the_ranges() -> None:
 
 
 def test_the_command_is_installed() -> None:
-    (command,) = (point for point in distribution("torch-placer").entry_points if point.group == "console_scripts")
+    (command,) = (
+        point
+        for point in distribution("torch-placer").entry_points
+        if point.group == "console_scripts"
+    )
     assert (command.name, command.value) == ("placer", "placer.cli:main")
 
 

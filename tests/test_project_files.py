@@ -1,4 +1,5 @@
-"""Workflows, templates, hooks and metadata of the project: readable, in agreement, and with few permissions."""
+"""Workflows, templates, hooks and metadata of the project: readable, in agreement, and with few
+permissions."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def test_there_are_workflows_for_tests_documentation_and_release() -> None:
 def test_a_workflow_may_only_read_unless_a_job_needs_more(path: Path) -> None:
     content = workflow(path)
     assert content["permissions"] == {"contents": "read"}
-    granted = {(path.name, name): job["permissions"] for name, job in content["jobs"].items() if "permissions" in job}
+    granted = {
+        (path.name, name): job["permissions"]
+        for name, job in content["jobs"].items()
+        if "permissions" in job
+    }
     assert granted == {key: value for key, value in PERMISSIONS.items() if key[0] == path.name}
 
 
@@ -52,12 +57,16 @@ def test_a_workflow_groups_its_runs_and_uses_no_secret(path: Path) -> None:
 def test_a_job_ends_in_time_and_pins_its_actions(job: dict[str, Any]) -> None:
     assert 0 < job["timeout-minutes"] <= 90
     for step in steps(job):
-        assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v\d+)", step.get("uses", "none/none@v0")), step
+        assert re.fullmatch(
+            r"[\w.-]+/[\w.-]+@(v\d+|release/v\d+)", step.get("uses", "none/none@v0")
+        ), step
 
 
 @pytest.mark.parametrize("job", EVERY_JOB)
 def test_a_job_leaves_no_token_in_its_checkout(job: dict[str, Any]) -> None:
-    checkouts = [step for step in steps(job) if step.get("uses", "").startswith("actions/checkout@")]
+    checkouts = [
+        step for step in steps(job) if step.get("uses", "").startswith("actions/checkout@")
+    ]
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
@@ -66,7 +75,9 @@ def test_a_job_runs_targets_of_make_and_files_that_exist(job: dict[str, Any]) ->
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = "\n".join(step.get("run", "") for step in steps(job))
     assert set(re.findall(r"^make (?:-C \S+ )?([a-z-]+)", commands, re.MULTILINE)) <= targets
-    assert all((ROOT / name).exists() for name in re.findall(r"^(\.ci/\w+)", commands, re.MULTILINE))
+    assert all(
+        (ROOT / name).exists() for name in re.findall(r"^(\.ci/\w+)", commands, re.MULTILINE)
+    )
 
 
 def test_a_release_is_built_and_tested_before_it_is_published() -> None:
@@ -81,12 +92,16 @@ def test_a_release_is_built_and_tested_before_it_is_published() -> None:
 
 def test_the_citation_agrees_with_the_metadata() -> None:
     citation, metadata = parsed(ROOT / "CITATION.cff"), project()
-    assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["title"] == "Placer"
+    assert (
+        citation["cff-version"] == "1.2.0" and citation["message"] and citation["title"] == "Placer"
+    )
     for key in ("version", "license", "authors", "keywords"):
         assert citation[key] == metadata[key], key
 
 
-@pytest.mark.parametrize("path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
+)
 def test_an_issue_form_has_a_name_and_fields_with_labels(path: Path) -> None:
     form = parsed(path)
     assert form["name"] and form["description"]
@@ -96,12 +111,18 @@ def test_an_issue_form_has_a_name_and_fields_with_labels(path: Path) -> None:
 
 
 def commit_subject() -> re.Pattern[str]:
-    hooks = {hook["id"]: hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]}
+    hooks = {
+        hook["id"]: hook
+        for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"]
+        for hook in repo["hooks"]
+    }
     return re.compile(hooks["commit-subject"]["entry"], re.MULTILINE)
 
 
 def test_hooks_run_the_tools_of_the_environment() -> None:
-    hooks = [hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    hooks = [
+        hook for repo in parsed(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]
+    ]
     commands = {hook["entry"] for hook in hooks if hook["language"] == "system"}
     assert commands == {".venv/bin/ruff check --fix", ".venv/bin/ruff format"}
 
@@ -113,7 +134,14 @@ def test_the_hook_refuses_commit_subjects_over_72_characters(length: int, refuse
 
 
 def test_the_project_has_the_files_that_contributors_look_for() -> None:
-    names = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CITATION.cff", "LICENSE", "CHANGELOG.md")
+    names = (
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CODE_OF_CONDUCT.md",
+        "CITATION.cff",
+        "LICENSE",
+        "CHANGELOG.md",
+    )
     assert [name for name in names if not (ROOT / name).is_file()] == []
     assert (GITHUB / "PULL_REQUEST_TEMPLATE.md").is_file()
 

@@ -1,4 +1,5 @@
-"""Memory of training steps beside its prediction, wherever a model is cut in two: also where no solver would cut it.
+"""Memory of training steps beside its prediction, wherever a model is cut in two: also where no
+solver would cut it.
 
 Stand-ins have no memory of their own: without GPUs tiny models show that it runs.
 """
@@ -45,7 +46,10 @@ def _cases() -> list[Any]:
         return [cases.training("gpt")]
 
     def images(size: int, classes: int, *shape: int) -> Any:
-        return lambda: (torch.randn(CHUNKS * size, 3, 192, 192), torch.randint(classes, (CHUNKS * size, *shape)))
+        return lambda: (
+            torch.randn(CHUNKS * size, 3, 192, 192),
+            torch.randint(classes, (CHUNKS * size, *shape)),
+        )
 
     def gpt() -> Any:
         return zoo.gpt(layers=12, width=1024, heads=16, context=512, vocabulary=8192)
@@ -55,8 +59,18 @@ def _cases() -> list[Any]:
 
     each = functional.cross_entropy
     return [
-        cases.Training("resnet50", "ResNet-50, 192 px, 4 x 32, TF32", zoo.resnet50, images(32, 1000), each, ()),
-        cases.Training("gpt", "GPT, 12 layers, d=1024, 4 x 8 x 512 tokens", gpt, tokens, cases.token_loss, (), "fine"),
+        cases.Training(
+            "resnet50", "ResNet-50, 192 px, 4 x 32, TF32", zoo.resnet50, images(32, 1000), each, ()
+        ),
+        cases.Training(
+            "gpt",
+            "GPT, 12 layers, d=1024, 4 x 8 x 512 tokens",
+            gpt,
+            tokens,
+            cases.token_loss,
+            (),
+            "fine",
+        ),
         cases.Training(
             "unet",
             "U-Net, width 32, 192 px, 4 x 16, TF32",
@@ -65,12 +79,21 @@ def _cases() -> list[Any]:
             each,
             (),
         ),
-        cases.Training("inception", "Inception-v3, 192 px, 4 x 32, TF32", models.inception, images(32, 1000), each, ()),
+        cases.Training(
+            "inception",
+            "Inception-v3, 192 px, 4 x 32, TF32",
+            models.inception,
+            images(32, 1000),
+            each,
+            (),
+        ),
     ]
 
 
 def _rows(case: Any) -> Iterator[dict[str, Any]]:
-    """A row for each schedule: of all cuts and both devices, the prediction that is the farthest off."""
+    """A row for each schedule: of all cuts and both devices, the prediction that is the farthest
+    off.
+    """
     from placer import profile
 
     from ..executor import cases
@@ -90,7 +113,11 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
     count = len(measured.layers)
     cuts = sorted({max(1, count * number // (CUTS + 1)) for number in range(1, CUTS + 1)})
     for schedule in SCHEDULES:
-        found = [pair for cut in cuts for pair in _memory(case, _request(measured, schedule, cut), batch, target)]
+        found = [
+            pair
+            for cut in cuts
+            for pair in _memory(case, _request(measured, schedule, cut), batch, target)
+        ]
         off = [100 * (said / used - 1) for said, used in found]
         beside = [(said - used) / 2**20 for said, used in found]
         yield record.row(
@@ -100,7 +127,9 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
             float(f"{max(map(abs, off)):.4g}") if off else None,
             spread=(min(off), max(off)) if off else None,
             target=TARGET_PERCENT if off else None,
-            figures={"most below, MiB": min(beside), "most above, MiB": max(beside)} if off else None,
+            figures={"most below, MiB": min(beside), "most above, MiB": max(beside)}
+            if off
+            else None,
         )
 
 
@@ -109,13 +138,17 @@ def _request(measured: Any, schedule: str, cut: int) -> Any:
     from placer import Constraints, PlacementRequest
 
     first, second = measured.cluster.devices
-    pinned = {layer.name: (first if at < cut else second).name for at, layer in enumerate(measured.layers)}
+    pinned = {
+        layer.name: (first if at < cut else second).name for at, layer in enumerate(measured.layers)
+    }
     rules = Constraints(contiguous=True, pinned=pinned)
     return PlacementRequest(profile=measured, schedule=schedule, chunks=CHUNKS, constraints=rules)
 
 
 def _memory(case: Any, request: Any, batch: Any, target: Any) -> Sequence[tuple[float, float]]:
-    """By device, the prediction and what a third step takes at its peak, in bytes; none of stand-ins."""
+    """By device, the prediction and what a third step takes at its peak, in bytes; none of
+    stand-ins.
+    """
     import torch
 
     from placer import DataFlow, solve
@@ -128,7 +161,9 @@ def _memory(case: Any, request: Any, batch: Any, target: Any) -> Sequence[tuple[
     meter = Meter(cases.places(2))
     flow = DataFlow(model, cases.places(2))
     flow.update_flow(placement)
-    step = flow.train_step(case.loss, torch.optim.SGD(model.parameters(), lr=1e-4), request.schedule)
+    step = flow.train_step(
+        case.loss, torch.optim.SGD(model.parameters(), lr=1e-4), request.schedule
+    )
     for number in range(3):
         if number == 2:
             meter.forget_peak()

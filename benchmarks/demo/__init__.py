@@ -1,4 +1,6 @@
-"""How long ``placer demo`` takes where everything is installed: what a new user waits for after the download."""
+"""How long ``placer demo`` takes where everything is installed: what a new user waits for after the
+download.
+"""
 
 from __future__ import annotations
 
@@ -35,5 +37,7 @@ def _empty_cache() -> Iterator[dict[str, str]]:
 def _seconds(environment: dict[str, str]) -> float | None:
     """None where the demo fails, which is where a split model disagrees too."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-P", "-m", "placer", "demo"], env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "placer", "demo"], env=environment, check=False
+    )
     return time.perf_counter() - began if done.returncode == 0 else None

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.executor CASE:ENGINE PATH``: one job, its samples written to a file (``-``: printed)."""
+"""``python -m benchmarks.executor CASE:ENGINE PATH``: one job, its samples written to a file
+(``-``: printed).
+"""
 
 from __future__ import annotations
 

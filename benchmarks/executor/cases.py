@@ -42,8 +42,13 @@ class Training:
     granularity: str = "auto"
 
     def tried(self, count: int) -> tuple[int, ...]:
-        """The numbers of micro-batches for so many devices: two and four for each, where they are among ``chunks``."""
-        return tuple(chunks for chunks in self.chunks if chunks in (2 * count, 4 * count)) or self.chunks
+        """The numbers of micro-batches for so many devices: two and four for each, where they are
+        among ``chunks``.
+        """
+        return (
+            tuple(chunks for chunks in self.chunks if chunks in (2 * count, 4 * count))
+            or self.chunks
+        )
 
     def model(self, place: torch.device) -> nn.Module:
         """The model on a device, its initial values always the same."""
@@ -87,7 +92,9 @@ def counts() -> list[int]:
 
 
 def prepare() -> None:
-    """What is the same for all who run: TF32 on GPUs; one thread for stand-ins, as processes share the cores."""
+    """What is the same for all who run: TF32 on GPUs; one thread for stand-ins, as processes share
+    the cores.
+    """
     if not on_gpus():
         torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True

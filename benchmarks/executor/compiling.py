@@ -1,7 +1,8 @@
-"""What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under zero-bubble.
+"""What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under
+zero-bubble.
 
-Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model; and the compiled step by the
-placement that ``refine(compile=True)`` finds.
+Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model; and the
+compiled step by the placement that ``refine(compile=True)`` finds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ DEVICES = 2
 CHUNKS = {tutorial_resnet50.CASE: tutorial_resnet50.FASTEST}
 """Numbers of micro-batches that are tried, where it is not 4 alone."""
 SPEEDUPS = {tutorial_resnet50.CASE: 1.7}
-"""Over eager PyTorch on one device, what is asked for without the compiler too, where it is not 1.85."""
+"""Over eager PyTorch on one device, what is asked for without the compiler too, where it is not
+1.85."""
 
 COMPILED = "compiled"
 REFINED = "compiled, refined"
@@ -43,7 +45,8 @@ def training(name: str) -> Training:
 def measure(case: Training) -> Iterator[Sample]:
     """The step on two devices without and with the compiler, by the same placement, and one device.
 
-    One after another: what is recorded and compiled stays, and memory does not hold it several times.
+    One after another: what is recorded and compiled stays, and memory does not hold it several
+    times.
     """
     cases.prepare()
     name = PREFIX + case.name
@@ -59,23 +62,35 @@ def measure(case: Training) -> Iterator[Sample]:
             yield prepared
             continue
         placement = ours.placed(profiles[chunks], DEVICES, chunks)
-        contenders += [_contender(engine, case, model, batch, placement) for engine in ("ours", COMPILED)]
+        contenders += [
+            _contender(engine, case, model, batch, placement) for engine in ("ours", COMPILED)
+        ]
     one = cases.places(1)
     eager = contest.kept(lambda: ours.eager(copy.deepcopy(model), batch, case.loss))
     alone = contest.kept(lambda: ours.eager(_compiled(model), batch, case.loss))
     contenders += [contest.here("eager", one, 1, eager), contest.here(ALONE, one, 1, alone)]
     for found in list(profiles.values())[:1]:
         try:
-            contenders.append(_contender(REFINED, case, model, batch, _refined(case, model, batch, found)))
+            contenders.append(
+                _contender(REFINED, case, model, batch, _refined(case, model, batch, found))
+            )
         except Exception as error:
             yield Sample(name, REFINED, DEVICES, found.batch_size, failed=reason(error))
     yield from contest.one_by_one(name, contenders)
 
 
 def measure_stream(case: Training) -> Iterator[Sample]:
-    """An inference stream with ``compile=True`` beside the same without it, on two devices; then one device."""
+    """An inference stream with ``compile=True`` beside the same without it, on two devices; then
+    one device.
+    """
     if len(cases.places()) < DEVICES:
-        yield Sample(stream.COMPILED + case.name, "ours", DEVICES, 0, failed=f"there are fewer than {DEVICES} devices")
+        yield Sample(
+            stream.COMPILED + case.name,
+            "ours",
+            DEVICES,
+            0,
+            failed=f"there are fewer than {DEVICES} devices",
+        )
         return
     yield from stream.compiled(case, DEVICES, _backend())
 
@@ -88,7 +103,9 @@ def _profile(
     return {}
 
 
-def _refined(case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile) -> Placement:
+def _refined(
+    case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile
+) -> Placement:
     """The placement for compiled stages."""
     asked = ours.question([profile], DEVICES, len(batch[0]))
     part, goal = (tensor[: profile.batch_size] for tensor in batch)
@@ -107,7 +124,11 @@ def _backend() -> str:
 
 
 def _contender(
-    engine: str, case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], placement: Placement
+    engine: str,
+    case: Training,
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    placement: Placement,
 ) -> Contender:
     """A pipeline on two devices, whose stages are compiled unless the engine is ``ours``."""
     values: dict[str, list[float]] = {}

@@ -1,4 +1,6 @@
-"""Engines that take turns: a row of steps of each, then again, so that what a machine does meanwhile meets them all."""
+"""Engines that take turns: a row of steps of each, then again, so that what a machine does
+meanwhile meets them all.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,9 @@ Ready = Callable[[], AbstractContextManager[Callable[[], Any]]]
 class Contender:
     """An engine that takes part.
 
-    Attributes:
-        engine: its name.
-        devices: how many it has.
-        chunks: micro-batches, or what else was swept.
-        turn: times one row; the time of a step in ms. Afterwards the memory that steps need is free.
-        values: what else was measured of it.
+    Attributes: engine: its name. devices: how many it has. chunks: micro-batches, or what else was
+        swept. turn: times one row; the time of a step in ms. Afterwards the memory that steps need
+        is free. values: what else was measured of it.
     """
 
     engine: str
@@ -78,8 +77,12 @@ PACKAGES = {"torchgpipe": "torchgpipe", "accelerate": "accelerate"}
 
 def installed(case: str, count: int, engines: Sequence[str]) -> tuple[list[str], list[Sample]]:
     """The engines whose packages are installed, and a sample of each other one."""
-    missing = [engine for engine in engines if engine in PACKAGES and find_spec(PACKAGES[engine]) is None]
-    told = [Sample(case, engine, count, 0, failed=f"{NOT_RUN}it is not installed") for engine in missing]
+    missing = [
+        engine for engine in engines if engine in PACKAGES and find_spec(PACKAGES[engine]) is None
+    ]
+    told = [
+        Sample(case, engine, count, 0, failed=f"{NOT_RUN}it is not installed") for engine in missing
+    ]
     return [engine for engine in engines if engine not in missing], told
 
 
@@ -140,7 +143,8 @@ def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) 
 
 
 def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
-    """The sample of each, all its turns in a row and all memory to itself, where memory does not hold several.
+    """The sample of each, all its turns in a row and all memory to itself, where memory does not
+    hold several.
 
     Args:
         case: what they run.
@@ -153,7 +157,9 @@ def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> 
 
 
 def fastest(case: str, variants: Sequence[Contender]) -> tuple[Contender | None, list[Sample]]:
-    """The variant of an engine with the shortest step in one turn, and a sample of each that failed."""
+    """The variant of an engine with the shortest step in one turn, and a sample of each that
+    failed.
+    """
     best: tuple[float, Contender] | None = None
     failed = []
     for variant in variants:

@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining, one process a device: with stages made by hand, a peer, and as Placer places them."""
+"""torch.distributed.pipelining, one process a device: with stages made by hand, a peer, and as
+Placer places them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ ROUNDS = {INTERLEAVED: 2}
 def make(
     here: Here, case: Training, engine: str, chunks: int, placement: str
 ) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
-    """A step of a training case by a pipeline over all processes, and the optimizer of this one's part.
+    """A step of a training case by a pipeline over all processes, and the optimizer of this one's
+    part.
 
     Args:
         here: the process.
@@ -48,11 +51,15 @@ def make(
     inputs, target = case.batch(here.home)
     chain = parts.units(case.model(here.home))
     number = here.count * ROUNDS.get(engine, 1)
-    modules = [_Part(part) for part in parts.cut(chain, parts.cuts(_agreed_times(here, chain, inputs), number))]
+    modules = [
+        _Part(part)
+        for part in parts.cut(chain, parts.cuts(_agreed_times(here, chain, inputs), number))
+    ]
     own = modules[here.rank :: here.count]
     del chain, modules
     stages = [
-        PipelineStage(module, here.rank + turn * here.count, number, here.home) for turn, module in enumerate(own)
+        PipelineStage(module, here.rank + turn * here.count, number, here.home)
+        for turn, module in enumerate(own)
     ]
     schedule = _schedule(engine, stages, chunks, case.loss)
     optimizer = cases.sgd([parameter for module in own for parameter in module.parameters()])
@@ -63,7 +70,9 @@ def make(
     def step() -> None:
         optimizer.zero_grad()
         given = (inputs,) if here.rank == 0 else ()
-        last: dict[str, Any] = {"target": target, "losses": []} if here.rank == here.count - 1 else {}
+        last: dict[str, Any] = (
+            {"target": target, "losses": []} if here.rank == here.count - 1 else {}
+        )
         schedule.step(*given, **last, **options)
         optimizer.step()
 
@@ -71,7 +80,9 @@ def make(
 
 
 class _Part(nn.Module):
-    """A part of a chain, as the library calls its stages: the tensors of a tuple one by one, all of them contiguous."""
+    """A part of a chain, as the library calls its stages: the tensors of a tuple one by one, all of
+    them contiguous.
+    """
 
     def __init__(self, chain: nn.Sequential) -> None:
         super().__init__()
@@ -80,19 +91,31 @@ class _Part(nn.Module):
     def forward(self, *values: Tensor) -> parts.Value:
         values = tuple(_with_contiguous_gradient(value) for value in values)
         made = self.chain(values if len(values) > 1 else values[0])
-        return tuple(value.contiguous() for value in made) if isinstance(made, tuple) else made.contiguous()
+        return (
+            tuple(value.contiguous() for value in made)
+            if isinstance(made, tuple)
+            else made.contiguous()
+        )
 
 
 def _with_contiguous_gradient(value: Tensor) -> Tensor:
-    """The gradient of a tensor that was joined with others is a view of theirs, which cannot be sent."""
+    """The gradient of a tensor that was joined with others is a view of theirs, which cannot be
+    sent.
+    """
     if value.requires_grad:
         value = value.view_as(value)
         value.register_hook(lambda gradient: gradient.contiguous())  # type: ignore[no-untyped-call]
     return value
 
 
-def _schedule(engine: str, stages: Sequence[Any], chunks: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+def _schedule(
+    engine: str, stages: Sequence[Any], chunks: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    from torch.distributed.pipelining import (
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+    )
 
     if engine == ENGINE:
         return Schedule1F1B(stages[0], n_microbatches=chunks, loss_fn=loss)
@@ -110,7 +133,9 @@ def _agreed_times(here: Here, chain: Sequence[nn.Module], inputs: Tensor) -> lis
     return times
 
 
-def _placed(here: Here, case: Training, chunks: int, placement: str) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
+def _placed(
+    here: Here, case: Training, chunks: int, placement: str
+) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
     inputs, target = case.batch(here.home)
     model = case.model(here.home).cpu()
     given = Placement.model_validate_json(placement)

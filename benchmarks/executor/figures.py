@@ -1,4 +1,6 @@
-"""Samples as figures of rows: medians, ratios and spreads, to four digits; targets count at full size alone."""
+"""Samples as figures of rows: medians, ratios and spreads, to four digits; targets count at full
+size alone.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,20 @@ def at_full_size(value: float | None) -> float | None:
 
 def time_of(sample: Sample | None, measure: str = "step_ms") -> float | None:
     """The median of a measure."""
-    return median(sample.values[measure]) if sample is not None and sample.values.get(measure) else None
+    return (
+        median(sample.values[measure])
+        if sample is not None and sample.values.get(measure)
+        else None
+    )
 
 
 def best(samples: Sequence[Sample], engine: str, devices: int) -> Sample | None:
     """The one with the shortest step."""
-    found = [s for s in samples if s.engine == engine and s.devices == devices and s.values.get("step_ms")]
+    found = [
+        s
+        for s in samples
+        if s.engine == engine and s.devices == devices and s.values.get("step_ms")
+    ]
     return min(found, key=lambda sample: median(sample.values["step_ms"]), default=None)
 
 
@@ -70,9 +80,13 @@ def peers_of(samples: Sequence[Sample], devices: int) -> dict[str, float]:
 
 
 def by_devices(
-    label: str, measure: str, samples: Sequence[Sample], several: Callable[[str, Sequence[Sample], int], Iterator[Row]]
+    label: str,
+    measure: str,
+    samples: Sequence[Sample],
+    several: Callable[[str, Sequence[Sample], int], Iterator[Row]],
 ) -> Iterator[Row]:
-    """By number of devices: eager PyTorch on one, ours and the peers', all of one contest, and who has no value.
+    """By number of devices: eager PyTorch on one, ours and the peers', all of one contest, and who
+    has no value.
 
     Args:
         label: of the case.
@@ -86,8 +100,14 @@ def by_devices(
         yield from several(case, mine, count)
         one = best(mine, "eager", 1)
         if one is not None:
-            alone = ", after the others: memory does not hold both" if one.values.get("alternating") == [0.0] else ""
-            yield row_of(case, f"{measure}, eager PyTorch on one device{alone}", one.values["step_ms"])
+            alone = (
+                ", after the others: memory does not hold both"
+                if one.values.get("alternating") == [0.0]
+                else ""
+            )
+            yield row_of(
+                case, f"{measure}, eager PyTorch on one device{alone}", one.values["step_ms"]
+            )
         yield from turns_row(case, mine)
         yield from failures(case, mine)
 
@@ -112,12 +132,24 @@ def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
     for sample in samples:
         if sample.failed:
             where = f"{sample.chunks} micro-batches: " if sample.chunks > 1 else ""
-            yield row(case, f"no value of {PEERS.get(sample.engine, sample.engine)}: {where}{sample.failed}", "", None)
+            yield row(
+                case,
+                f"no value of {PEERS.get(sample.engine, sample.engine)}: {where}{sample.failed}",
+                "",
+                None,
+            )
 
 
 def row_of(case: str, measure: str, times: Sequence[float], target: float | None = None) -> Row:
     """A row of times, in ms."""
-    return row(case, measure, "ms", rounded(median(times)), spread=spread_of(times), target=at_full_size(target))
+    return row(
+        case,
+        measure,
+        "ms",
+        rounded(median(times)),
+        spread=spread_of(times),
+        target=at_full_size(target),
+    )
 
 
 def memory_row(case: str, sample: Sample) -> Iterator[Row]:
@@ -127,4 +159,11 @@ def memory_row(case: str, sample: Sample) -> Iterator[Row]:
         return
     off = [100 * abs(guess / peak - 1) for peak, guess in zip(peaks, predicted, strict=True)]
     measure = "memory of a device in a step, prediction against use, the farthest off"
-    yield row(case, measure, "%", rounded(max(off)), spread=spread_of(off), target=at_full_size(MEMORY_PERCENT))
+    yield row(
+        case,
+        measure,
+        "%",
+        rounded(max(off)),
+        spread=spread_of(off),
+        target=at_full_size(MEMORY_PERCENT),
+    )

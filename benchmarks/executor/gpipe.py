@@ -1,4 +1,6 @@
-"""Peer: torchgpipe, where it can be imported, balanced by its own ``balance_by_time``, without recomputing."""
+"""Peer: torchgpipe, where it can be imported, balanced by its own ``balance_by_time``, without
+recomputing.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,21 @@ ENGINE = "torchgpipe"
 
 def contender(case: Training, count: int, chunks: int) -> Contender:
     """It, at a number of devices and micro-batches."""
-    return contest.here(ENGINE, cases.places(count), chunks, contest.kept(lambda: _make(case, count, chunks)))
+    return contest.here(
+        ENGINE, cases.places(count), chunks, contest.kept(lambda: _make(case, count, chunks))
+    )
 
 
 def _make(case: Training, count: int, chunks: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     gpipe, balances = import_module("torchgpipe"), import_module("torchgpipe.balance")
     inputs, target = case.batch(cases.home())
     chain = nn.Sequential(*parts.units(case.model(cases.home())))
-    balance = balances.balance_by_time(count, chain, inputs[: len(inputs) // chunks], device=cases.home())
-    model = gpipe.GPipe(chain, balance, devices=cases.places(count), chunks=chunks, checkpoint="never")
+    balance = balances.balance_by_time(
+        count, chain, inputs[: len(inputs) // chunks], device=cases.home()
+    )
+    model = gpipe.GPipe(
+        chain, balance, devices=cases.places(count), chunks=chunks, checkpoint="never"
+    )
     optimizer = cases.sgd(model.parameters())
     inputs, target = inputs.to(model.devices[0]), target.to(model.devices[-1])
 

@@ -1,4 +1,6 @@
-"""Engines in processes of their own: what each process builds, times and frees, and how they take part in a contest."""
+"""Engines in processes of their own: what each process builds, times and frees, and how they take
+part in a contest.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def drop(here: Here, turn: Turn) -> None:
 
 
 def row(here: Here, key: str) -> float:
-    """Time a row of steps in all processes; the time of one in ms. The memory that steps need is free afterwards."""
+    """Time a row of steps in all processes; the time of one in ms. The memory that steps need is
+    free afterwards.
+    """
     runner: Runner = here.kept[key]
     runner.wake()
     for _ in range(timing.WARM_UPS):
@@ -92,7 +96,8 @@ def row(here: Here, key: str) -> float:
 class Peers:
     """Engines of a training case in processes that stay, at one number of devices.
 
-    Where one fails, the processes end: they are started again, with the engines that are left, when one is needed.
+    Where one fails, the processes end: they are started again, with the engines that are left, when
+    one is needed.
 
     Args:
         name: of the case.
@@ -106,7 +111,10 @@ class Peers:
 
     def contender(self, turns: Sequence[Turn]) -> tuple[Contender | None, list[Sample]]:
         """The fastest of an engine's variants, and a sample of each that failed."""
-        variants = {turn: Contender(turn.engine, self._count, turn.chunks, partial(self._row, turn)) for turn in turns}
+        variants = {
+            turn: Contender(turn.engine, self._count, turn.chunks, partial(self._row, turn))
+            for turn in turns
+        }
         best, failed = contest.fastest(self._name, list(variants.values()))
         for turn, variant in variants.items():
             if variant is not best and turn in self._kept:

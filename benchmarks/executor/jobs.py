@@ -1,4 +1,6 @@
-"""What is run, in the order of importance; on GPUs each job has a process of its own, which may die or hang alone."""
+"""What is run, in the order of importance; on GPUs each job has a process of its own, which may die
+or hang alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from pathlib import Path
 from time import perf_counter
 
 from .. import record
-from . import cases, compiling, contest, large, overhead, stream, switching, training, tutorial_resnet50
+from . import (
+    cases,
+    compiling,
+    contest,
+    large,
+    overhead,
+    stream,
+    switching,
+    training,
+    tutorial_resnet50,
+)
 from .sample import NOT_RUN, Sample, append, read, reason
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +100,9 @@ def _training(name: str, count: int) -> Job:
 
 
 def _large(count: int) -> Job:
-    return Job(large.CASE, count, large.ENGINES, CONTEST_S, lambda engines: large.measure(count, engines))
+    return Job(
+        large.CASE, count, large.ENGINES, CONTEST_S, lambda engines: large.measure(count, engines)
+    )
 
 
 def _stream(name: str, count: int) -> Job:
@@ -111,8 +125,8 @@ def _compiled_stream(name: str) -> Job:
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tuple[Job, Sample]]:
     """Run jobs; what they find comes, and is printed, as they go.
 
-    Args:
-        chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in the order in which
+    Args: chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in
+        the order in which
             they are run; all if empty. Several engines of a case take part together.
         budget_s: no job begins after so many seconds, and none lasts longer.
 
@@ -135,20 +149,34 @@ def _chosen(names: Sequence[str]) -> list[Job]:
     found: dict[str, Job] = {}
     for name in names:
         contest, _, engine = name.partition(":")
-        mine = [job for job in jobs if contest in (job.case, job.contest) and engine in ("", *job.engines)]
+        mine = [
+            job
+            for job in jobs
+            if contest in (job.case, job.contest) and engine in ("", *job.engines)
+        ]
         if not mine:
             there = ", ".join(dict.fromkeys(job.case for job in jobs))
-            raise ValueError(f"{name!r} is no case; there are {there}, CASE@DEVICES, and CASE:ENGINE for one engine")
+            raise ValueError(
+                f"{name!r} is no case; there are {there}, CASE@DEVICES, and CASE:ENGINE for one engine"
+            )
         for job in mine:
-            asked = (*found[job.contest].engines, engine) if engine and job.contest in found else (engine,)
-            wanted = job.engines if not engine else tuple(one for one in job.engines if one in asked)
+            asked = (
+                (*found[job.contest].engines, engine)
+                if engine and job.contest in found
+                else (engine,)
+            )
+            wanted = (
+                job.engines if not engine else tuple(one for one in job.engines if one in asked)
+            )
             found[job.contest] = replace(job, engines=wanted)
     return list(found.values())
 
 
 def _samples(job: Job, left_s: float) -> Iterator[Sample]:
     if left_s <= 0:
-        yield Sample(job.case, job.engine, 0, 0, failed=f"{NOT_RUN}the time of the benchmark was up")
+        yield Sample(
+            job.case, job.engine, 0, 0, failed=f"{NOT_RUN}the time of the benchmark was up"
+        )
     elif cases.is_small():
         yield from guarded(job)
     else:
@@ -164,7 +192,9 @@ def guarded(job: Job) -> Iterator[Sample]:
 
 
 def apart(job: Job, limit_s: float, package: str = "benchmarks.executor") -> Iterator[Sample]:
-    """The samples of a job in a process of its own, ``python -m package JOB PATH``, handed on as they come."""
+    """The samples of a job in a process of its own, ``python -m package JOB PATH``, handed on as
+    they come.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         command = [sys.executable, "-m", package, job.name, str(path)]
@@ -182,9 +212,13 @@ def apart(job: Job, limit_s: float, package: str = "benchmarks.executor") -> Ite
                     _pause(process)
                     continue
                 if late and status is None:
-                    yield Sample(job.case, job.engine, 0, 0, failed=f"no end within {limit_s:.0f} s")
+                    yield Sample(
+                        job.case, job.engine, 0, 0, failed=f"no end within {limit_s:.0f} s"
+                    )
                 elif status:
-                    yield Sample(job.case, job.engine, 0, 0, failed=f"its process ended with {status}")
+                    yield Sample(
+                        job.case, job.engine, 0, 0, failed=f"its process ended with {status}"
+                    )
                 return
         finally:
             _end(process)
@@ -207,9 +241,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def work(name: str, path: Path) -> None:
-    """Run one job and write its samples to a file, or print them for ``-``: what a process of its own does."""
+    """Run one job and write its samples to a file, or print them for ``-``: what a process of its
+    own does.
+    """
     contest.until(record.seconds(LIMIT, math.inf) - RESERVE_S)
-    (job,) = _chosen([f"{name.partition(':')[0]}:{engine}" for engine in name.partition(":")[2].split("+")])
+    (job,) = _chosen(
+        [f"{name.partition(':')[0]}:{engine}" for engine in name.partition(":")[2].split("+")]
+    )
     for sample in guarded(job):
         if str(path) == "-":
             print(sample, flush=True)

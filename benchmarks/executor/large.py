@@ -1,8 +1,10 @@
-"""A model that is too large for one device: weights, gradients and Adam's state alone are more than it has.
+"""A model that is too large for one device: weights, gradients and Adam's state alone are more than
+it has.
 
-On GPUs a GPT of 10 billion float32 parameters: 16 bytes a parameter are 159 GB. Stand-ins get a limit that a tiny one
-exceeds. Beside ours FSDP2, which cuts every weight over the devices. Neither leaves room for the other, so an engine
-gives back the memory of its weights between turns, and goes on with new values: times do not depend on them.
+On GPUs a GPT of 10 billion float32 parameters: 16 bytes a parameter are 159 GB. Stand-ins get a
+limit that a tiny one exceeds. Beside ours FSDP2, which cuts every weight over the devices. Neither
+leaves room for the other, so an engine gives back the memory of its weights between turns, and goes
+on with new values: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, solve, zoo
+from placer import (
+    Cluster,
+    Constraints,
+    DataFlow,
+    Placement,
+    PlacementRequest,
+    Profile,
+    profile,
+    solve,
+    zoo,
+)
 
 from . import cases, contest, in_ranks, memory, ours, replicas, timing
 from .contest import Contender
@@ -58,12 +70,18 @@ def measure(count: int, engines: Sequence[str]) -> Iterator[Sample]:
     contenders.clear()
     release()
     if not cases.is_small():
-        yield from contest.alternate(CASE, [contest.here("eager", cases.places(1), 1, contest.kept(_eager))], rounds=1)
+        yield from contest.alternate(
+            CASE, [contest.here("eager", cases.places(1), 1, contest.kept(_eager))], rounds=1
+        )
 
 
 def label() -> str:
     """The model, for people."""
-    return "tiny GPT" if cases.is_small() else "GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32"
+    return (
+        "tiny GPT"
+        if cases.is_small()
+        else "GPT of 9.96 billion parameters, Adam, 16 x 1024 tokens, TF32"
+    )
 
 
 def _model(place: torch.device) -> nn.Module:
@@ -75,7 +93,11 @@ def _model(place: torch.device) -> nn.Module:
 def _batch(place: torch.device) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     with place:
-        tokens = torch.randint(64, (SAMPLES, 16)) if cases.is_small() else torch.randint(50304, (SAMPLES, 1024))
+        tokens = (
+            torch.randint(64, (SAMPLES, 16))
+            if cases.is_small()
+            else torch.randint(50304, (SAMPLES, 1024))
+        )
     return tokens, tokens.roll(-1, dims=1)
 
 
@@ -88,7 +110,9 @@ def _eager() -> tuple[Callable[[], Any], Callable[[], Any]]:
     model = _model(cases.home())
     inputs, target = (tensor[: SAMPLES // 4] for tensor in _batch(cases.home()))
     optimizer = adam(model.parameters())
-    return replicas.step_of(model, optimizer, (inputs, target), cases.token_loss), optimizer.zero_grad
+    return replicas.step_of(
+        model, optimizer, (inputs, target), cases.token_loss
+    ), optimizer.zero_grad
 
 
 def _sharded(count: int, pools: list[Ranks]) -> Contender:
@@ -104,7 +128,9 @@ def _build_sharded(here: Here) -> None:
     model.to_empty(device=here.home)
     optimizer = adam(model.parameters())
     _restart(model, optimizer)
-    step = replicas.step_of(model, optimizer, replicas.part_of(here, _batch(here.home)), cases.token_loss)
+    step = replicas.step_of(
+        model, optimizer, replicas.part_of(here, _batch(here.home)), cases.token_loss
+    )
     parked = Parked(model, optimizer)
     parked.park()
     here.kept[CASE] = Runner(step, parked.park, parked.wake)
@@ -196,7 +222,9 @@ class Parked:
 
 @torch.no_grad()
 def _restart(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Values as at the start of training: weights at random, norms at one, the optimizer's state at zero."""
+    """Values as at the start of training: weights at random, norms at one, the optimizer's state at
+    zero.
+    """
     for name, parameter in model.named_parameters():
         value = _local(parameter)
         if value.dim() > 1:
@@ -218,17 +246,23 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _placed(profiles: Sequence[Profile], count: int) -> Placement:
-    """The placement of the shortest step in a row; stand-ins get three quarters of what the model needs on one."""
+    """The placement of the shortest step in a row; stand-ins get three quarters of what the model
+    needs on one.
+    """
     asked = ours.question(profiles, count, SAMPLES)
     if cases.is_small():
-        request = PlacementRequest(profile=profiles[0], objective="memory", constraints=Constraints(max_devices=1))
+        request = PlacementRequest(
+            profile=profiles[0], objective="memory", constraints=Constraints(max_devices=1)
+        )
         alone = solve(request).devices[0].memory.total_bytes
         assert asked.cluster is not None
         limited = [
             device.model_copy(update={"memory_bytes": 3 * alone // 4, "reserve_bytes": 0})
             for device in asked.cluster.devices
         ]
-        asked = asked.model_copy(update={"cluster": Cluster(devices=tuple(limited), links=asked.cluster.links)})
+        asked = asked.model_copy(
+            update={"cluster": Cluster(devices=tuple(limited), links=asked.cluster.links)}
+        )
     placement = solve(asked)
     if not placement.layer_devices:
         raise RuntimeError(f"no placement: {placement.status}")

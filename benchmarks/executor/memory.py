@@ -12,11 +12,13 @@ from .sample import release
 
 
 class Meter:
-    """Counts what torch takes of GPUs from now on, beyond what it holds now; stand-ins are not counted.
+    """Counts what torch takes of GPUs from now on, beyond what it holds now; stand-ins are not
+    counted.
 
-    What is reserved counts, not what is allocated: a CUDA graph keeps the memory that it works in also while no tensor
-    is there. Of pieces that were there before, what is filled of them since counts: a few tensors of earlier work may
-    hold gigabytes, in which a model's weights and gradients then lie.
+    What is reserved counts, not what is allocated: a CUDA graph keeps the memory that it works in
+    also while no tensor is there. Of pieces that were there before, what is filled of them since
+    counts: a few tensors of earlier work may hold gigabytes, in which a model's weights and
+    gradients then lie.
 
     Args:
         places: the devices.
@@ -36,7 +38,11 @@ class Meter:
 
     def against(self, placement: Placement) -> dict[str, list[float]]:
         """The peak of each device that the placement uses, and what it predicted, in bytes."""
-        loads = [load for load in placement.devices if load.device in self._before and load.memory.total_bytes]
+        loads = [
+            load
+            for load in placement.devices
+            if load.device in self._before and load.memory.total_bytes
+        ]
         peaks = [self._taken(load.device) for load in loads]
         return {
             "peak_bytes": [float(peak) for peak in peaks],
@@ -45,14 +51,20 @@ class Meter:
 
     def _taken(self, device: str) -> int:
         before, now = self._before[device], _pieces(torch.device(device))
-        taken = sum(size - before[place][0] if place in before else size for place, (size, _) in now.items())
-        filled = sum(max(0, full - before[place][1]) for place, (_, full) in now.items() if place in before)
+        taken = sum(
+            size - before[place][0] if place in before else size for place, (size, _) in now.items()
+        )
+        filled = sum(
+            max(0, full - before[place][1]) for place, (_, full) in now.items() if place in before
+        )
         given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
         return int(taken + filled + given_back)
 
 
 def _pieces(place: torch.device) -> dict[int, tuple[int, int]]:
-    """Of each piece of memory that torch's allocator has, by its address: its size, and how much of it is allocated."""
+    """Of each piece of memory that torch's allocator has, by its address: its size, and how much of
+    it is allocated.
+    """
     return {
         piece["address"]: (piece["total_size"], piece["allocated_size"])
         for piece in torch.cuda.memory_snapshot()

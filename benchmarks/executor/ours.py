@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer import Cluster, Constraints, DataFlow, Placement, PlacementRequest, Profile, profile, refine, solve
+from placer import (
+    Cluster,
+    Constraints,
+    DataFlow,
+    Placement,
+    PlacementRequest,
+    Profile,
+    profile,
+    refine,
+    solve,
+)
 
 from . import cases, contest, memory, timing
 from .cases import Loss, Training
@@ -27,14 +37,16 @@ COMPARED = 3
 
 
 def contender(case: Training, count: int) -> Contender:
-    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row, refined, and run.
+    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row,
+    refined, and run.
 
     Args:
         case: what is trained.
         count: of the devices.
     """
     batch, places = case.batch(cases.home()), cases.places(count)
-    model = case.model(cases.home()).cpu()  # as a user's is; and no device holds a second one
+    # as a user's is; and no device holds a second one
+    model = case.model(cases.home()).cpu()
     release()
     profiles = _profiles(case, model, batch, places)
     size = len(batch[0])
@@ -42,7 +54,9 @@ def contender(case: Training, count: int) -> Contender:
     taken = next(found for found in profiles if found.batch_size == first.batch_size)
     part, goal = (tensor[: first.batch_size] for tensor in batch)
     asked = question([taken], count, size)
-    best = refine(first, copy.deepcopy(model), part, request=asked, loss_fn=case.loss, target=goal).placement
+    best = refine(
+        first, copy.deepcopy(model), part, request=asked, loss_fn=case.loss, target=goal
+    ).placement
     release()
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
     ready = steps(flow, best, batch, case.loss)
@@ -80,8 +94,11 @@ def _profiles(
     )
 
 
-def steps(flow: DataFlow, placement: Placement, batch: tuple[Tensor, Tensor], loss: Loss, **options: Any) -> Ready:
-    """Steps of a flow that gets this placement; their passes are recorded at every turn, and freed after it.
+def steps(
+    flow: DataFlow, placement: Placement, batch: tuple[Tensor, Tensor], loss: Loss, **options: Any
+) -> Ready:
+    """Steps of a flow that gets this placement; their passes are recorded at every turn, and freed
+    after it.
 
     Args:
         flow: the model.
@@ -101,10 +118,14 @@ def steps(flow: DataFlow, placement: Placement, batch: tuple[Tensor, Tensor], lo
     return ready
 
 
-def _behind(ready: Any, placement: Placement, places: Sequence[torch.device]) -> dict[str, list[float]]:
-    """What stands behind a step: its first losses, the memory of each device, and the time of a step alone.
+def _behind(
+    ready: Any, placement: Placement, places: Sequence[torch.device]
+) -> dict[str, list[float]]:
+    """What stands behind a step: its first losses, the memory of each device, and the time of a
+    step alone.
 
-    The model is on the host before: gaps between what stays of it on a device would be filled, and not counted.
+    The model is on the host before: gaps between what stays of it on a device would be filled, and
+    not counted.
     """
     used = memory.Meter(places)
     with ready() as step:
@@ -116,11 +137,17 @@ def _behind(ready: Any, placement: Placement, places: Sequence[torch.device]) ->
         timing.wait(places)
         stages = [stage for pipeline in step.func.pipelines for stage in pipeline.stages]
         eager = sum(bool(stage.not_recorded_because) for stage in stages)
-        times = {"alone_ms": alone["step_ms"], "host_ms": alone["host_ms"], "eager_stages": [float(eager)]}
+        times = {
+            "alone_ms": alone["step_ms"],
+            "host_ms": alone["host_ms"],
+            "eager_stages": [float(eager)],
+        }
         return times | {"losses": losses} | used.against(placement)
 
 
-def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int) -> list[float]:
+def reference(
+    model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int
+) -> list[float]:
     """The first losses of the unsplit model over the same micro-batches."""
     optimizer = cases.sgd(model.parameters())
     losses = []
@@ -137,10 +164,19 @@ def reference(model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chun
 
 
 def measured(model: nn.Module, inputs: Tensor, chunks: int, count: int | None = None) -> Profile:
-    """The profile of a micro-batch on the first devices, of a model that is on the host, as a user's is."""
+    """The profile of a micro-batch on the first devices, of a model that is on the host, as a
+    user's is.
+    """
     part = inputs[: len(inputs) // chunks].cpu()
     devices = [str(place) for place in cases.places(count)]
-    return profile(copy.deepcopy(model).cpu(), part, devices, training=True, optimizer=cases.sgd, progress=False)
+    return profile(
+        copy.deepcopy(model).cpu(),
+        part,
+        devices,
+        training=True,
+        optimizer=cases.sgd,
+        progress=False,
+    )
 
 
 def placed(found: Profile, count: int, chunks: int) -> Placement:
@@ -159,7 +195,9 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
 
 
 def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementRequest:
-    """What is asked: the shortest of many steps in a row, of a batch of this size, on the first so many devices."""
+    """What is asked: the shortest of many steps in a row, of a batch of this size, on the first so
+    many devices.
+    """
     return PlacementRequest(
         profile=profiles[0],
         profiles=tuple(profiles[1:]),
@@ -185,11 +223,14 @@ def _of_first(found: Profile, count: int) -> Cluster:
     devices = found.cluster.devices[:count]
     names = {device.name for device in devices}
     return Cluster(
-        devices=devices, links=tuple(link for link in found.cluster.links if {link.source, link.target} <= names)
+        devices=devices,
+        links=tuple(link for link in found.cluster.links if {link.source, link.target} <= names),
     )
 
 
-def eager(model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def eager(
+    model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A step of plain PyTorch, the whole batch at once, and what frees its gradients."""
     optimizer = cases.sgd(model.parameters())
     inputs, target = batch

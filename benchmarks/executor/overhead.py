@@ -1,7 +1,9 @@
-"""What DataFlow costs on one device, where it has nothing to gain, beside the model alone: ResNet-50, a small batch.
+"""What DataFlow costs on one device, where it has nothing to gain, beside the model alone:
+ResNet-50, a small batch.
 
-The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step without
-the optimizer. Calls and steps follow one another as in a loop, with no wait between them; all of them take turns.
+The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step
+without the optimizer. Calls and steps follow one another as in a loop, with no wait between them;
+all of them take turns.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def measure() -> Iterator[Sample]:
         makers["graph forward"] = lambda: _forward(_recorded(_of(model).eval(), inputs), inputs)
         makers["graph"] = lambda: _recorded_step(_of(model).train(), batch, whole=True)
         makers["graph passes"] = lambda: _recorded_step(_of(model).train(), batch, whole=False)
-    yield from contest.alternate(CASE, [_contender(engine, make) for engine, make in makers.items()])
+    yield from contest.alternate(
+        CASE, [_contender(engine, make) for engine, make in makers.items()]
+    )
 
 
 _of = copy.deepcopy
@@ -100,13 +104,13 @@ def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
     return run
 
 
-def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) -> Callable[[], Any]:
+def _recorded_step(
+    model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool
+) -> Callable[[], Any]:
     """A training step as one CUDA graph that the batch is copied into.
 
-    Args:
-        model: the model.
-        batch: inputs and target.
-        whole: whether the optimizer's step is recorded too; else it follows, as it can be any, with any schedule.
+    Args: model: the model. batch: inputs and target. whole: whether the optimizer's step is
+        recorded too; else it follows, as it can be any, with any schedule.
     """
     statics = [tensor.clone() for tensor in batch]
     optimizer = cases.sgd(model.parameters())
@@ -131,8 +135,12 @@ def _recorded_step(model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool) 
     return run
 
 
-def _graph(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> tuple[Callable[[], None], Any]:
-    """What replays the work, and the static result; ``before`` is called once more ahead of the recording."""
+def _graph(
+    work: Callable[[], Any], before: Callable[[], Any] = lambda: None
+) -> tuple[Callable[[], None], Any]:
+    """What replays the work, and the static result; ``before`` is called once more ahead of the
+    recording.
+    """
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

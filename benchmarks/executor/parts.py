@@ -1,6 +1,8 @@
-"""The zoo's models written as chains by hand, as users of other pipelines have to, and cut into parts of equal time.
+"""The zoo's models written as chains by hand, as users of other pipelines have to, and cut into
+parts of equal time.
 
-The U-Net's skipped tensors are carried along in tuples, through every device between their maker and their reader.
+The U-Net's skipped tensors are carried along in tuples, through every device between their maker
+and their reader.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ class Embedding(nn.Module):
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.token, self.position, self.drop = model.token_embedding, model.position_embedding, model.drop
+        self.token, self.position, self.drop = (
+            model.token_embedding,
+            model.position_embedding,
+            model.drop,
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.size(1), device=tokens.device)
@@ -66,7 +72,10 @@ def units(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, GPT):
         return [Embedding(model), *model.blocks, nn.Sequential(model.norm, model.head)]
     if isinstance(model, UNet):
-        down, up = (model.down1, model.down2, model.down3, model.down4), (model.up1, model.up2, model.up3, model.up4)
+        down, up = (
+            (model.down1, model.down2, model.down3, model.down4),
+            (model.up1, model.up2, model.up3, model.up4),
+        )
         return [model.inc, *map(Encode, down), *map(Decode, up), model.outc]
     raise TypeError(f"{type(model).__name__} was not split by hand")
 
@@ -117,7 +126,8 @@ def _pass_ms(unit: nn.Module, value: Value, place: torch.device) -> float:
 
 
 def cuts(times: Sequence[float], count: int) -> list[int]:
-    """Where to cut a chain into parts, the largest sum as small as can be: 0, the places between, and the length.
+    """Where to cut a chain into parts, the largest sum as small as can be: 0, the places between,
+    and the length.
 
     Raises:
         ValueError: there are fewer modules than parts.

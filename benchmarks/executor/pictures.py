@@ -1,6 +1,8 @@
-"""``python -m benchmarks.executor.pictures``: the tutorial's two pictures of its experiment, with ours in them.
+"""``python -m benchmarks.executor.pictures``: the tutorial's two pictures of its experiment, with
+ours in them.
 
-They are drawn from the latest samples of the experiment beside the results, on whatever machine those were measured.
+They are drawn from the latest samples of the experiment beside the results, on whatever machine
+those were measured.
 """
 
 from __future__ import annotations
@@ -31,11 +33,17 @@ def main(folder: Path = record.RESULTS) -> int:
     """Draw them; the exit code."""
     for path in sorted(folder.glob(f"executor*{ENDING}"), key=_date, reverse=True):
         samples = [sample for found in read(path)[1].values() for sample in found]
-        found = [sample for sample in samples if sample.case == tutorial_resnet50.CASE and not sample.failed]
+        found = [
+            sample
+            for sample in samples
+            if sample.case == tutorial_resnet50.CASE and not sample.failed
+        ]
         if any(sample.engine == "eager" for sample in found):
             print(draw(found, folder / NAME))
             return 0
-    print(f"{folder} has no samples of the case {tutorial_resnet50.CASE!r} to draw", file=sys.stderr)
+    print(
+        f"{folder} has no samples of the case {tutorial_resnet50.CASE!r} to draw", file=sys.stderr
+    )
     return 2
 
 
@@ -77,7 +85,9 @@ def _bars(axes: Any, samples: Sequence[Sample]) -> None:
         if swept:
             best = min(swept, key=lambda sample: mean(_times(sample)))
             shown.append((f"{label},\n{best.chunks} at a time", best))
-    names, means, spreads = zip(*((name, mean(_times(s)), _spread(s)) for name, s in shown), strict=True)
+    names, means, spreads = zip(
+        *((name, mean(_times(s)), _spread(s)) for name, s in shown), strict=True
+    )
     colors = [COLORS[sample.engine] for _, sample in shown]
     axes.bar(names, means, yerr=spreads, capsize=6, color=colors, alpha=0.8)
     axes.tick_params(axis="x", labelsize=8)
@@ -86,12 +96,19 @@ def _bars(axes: Any, samples: Sequence[Sample]) -> None:
 def _curves(axes: Any, samples: Sequence[Sample]) -> None:
     """The time of a step by split size."""
     (one,) = _of(samples, "eager")
-    axes.axhline(mean(_times(one)), color=COLORS["eager"], linestyle="--", label="one device, whole batch")
+    axes.axhline(
+        mean(_times(one)), color=COLORS["eager"], linestyle="--", label="one device, whole batch"
+    )
     for engine, label in LABELS.items():
         swept = sorted(_of(samples, engine), key=lambda sample: sample.chunks)
-        sizes, means = [sample.chunks for sample in swept], [mean(_times(sample)) for sample in swept]
+        sizes, means = (
+            [sample.chunks for sample in swept],
+            [mean(_times(sample)) for sample in swept],
+        )
         spreads = [_spread(sample) for sample in swept]
-        axes.errorbar(sizes, means, yerr=spreads, marker="o", capsize=4, color=COLORS[engine], label=label)
+        axes.errorbar(
+            sizes, means, yerr=spreads, marker="o", capsize=4, color=COLORS[engine], label=label
+        )
     axes.set_xlabel("split size (images)")
     axes.legend(fontsize=8)
 

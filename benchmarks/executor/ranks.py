@@ -1,6 +1,8 @@
-"""Processes with a device each, joined by torch.distributed, that run functions together for one process without.
+"""Processes with a device each, joined by torch.distributed, that run functions together for one
+process without.
 
-A pool stays while engines take turns: starting processes and compiling in them takes longer than a measurement.
+A pool stays while engines take turns: starting processes and compiling in them takes longer than a
+measurement.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> Any:
         """Call ``function(here, *args)`` in every process; what the first of them returns.
 
-        Raises:
-            RankError: a process raised an error, ended, or did not return in time. The others may wait for it for ever,
+        Raises: RankError: a process raised an error, ended, or did not return in time. The others
+            may wait for it for ever,
                 so all are ended.
         """
         try:
@@ -96,7 +98,9 @@ class Ranks:
             return self._answer(limit_s)
         except (RankError, OSError) as error:
             self.close()
-            raise error if isinstance(error, RankError) else RankError("a process has ended") from error
+            raise (
+                error if isinstance(error, RankError) else RankError("a process has ended")
+            ) from error
 
     def _answer(self, limit_s: float) -> Any:
         waiting, first, until = list(self._pipes), None, perf_counter() + limit_s
@@ -138,7 +142,9 @@ def _serve(pipe: Connection, rank: int, count: int, meeting: str) -> None:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     backend = "nccl" if place.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=count)
+    distributed.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=count
+    )
     here = Here(rank, count, place)
     while True:
         try:

@@ -1,4 +1,6 @@
-"""Peers: data parallelism, a process a device with an equal part of the batch: DDP, also compiled, and FSDP2."""
+"""Peers: data parallelism, a process a device with an equal part of the batch: DDP, also compiled,
+and FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .ranks import Here
 
 DDP, DDP_COMPILED, FSDP2 = "DDP", "DDP-compiled", "FSDP2"
 ENGINES = (DDP, FSDP2, DDP_COMPILED)
-"""The one that takes longest to make comes last: where an earlier one fails, processes are started again."""
+"""The one that takes longest to make comes last: where an earlier one fails, processes are started
+again."""
 
 
 def part_of(here: Here, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,11 @@ def _blocks(model: nn.Module) -> Iterable[nn.Module]:
     if isinstance(model, GPT):
         return model.blocks
     if isinstance(model, ResNet):
-        return [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+        return [
+            block
+            for layer in (model.layer1, model.layer2, model.layer3, model.layer4)
+            for block in layer
+        ]
     return [module for module in model.children() if any(True for _ in module.parameters())]
 
 

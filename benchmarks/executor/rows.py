@@ -7,7 +7,17 @@ from statistics import median
 from typing import Any
 
 from ..record import row
-from . import cases, compiling, large, overhead, stream, stream_rows, switching, training_rows, tutorial_resnet50
+from . import (
+    cases,
+    compiling,
+    large,
+    overhead,
+    stream,
+    stream_rows,
+    switching,
+    training_rows,
+    tutorial_resnet50,
+)
 from .figures import (
     PEERS,
     SPEEDUP,
@@ -44,7 +54,12 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     made += _large(of_case(samples, large.CASE))
     for name in compiling.NAMES:
         target = compiling.SPEEDUPS.get(name, 1.85)
-        made += _compiled(_compiled_label(name), "training step", of_case(samples, compiling.PREFIX + name), target)
+        made += _compiled(
+            _compiled_label(name),
+            "training step",
+            of_case(samples, compiling.PREFIX + name),
+            target,
+        )
     for name in stream.NAMES:
         found = of_case(samples, stream.COMPILED + name)
         made += _compiled(_compiled_stream_label(name), "a batch in a stream", found)
@@ -61,7 +76,9 @@ def _compiled_stream_label(name: str) -> str:
 
 
 def belongs(case: str, contest: str) -> bool:
-    """Whether a row's case is one of a contest: ``CASE@DEVICES``, or ``CASE`` where there is one number alone."""
+    """Whether a row's case is one of a contest: ``CASE@DEVICES``, or ``CASE`` where there is one
+    number alone.
+    """
     name, _, devices = contest.partition("@")
     # Eager PyTorch's rows had a case of their own before it took turns with the others.
     if devices and not case.endswith((f", {devices} devices", ", 1 device")):
@@ -71,7 +88,9 @@ def belongs(case: str, contest: str) -> bool:
     if name.startswith(compiling.PREFIX):
         return case.startswith(_compiled_label(name.removeprefix(compiling.PREFIX)))
     if name.startswith(stream.PREFIX):
-        return case.startswith(f"inference stream, {cases.training(name.removeprefix(stream.PREFIX)).label}")
+        return case.startswith(
+            f"inference stream, {cases.training(name.removeprefix(stream.PREFIX)).label}"
+        )
     return case.startswith(cases.training(name).label if name in cases.FULL else name)
 
 
@@ -90,10 +109,16 @@ def _switching(samples: Sequence[Sample]) -> Iterator[Row]:
 
 
 def _overhead(samples: Sequence[Sample]) -> Iterator[Row]:
-    model = "tiny ResNet-18, 1 device" if cases.is_small() else "ResNet-50, 224 px, batch 32, TF32, 1 GPU"
+    model = (
+        "tiny ResNet-18, 1 device"
+        if cases.is_small()
+        else "ResNet-50, 224 px, batch 32, TF32, 1 GPU"
+    )
     case = f"{overhead.CASE}, {model}"
     times = {sample.engine: sample.values["step_ms"] for sample in samples if not sample.failed}
-    yield from _against(case, "training step by train_step", "CUDA graph", times.get("ours"), times.get("graph"))
+    yield from _against(
+        case, "training step by train_step", "CUDA graph", times.get("ours"), times.get("graph")
+    )
     yield from _against(
         case,
         "training step by train_step",
@@ -101,10 +126,21 @@ def _overhead(samples: Sequence[Sample]) -> Iterator[Row]:
         times.get("ours"),
         times.get("graph passes"),
     )
-    yield from _against(case, "a batch in a stream", "CUDA graph", times.get("ours stream"), times.get("graph forward"))
-    for measure, suffix in (("forward by flow(x)", " forward"), ("training step by train_step", "")):
+    yield from _against(
+        case,
+        "a batch in a stream",
+        "CUDA graph",
+        times.get("ours stream"),
+        times.get("graph forward"),
+    )
+    for measure, suffix in (
+        ("forward by flow(x)", " forward"),
+        ("training step by train_step", ""),
+    ):
         graph, eager = times.get(f"graph{suffix}"), times.get(f"eager{suffix}")
-        peers = {} if graph is None or eager is None else {GRAPH: ratio(median(graph), median(eager))}
+        peers = (
+            {} if graph is None or eager is None else {GRAPH: ratio(median(graph), median(eager))}
+        )
         yield from _against(case, measure, "eager model", times.get(f"ours{suffix}"), eager, peers)
     yield from failures(case, samples)
 
@@ -123,11 +159,15 @@ def _against(
     over = [time / median(alone) for time in ours]
     name = f"{measure}, over the model alone, {what}"
     target = at_full_size(OVERHEAD)
-    yield row(case, name, "x", rounded(median(over)), spread=spread_of(over), target=target, peers=peers)
+    yield row(
+        case, name, "x", rounded(median(over)), spread=spread_of(over), target=target, peers=peers
+    )
 
 
 def _large(samples: Sequence[Sample]) -> Iterator[Row]:
-    """That it trains where one device is too small, beside FSDP2, and the memory of the fullest device."""
+    """That it trains where one device is too small, beside FSDP2, and the memory of the fullest
+    device.
+    """
     for count in sorted({sample.beside for sample in samples}, reverse=True):
         mine = [sample for sample in samples if sample.beside == count]
         case = f"{large.CASE}, {large.label()}, {count} devices"
@@ -148,21 +188,39 @@ def _large_ours(case: str, ours: Sample, peers: Mapping[str, float]) -> Iterator
         quickest_ms = min(peers.values())
         options: dict[str, Any] = {"target": at_full_size(1.0), "smaller_is_better": False}
         options["spread"] = spread_of(values["step_ms"], quickest_ms)
-        yield row(case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options)
+        yield row(
+            case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options
+        )
     yield row(case, "micro-batches", "", ours.chunks)
-    yield row_of(case, "a training step alone, from idle devices to idle devices", values["alone_ms"])
-    yield row(case, "training step, as the placement predicts it", "ms", rounded(time_of(ours, "predicted_ms")))
+    yield row_of(
+        case, "a training step alone, from idle devices to idle devices", values["alone_ms"]
+    )
+    yield row(
+        case,
+        "training step, as the placement predicts it",
+        "ms",
+        rounded(time_of(ours, "predicted_ms")),
+    )
     host = values["host_ms"]
-    yield row_of(case, "host issues a step; at most a quarter of it is wanted", host, rounded((step_ms or 0.0) / 4))
+    yield row_of(
+        case,
+        "host issues a step; at most a quarter of it is wanted",
+        host,
+        rounded((step_ms or 0.0) / 4),
+    )
     losses = values["loss"]
     measure = f"loss after {len(losses) - 1} steps on one batch, over the first"
     yield row(case, measure, "x", ratio(losses[-1], losses[0]), target=at_full_size(1.0))
     if values.get("peak_bytes"):
-        yield row(case, "memory of the fullest device", "GiB", rounded(max(values["peak_bytes"]) / 2**30))
+        yield row(
+            case, "memory of the fullest device", "GiB", rounded(max(values["peak_bytes"]) / 2**30)
+        )
     yield from memory_row(case, ours)
 
 
-def _compiled(case: str, what: str, samples: Sequence[Sample], target: float | None = None) -> Iterator[Row]:
+def _compiled(
+    case: str, what: str, samples: Sequence[Sample], target: float | None = None
+) -> Iterator[Row]:
     """What the compiler gains, and how many segments it was kept for.
 
     Args:
@@ -173,7 +231,9 @@ def _compiled(case: str, what: str, samples: Sequence[Sample], target: float | N
     """
     count = compiling.DEVICES
     case, speedup = f"{case}, {count} devices", f"{what}, speed-up over eager PyTorch on one device"
-    plain, compiled, refined = (best(samples, engine, count) for engine in ("ours", "compiled", compiling.REFINED))
+    plain, compiled, refined = (
+        best(samples, engine, count) for engine in ("ours", "compiled", compiling.REFINED)
+    )
     one, alone = (time_of(best(samples, engine, 1)) for engine in ("eager", stream.ALONE))
     if plain is not None and compiled is not None:
         kept = time_of(compiled, "compiled_segments")
@@ -183,7 +243,9 @@ def _compiled(case: str, what: str, samples: Sequence[Sample], target: float | N
             yield from _gain(case, speedup, compiled, one, target, peers)
         yield from _gain(case, f"{speedup}, the placement refined under compile", refined, one)
         yield row_of(case, f"{what} without compile", plain.values["step_ms"])
-        yield row(case, f"of {count} segments, compiled ones that were faster and so kept", "", kept)
+        yield row(
+            case, f"of {count} segments, compiled ones that were faster and so kept", "", kept
+        )
         if compiled.values.get("difference"):
             measure = "result, largest difference to the unsplit model, over the largest value"
             yield row(case, measure, "", time_of(compiled, "difference"))
@@ -202,14 +264,24 @@ def _gain(
     if sample is None or before is None:
         return
     times = sample.values["step_ms"]
-    options: dict[str, Any] = {"target": at_full_size(target), "smaller_is_better": False, "peers": peers}
-    yield row(case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options)
+    options: dict[str, Any] = {
+        "target": at_full_size(target),
+        "smaller_is_better": False,
+        "peers": peers,
+    }
+    yield row(
+        case, measure, "x", ratio(before, median(times)), spread=spread_of(times, before), **options
+    )
 
 
 def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:
     if not samples:
         return
-    model = "tiny ResNet-18, MSE, 2 devices" if cases.is_small() else "ResNet-50, 128 px, batch 120, MSE, 2 GPUs"
+    model = (
+        "tiny ResNet-18, MSE, 2 devices"
+        if cases.is_small()
+        else "ResNet-50, 128 px, batch 120, MSE, 2 GPUs"
+    )
     case = f"{tutorial_resnet50.CASE}, {model}"
     count = tutorial_resnet50.DEVICES
     one = best(samples, "eager", 1)
@@ -226,10 +298,16 @@ def _tutorial(samples: Sequence[Sample]) -> Iterator[Row]:
         if sample.engine == "ours" and not sample.failed:
             other = _by_split(samples, sample.chunks)
             made = row_of(case, f"split size {sample.chunks}", sample.values["step_ms"])
-            yield made | {"peers": {} if other is None else {PEERS["tutorial"]: rounded(time_of(other))}}
+            yield made | {
+                "peers": {} if other is None else {PEERS["tutorial"]: rounded(time_of(other))}
+            }
     yield from failures(case, samples)
 
 
 def _by_split(samples: Sequence[Sample], split: int) -> Sample | None:
-    found = (s for s in samples if s.engine == "tutorial" and s.chunks == split and s.values.get("step_ms"))
+    found = (
+        s
+        for s in samples
+        if s.engine == "tutorial" and s.chunks == split and s.values.get("step_ms")
+    )
     return next(found, None)

@@ -18,14 +18,11 @@ NOT_RUN = "not run, "
 class Sample:
     """One run.
 
-    Attributes:
-        case: what was run.
-        engine: by whom: ``ours``, ``eager`` or a peer.
-        devices: how many it had.
-        chunks: micro-batches, or what else was swept.
-        values: measure -> what was measured, once a repetition; ``step_ms`` of a run that timed steps.
-        failed: why there are no values; empty where there are.
-        beside: the number of devices in whose contest it was measured, where a case has several; else 0.
+    Attributes: case: what was run. engine: by whom: ``ours``, ``eager`` or a peer. devices: how
+        many it had. chunks: micro-batches, or what else was swept. values: measure -> what was
+        measured, once a repetition; ``step_ms`` of a run that timed steps. failed: why there are no
+        values; empty where there are. beside: the number of devices in whose contest it was
+        measured, where a case has several; else 0.
     """
 
     case: str
@@ -43,7 +40,11 @@ class Sample:
 
     def __str__(self) -> str:
         where = f"{self.case}, {self.engine}, {self.devices} devices, {self.chunks} chunks"
-        medians = (f"{name} {sorted(times)[len(times) // 2]:.4g}" for name, times in self.values.items() if times)
+        medians = (
+            f"{name} {sorted(times)[len(times) // 2]:.4g}"
+            for name, times in self.values.items()
+            if times
+        )
         return f"{where}: {self.failed or ', '.join(medians)}"
 
 
@@ -51,7 +52,9 @@ class Told(RuntimeError):
     """An error whose message is a reason already, from another process."""
 
 
-def attempt(case: str, engine: str, devices: int, chunks: int, run: Callable[[], dict[str, list[float]]]) -> Sample:
+def attempt(
+    case: str, engine: str, devices: int, chunks: int, run: Callable[[], dict[str, list[float]]]
+) -> Sample:
     """Run it, and keep the reason where that fails; the memory is free again afterwards."""
     try:
         sample = Sample(case, engine, devices, chunks, run())

@@ -1,4 +1,5 @@
-"""The samples of every job, kept beside the results: rows are made of all of them, so jobs can be run one by one.
+"""The samples of every job, kept beside the results: rows are made of all of them, so jobs can be
+run one by one.
 
     results/executor-4xH100.samples.jsonl    {"machine": ..., "versions": ...}, then {"job": ..., "sample": ...} a line
 
@@ -38,7 +39,8 @@ def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
 
 
 class Store:
-    """What the jobs of this machine and these versions gave; several processes may add to it at the same time.
+    """What the jobs of this machine and these versions gave; several processes may add to it at the
+    same time.
 
     Args:
         folder: of the results; None keeps nothing.
@@ -53,10 +55,14 @@ class Store:
         self._mine: dict[str, list[Sample]] = {}
         self.jobs = self._known()
         if not self.jobs and self._path is not None and self._path.exists():
-            print("the samples that are there come from another machine or other versions: none is kept")
+            print(
+                "the samples that are there come from another machine or other versions: none is kept"
+            )
 
     def add(self, job: str, sample: Sample) -> None:
-        """Keep a sample; the first one of a job takes the place of all that it had, unless it was not run at all."""
+        """Keep a sample; the first one of a job takes the place of all that it had, unless it was
+        not run at all.
+        """
         if sample.was_not_run and self.jobs.get(job):
             return
         self._mine.setdefault(job, []).append(sample)
@@ -90,7 +96,11 @@ class Store:
         if self._path is None:
             return
         entries: list[Any] = [self._conditions]
-        entries += [{"job": job, "sample": asdict(sample)} for job, found in self.jobs.items() for sample in found]
+        entries += [
+            {"job": job, "sample": asdict(sample)}
+            for job, found in self.jobs.items()
+            for sample in found
+        ]
         part = self._path.with_suffix(".part")
         part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         part.replace(self._path)

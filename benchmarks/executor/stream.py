@@ -1,8 +1,10 @@
-"""Inference over a stream of batches: ours, eager PyTorch on one device, and peers, which take turns.
+"""Inference over a stream of batches: ours, eager PyTorch on one device, and peers, which take
+turns.
 
-A stream is the case's batch, cut into so many batches, several times over. They are on the first device; results stay
-where the last layer makes them, but for accelerate, which brings them back. Times are of one batch of the case, with no
-drain before the stream's end; each engine counts at the best of its sizes.
+A stream is the case's batch, cut into so many batches, several times over. They are on the first
+device; results stay where the last layer makes them, but for accelerate, which brings them back.
+Times are of one batch of the case, with no drain before the stream's end; each engine counts at the
+best of its sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ EAGER = "eager"
 ENGINES = (ours.ENGINE, tutorial.ENGINE, DISPATCH)
 """Eager PyTorch on one device always takes part beside them."""
 LONG = 2 if cases.is_small() else 8
-"""Batches in a stream for each device, at the least: filling and draining devices is no part of the time of a batch."""
+"""Batches in a stream for each device, at the least: filling and draining devices is no part of the
+time of a batch."""
 PIECES = (2,) if cases.is_small() else (2, 4, 8)
 WHOLE = (1,) if cases.is_small() else (1, 2)
 """The sizes for who runs one device after another, and so gains nothing by smaller ones."""
@@ -63,12 +66,16 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
     engines, missing = contest.installed(name, count, engines)
     yield from missing
     makers: dict[str, Callable[[], list[Contender]]] = {
-        EAGER: lambda: [_contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in (1, *PIECES)],
+        EAGER: lambda: [
+            _contender(EAGER, case, 1, pieces, _one_by_one(model)) for pieces in (1, *PIECES)
+        ],
         ours.ENGINE: partial(_ours, case, model, count),
         tutorial.ENGINE: lambda: [_split(case, count, pieces) for pieces in PIECES],
         DISPATCH: lambda: [_dispatched(case, count, pieces) for pieces in WHOLE],
     }
-    yield from _contest(name, {engine: make for engine, make in makers.items() if engine in (EAGER, *engines)})
+    yield from _contest(
+        name, {engine: make for engine, make in makers.items() if engine in (EAGER, *engines)}
+    )
 
 
 def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
@@ -116,7 +123,9 @@ def _contest(name: str, makers: dict[str, Callable[[], list[Contender]]]) -> Ite
     yield from contest.alternate(name, contenders)
 
 
-def _contender(engine: str, case: Training, devices: int, pieces: int, run: Run, shortest: int = 1) -> Contender:
+def _contender(
+    engine: str, case: Training, devices: int, pieces: int, run: Run, shortest: int = 1
+) -> Contender:
     """An engine that runs streams.
 
     Args:
@@ -177,7 +186,12 @@ def _predicted_ms(placement: Placement) -> float:
 
 
 def _streamed(
-    engine: str, case: Training, model: nn.Module, placement: Placement, count: int, backend: str | bool = False
+    engine: str,
+    case: Training,
+    model: nn.Module,
+    placement: Placement,
+    count: int,
+    backend: str | bool = False,
 ) -> Contender:
     """Ours; its first stream is held against the unsplit model."""
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(count)])
@@ -218,7 +232,9 @@ def _dispatched(case: Training, count: int, pieces: int) -> Contender:
     if not cases.on_gpus():
         where: Any = {"": "cpu"}
     else:
-        room = {index: torch.cuda.get_device_properties(index).total_memory for index in range(count)}
+        room = {
+            index: torch.cuda.get_device_properties(index).total_memory for index in range(count)
+        }
         balanced = helpers.get_balanced_memory(model, max_memory=room, **options)
         where = accelerate.infer_auto_device_map(model, max_memory=balanced, **options)
     model = accelerate.dispatch_model(model, device_map=where, force_hooks=True)
@@ -254,4 +270,7 @@ def _one_by_one(model: Callable[[Tensor], Any]) -> Run:
 def _difference(given: Any, expected: Any) -> float:
     """The largest difference, over the largest value."""
     pairs = zip(flatten(given)[0], flatten(expected)[0], strict=True)
-    return max(float((a.float() - b.to(a.device).float()).abs().max()) / float(b.float().abs().max()) for a, b in pairs)
+    return max(
+        float((a.float() - b.to(a.device).float()).abs().max()) / float(b.float().abs().max())
+        for a, b in pairs
+    )

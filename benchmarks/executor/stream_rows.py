@@ -32,7 +32,11 @@ def streamed(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
 
 
 def _streamed(name: str, case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
-    ours, peers, one_ms = best(samples, "ours", count), peers_of(samples, count), time_of(best(samples, "eager", 1))
+    ours, peers, one_ms = (
+        best(samples, "ours", count),
+        peers_of(samples, count),
+        time_of(best(samples, "eager", 1)),
+    )
     speedups = {label: ratio(one_ms, time) for label, time in peers.items()}
     options: dict[str, Any] = {"smaller_is_better": False, "peers": speedups}
     if (name, count) in STREAMS:
@@ -46,10 +50,24 @@ def _streamed(name: str, case: str, samples: Sequence[Sample], count: int) -> It
         options["spread"] = spread_of(times, one_ms)
     yield row(case, measure, "x", ratio(one_ms, time_of(ours)), **options)
     shown = {label: rounded(time) for label, time in peers.items()}
-    yield row(case, "a batch in a stream", "ms", rounded(time_of(ours)), spread=spread_of(times), peers=shown)
+    yield row(
+        case,
+        "a batch in a stream",
+        "ms",
+        rounded(time_of(ours)),
+        spread=spread_of(times),
+        peers=shown,
+    )
     yield from peers_rows(case, "a batch in a stream", samples, count)
     yield row(case, "batches that it is cut into, where fastest", "", ours.chunks)
-    yield row(case, "a batch, predicted from the profile", "ms", rounded(time_of(ours, "predicted_ms")))
+    yield row(
+        case, "a batch, predicted from the profile", "ms", rounded(time_of(ours, "predicted_ms"))
+    )
     difference = time_of(ours, "difference")
-    yield row(case, "result, largest difference to the unsplit model, over the largest value", "", difference)
+    yield row(
+        case,
+        "result, largest difference to the unsplit model, over the largest value",
+        "",
+        difference,
+    )
     yield row(case, "stages that run without a CUDA graph", "", time_of(ours, "eager_stages"))

@@ -1,4 +1,6 @@
-"""What a new map costs: with the weights on every device already, and with a gigabyte of them to be moved."""
+"""What a new map costs: with the weights on every device already, and with a gigabyte of them to be
+moved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def measure() -> Iterator[Sample]:
 
 
 def clones(layers: int, width: int) -> dict[str, list[float]]:
-    """``update_flow`` with ``enable_clone``, and what the first call after it takes longer than the next one."""
+    """``update_flow`` with ``enable_clone``, and what the first call after it takes longer than the
+    next one.
+    """
     model, x = _chain(layers, width), torch.randn(8, width, device=cases.home())
     flow = DataFlow(model, _names(), inference_only=True, enable_clone=True).eval()
     maps = _maps(layers, len(cases.places()))
@@ -78,7 +82,9 @@ def _names() -> list[str]:
 
 
 def _maps(layers: int, places: int) -> list[Sequence[int]]:
-    """Stages of equal length in the order of the devices, and shorter and longer ones in the other order."""
+    """Stages of equal length in the order of the devices, and shorter and longer ones in the other
+    order.
+    """
     forwards = [layer * places // layers for layer in range(layers)]
     backwards = [places - 1 - int(places * (layer / layers) ** 2) for layer in range(layers)]
     return [forwards, backwards]

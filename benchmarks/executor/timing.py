@@ -1,4 +1,5 @@
-"""How steps are timed: after some to warm up, each alone, from idle devices to idle devices, or many in a row.
+"""How steps are timed: after some to warm up, each alone, from idle devices to idle devices, or
+many in a row.
 
 At tiny sizes the times tell nothing, and few are taken.
 """
@@ -22,13 +23,17 @@ WARM_UPS, REPEATS = (1, 2) if cases.is_small() else (2, 7)
 ROW_S, SHORTEST_ROW = (0.0, 2) if cases.is_small() else (1.5, 5)
 """How long a row of steps lasts in seconds, and its fewest steps.
 
-A loop fills the devices once and drains them once: of five steps of ResNet-101 on two H100s, a step 107.4 ms by the
-events of each, that made 110.3. Clocks at the power limit swing about once a second; rows are repeated over that.
-"""
+A loop fills the devices once and drains them once: of five steps of ResNet-101 on two H100s, a step
+107.4 ms by the events of each, that made 110.3. Clocks at the power limit swing about once a
+second; rows are repeated over that. """
 
 
-def steps(step: Callable[[], Any], places: Sequence[torch.device], repeats: int = REPEATS) -> dict[str, list[float]]:
-    """Times of a step, in ms: ``step_ms`` until the devices are idle, ``host_ms`` until the call returned."""
+def steps(
+    step: Callable[[], Any], places: Sequence[torch.device], repeats: int = REPEATS
+) -> dict[str, list[float]]:
+    """Times of a step, in ms: ``step_ms`` until the devices are idle, ``host_ms`` until the call
+    returned.
+    """
     for _ in range(WARM_UPS):
         step()
     times: dict[str, list[float]] = {"step_ms": [], "host_ms": []}

@@ -1,4 +1,6 @@
-"""A training case: every engine that could run it takes turns, on the same number of devices, with the same batch."""
+"""A training case: every engine that could run it takes turns, on the same number of devices, with
+the same batch.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def _alone(case: Training, alone: Peers) -> Iterator[Sample]:
 Candidates = Callable[[], tuple[Contender | None, list[Sample]]]
 
 
-def _candidates(case: Training, count: int, engines: Sequence[str], peers: Peers) -> Iterator[Candidates]:
+def _candidates(
+    case: Training, count: int, engines: Sequence[str], peers: Peers
+) -> Iterator[Candidates]:
     """By engine, what makes it ready: the fastest of its variants, and those that failed."""
     swept = case.tried(count)
     for engine in ENGINES:
@@ -86,7 +90,11 @@ def _candidates(case: Training, count: int, engines: Sequence[str], peers: Peers
         else:
             make = tutorial.contender if engine == tutorial.ENGINE else gpipe.contender
             yield partial(
-                _made, case.name, engine, count, lambda make=make: [make(case, count, chunks) for chunks in swept]
+                _made,
+                case.name,
+                engine,
+                count,
+                lambda make=make: [make(case, count, chunks) for chunks in swept],
             )
 
 

@@ -32,11 +32,17 @@ OVER_PEERS = 1.3
 
 def training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
     """Of one case, by number of devices: ours beside all peers, and who has no value."""
-    return by_devices(cases.training(name).label, "training step", samples, partial(_pipelined, name))
+    return by_devices(
+        cases.training(name).label, "training step", samples, partial(_pipelined, name)
+    )
 
 
 def _pipelined(name: str, case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
-    ours, peers, one_ms = best(samples, "ours", count), peers_of(samples, count), time_of(best(samples, "eager", 1))
+    ours, peers, one_ms = (
+        best(samples, "ours", count),
+        peers_of(samples, count),
+        time_of(best(samples, "eager", 1)),
+    )
     speedups = {label: ratio(one_ms, time) for label, time in peers.items()}
     wanted = TWO_DEVICES if count == 2 else TARGETS.get((name, count))
     options: dict[str, Any] = {"smaller_is_better": False, "peers": speedups}
@@ -51,8 +57,14 @@ def _pipelined(name: str, case: str, samples: Sequence[Sample], count: int) -> I
     yield row(case, SPEEDUP, "x", ratio(one_ms, step_ms), spread=spread, **options)
     if peers:
         quickest_ms, wanted = min(peers.values()), at_full_size(OVER_PEERS)
-        options = {"spread": spread_of(times, quickest_ms), "target": wanted, "smaller_is_better": False}
-        yield row(case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options)
+        options = {
+            "spread": spread_of(times, quickest_ms),
+            "target": wanted,
+            "smaller_is_better": False,
+        }
+        yield row(
+            case, "training step, over the best peer", "x", ratio(quickest_ms, step_ms), **options
+        )
     shown = {label: rounded(time) for label, time in peers.items()}
     yield row(case, "training step", "ms", rounded(step_ms), spread=spread_of(times), peers=shown)
     yield from peers_rows(case, "training step", samples, count)
@@ -64,13 +76,22 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
     """What stands behind our step."""
     values = ours.values
     yield row(case, "micro-batches of the fastest step", "", ours.chunks)
-    yield row_of(case, "a training step alone, from idle devices to idle devices", values["alone_ms"])
+    yield row_of(
+        case, "a training step alone, from idle devices to idle devices", values["alone_ms"]
+    )
     predicted = rounded(time_of(ours, "predicted_ms"))
     yield row(case, "training step, as the placement predicts it", "ms", predicted)
     host = values["host_ms"]
-    yield row_of(case, "host issues a step; at most a quarter of it is wanted", host, rounded(step_ms / 4))
+    yield row_of(
+        case, "host issues a step; at most a quarter of it is wanted", host, rounded(step_ms / 4)
+    )
     yield from memory_row(case, ours)
-    yield row(case, "loss, largest difference to the unsplit model", "", rounded(time_of(ours, "loss_difference")))
+    yield row(
+        case,
+        "loss, largest difference to the unsplit model",
+        "",
+        rounded(time_of(ours, "loss_difference")),
+    )
     if not cases.is_small():
         yield row(case, "stages that run without a CUDA graph", "", time_of(ours, "eager_stages"))
 

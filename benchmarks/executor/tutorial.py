@@ -1,6 +1,8 @@
-"""Peer: the pipeline of PyTorch's model-parallel tutorial: parts on devices, one thread, autograd for the way back.
+"""Peer: the pipeline of PyTorch's model-parallel tutorial: parts on devices, one thread, autograd
+for the way back.
 
-Source: "Single-Machine Model Parallel Best Practices", PyTorch tutorials, "Speed Up by Pipelining Inputs".
+Source: "Single-Machine Model Parallel Best Practices", PyTorch tutorials, "Speed Up by Pipelining
+Inputs".
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ ENGINE = "tutorial"
 class Pipeline(nn.Module):
     """Micro-batch i runs through part p in turn i + p; the last part goes first in each turn."""
 
-    def __init__(self, stages: Sequence[nn.Module], places: Sequence[torch.device], split_size: int) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], places: Sequence[torch.device], split_size: int
+    ) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stage.to(place) for stage, place in zip(stages, places, strict=True))
+        self.stages = nn.ModuleList(
+            stage.to(place) for stage, place in zip(stages, places, strict=True)
+        )
         self.places = list(places)
         self.split_size = split_size
 
@@ -33,7 +39,9 @@ class Pipeline(nn.Module):
             for index in reversed(range(len(self.stages))):
                 chunk = turn - index
                 if 0 <= chunk < len(values):
-                    values[chunk] = self.stages[index](parts.moved(values[chunk], self.places[index]))
+                    values[chunk] = self.stages[index](
+                        parts.moved(values[chunk], self.places[index])
+                    )
         return torch.cat(values)
 
 
@@ -44,12 +52,16 @@ def contender(case: Training, count: int, chunks: int) -> Contender:
         batch = case.batch(cases.home())
         chain = parts.units(case.model(cases.home()))
         split = parts.equal_parts(chain, batch[0][: len(batch[0]) // 2], count)
-        return step_of(Pipeline(split, cases.places(count), len(batch[0]) // chunks), batch, case.loss)
+        return step_of(
+            Pipeline(split, cases.places(count), len(batch[0]) // chunks), batch, case.loss
+        )
 
     return contest.here(ENGINE, cases.places(count), chunks, contest.kept(make))
 
 
-def step_of(model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def step_of(
+    model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A training step, and what frees its gradients."""
     optimizer = cases.sgd(model.parameters())
     inputs, target = batch

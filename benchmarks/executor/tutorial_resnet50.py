@@ -1,4 +1,5 @@
-"""The experiment of PyTorch's model-parallel tutorial: ResNet-50, 128 px, batch 120, SGD, MSE, 2 devices.
+"""The experiment of PyTorch's model-parallel tutorial: ResNet-50, 128 px, batch 120, SGD, MSE, 2
+devices.
 
 The batch is split into micro-batches of several sizes; the tutorial's own cut is behind layer2.
 """
@@ -49,7 +50,8 @@ TRAINING = Training(
 
 
 def measure() -> Iterator[Sample]:
-    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``), which take turns.
+    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``),
+    which take turns.
 
     The tutorial's with the whole batch as one split is its model that is split, but no pipeline.
     """
@@ -58,7 +60,10 @@ def measure() -> Iterator[Sample]:
     with cases.home():
         model, data, loss = _model(), _data(), functional.mse_loss
     one = contest.here(
-        "eager", cases.places(1), BATCH, contest.kept(lambda: ours.eager(copy.deepcopy(model), data, loss))
+        "eager",
+        cases.places(1),
+        BATCH,
+        contest.kept(lambda: ours.eager(copy.deepcopy(model), data, loss)),
     )
     if len(cases.places()) < DEVICES:
         yield from contest.alternate(CASE, [one])
@@ -101,7 +106,9 @@ def _ours(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Con
 
 def _theirs(model: zoo.ResNet, data: tuple[Tensor, Tensor], loss: Loss, split: int) -> Contender:
     def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
-        return step_of(Pipeline(_halves(copy.deepcopy(model)), cases.places(DEVICES), split), data, loss)
+        return step_of(
+            Pipeline(_halves(copy.deepcopy(model)), cases.places(DEVICES), split), data, loss
+        )
 
     return contest.here("tutorial", cases.places(DEVICES), split, contest.kept(make))
 

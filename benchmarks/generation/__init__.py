@@ -1,8 +1,10 @@
-"""Tokens by ``model.generate`` of a language model whose layers lie on two devices, beside the same model on one.
+"""Tokens by ``model.generate`` of a language model whose layers lie on two devices, beside the same
+model on one.
 
-``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each; all of them run equal
-models of transformers on the same prompts and take turns, and a row says whether they make the same tokens. Without
-GPUs a tiny model on CPU stand-ins: that shows that it runs.
+``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each;
+all of them run equal models of transformers on the same prompts and take turns, and a row says
+whether they make the same tokens. Without GPUs a tiny model on CPU stand-ins: that shows that it
+runs.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ def run() -> list[dict[str, Any]]:
         else f"Llama of {sum(p.numel() for p in model.parameters()) / 1e9:.2g} billion parameters, bf16"
     )
     batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 64)
-    ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(cases.home())
+    ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(
+        cases.home()
+    )
     with torch.no_grad(), ExitStack() as stack:
         ready = {name: stack.enter_context(way) for name, way in _ways(model).items()}
         engines = {name: _Engine(made, ids) for name, made in ready.items() if made is not None}
         for turn in range(ROUNDS):
             for name in list(engines) if turn % 2 == 0 else reversed(engines):
                 engines[name].turn(new)
-        return list(_rows(f"{label}, {batch} x {length} tokens and {new} more, 2 devices", engines, new))
+        return list(
+            _rows(f"{label}, {batch} x {length} tokens and {new} more, 2 devices", engines, new)
+        )
 
 
 def _model(is_small: bool) -> Any:
@@ -98,7 +104,11 @@ def _ours(model: Any) -> Iterator[Any]:
 
     places = cases.places(2)
     flow = DataFlow(model, places)
-    names = {name: str(places[index]) for name, index in _map(model).items() if name != "model.rotary_emb"}
+    names = {
+        name: str(places[index])
+        for name, index in _map(model).items()
+        if name != "model.rotary_emb"
+    }
     flow.update_flow(Placement(status="feasible", objective="throughput", layer_devices=names))
     with flow.applied() as applied:
         yield applied
@@ -109,7 +119,8 @@ def _ours(model: Any) -> Iterator[Any]:
 def _dispatched(model: Any) -> Iterator[Any]:
     from ..executor import cases
 
-    if not cases.on_gpus() or find_spec("accelerate") is None:  # it knows no stand-ins
+    # it knows no stand-ins
+    if not cases.on_gpus() or find_spec("accelerate") is None:
         yield None
         return
     from accelerate import dispatch_model
@@ -150,14 +161,23 @@ class _Engine:
         return [(whole - prompt) / (new - 1) for whole, prompt in pairs]
 
     def _once(self, count: int) -> tuple[float, Any]:
-        options = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        options = {
+            "min_new_tokens": count,
+            "max_new_tokens": count,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         began = perf_counter()
-        tokens = self._model.generate(self._ids, **options).tolist()  # which waits for the devices
+        # which waits for the devices
+        tokens = self._model.generate(self._ids, **options).tolist()
         return 1e3 * (perf_counter() - began), tokens
 
 
 def _rows(case: str, engines: Mapping[str, _Engine], new: int) -> Iterator[dict[str, Any]]:
-    ours, others = engines["ours"], {name: engine for name, engine in engines.items() if name != "ours"}
+    ours, others = (
+        engines["ours"],
+        {name: engine for name, engine in engines.items() if name != "ours"},
+    )
     measures: tuple[tuple[str, Callable[[_Engine], list[float]]], ...] = (
         ("a token of each text, in the loop", lambda engine: engine.token_ms(new)),
         ("the prompt and the first token", lambda engine: engine.prompt_ms),
@@ -177,7 +197,9 @@ def _rows(case: str, engines: Mapping[str, _Engine], new: int) -> Iterator[dict[
             for a, b in zip(ours.tokens, engine.tokens, strict=True)
             for one, other in zip(a, b, strict=True)
         ]
-        yield record.row(case, f"tokens that are those of: {name}", "%", 100.0 * sum(pairs) / len(pairs))
+        yield record.row(
+            case, f"tokens that are those of: {name}", "%", 100.0 * sum(pairs) / len(pairs)
+        )
 
 
 def _shown(value: float) -> float:

@@ -1,15 +1,18 @@
-"""Whether what the profiler predicts is what happens: times of stages and steps, and peaks of memory, in 24 cases.
+"""Whether what the profiler predicts is what happens: times of stages and steps, and peaks of
+memory, in 24 cases.
 
-Six models, each in four ways: precision, training or inference, 2 or 4 devices, and the size of the micro-batch. Beside
-it, in the same run, what else one would go by: torchgpipe's ``balance_by_time`` (in training alone, as it times both
-passes together), PyTorch's FLOP counts with a roofline, and accelerate's estimate of sizes. Then a Llama of 70 billion
-parameters is profiled on one device. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
+Six models, each in four ways: precision, training or inference, 2 or 4 devices, and the size of the
+micro-batch. Beside it, in the same run, what else one would go by: torchgpipe's ``balance_by_time``
+(in training alone, as it times both passes together), PyTorch's FLOP counts with a roofline, and
+accelerate's estimate of sizes. Then a Llama of 70 billion parameters is profiled on one device.
+Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
 
-``PLACER_PROFILER_CASES=resnet101,gpt`` runs these models alone (of ``resnet101``, ``gpt``, ``unet``, ``inception``,
-``llama``, ``t5``, ``llama-70b``). Rows that the results of the same machine and versions have of other cases are kept,
-so that all can be run in parts; also in parts at the same time, each on GPUs of its own (``CUDA_VISIBLE_DEVICES``).
-``PLACER_PROFILER_BUDGET_S`` is the time that all may take, 460 if left out; what it leaves undone is named in a row.
-Results are written after each case: whatever ends a run, what it found until then stays.
+``PLACER_PROFILER_CASES=resnet101,gpt`` runs these models alone (of ``resnet101``, ``gpt``,
+``unet``, ``inception``, ``llama``, ``t5``, ``llama-70b``). Rows that the results of the same
+machine and versions have of other cases are kept, so that all can be run in parts; also in parts at
+the same time, each on GPUs of its own (``CUDA_VISIBLE_DEVICES``). ``PLACER_PROFILER_BUDGET_S`` is
+the time that all may take, 460 if left out; what it leaves undone is named in a row. Results are
+written after each case: whatever ends a run, what it found until then stays.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
     """
     from . import jobs, rows
 
-    names = chosen or [name for name in os.environ.get("PLACER_PROFILER_CASES", "").split(",") if name]
+    names = chosen or [
+        name for name in os.environ.get("PLACER_PROFILER_CASES", "").split(",") if name
+    ]
     budget_s = record.seconds("PLACER_PROFILER_BUDGET_S", jobs.BUDGET_S)
     samples = []
     for sample in jobs.run(names, budget_s):
@@ -54,7 +59,8 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
 
 
 def _with_known(made: Sequence[Row], ended: Sequence[str], folder: Path | None) -> list[Row]:
-    """The rows that were made, those of other cases as the results now have them, and those over all of them.
+    """The rows that were made, those of other cases as the results now have them, and those over
+    all of them.
 
     Args:
         made: in this run.

@@ -1,4 +1,6 @@
-"""The 24 cases: six models, each in four ways that differ in precision, mode, devices and micro-batch."""
+"""The 24 cases: six models, each in four ways that differ in precision, mode, devices and
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Case:
         torch.manual_seed(1)
         with place:
             inputs, target = self.model.inputs(size), self.model.target(size)
-        return (inputs.to(torch.bfloat16) if self.half and inputs.is_floating_point() else inputs), target
+        return (
+            inputs.to(torch.bfloat16) if self.half and inputs.is_floating_point() else inputs
+        ), target
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss, in float32."""
@@ -112,11 +116,17 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _images(size: int) -> tuple[Callable[[int], Tensor], Callable[[int], Tensor]]:
-    return (lambda count: torch.randn(count, 3, size, size)), (lambda count: torch.randint(1000, (count,)))
+    return (lambda count: torch.randn(count, 3, size, size)), (
+        lambda count: torch.randint(1000, (count,))
+    )
 
 
-def _vision(name: str, label: str, make: Callable[[], nn.Module], size: int, micro_batches: tuple[int, int]) -> Model:
-    return Model(name, f"{label}, {size} px", make, *_images(size), functional.cross_entropy, micro_batches)
+def _vision(
+    name: str, label: str, make: Callable[[], nn.Module], size: int, micro_batches: tuple[int, int]
+) -> Model:
+    return Model(
+        name, f"{label}, {size} px", make, *_images(size), functional.cross_entropy, micro_batches
+    )
 
 
 def _pixels(label: str, width: int, size: int, micro_batches: tuple[int, int]) -> Model:
@@ -132,7 +142,12 @@ def _pixels(label: str, width: int, size: int, micro_batches: tuple[int, int]) -
 
 
 def _text(
-    name: str, label: str, make: Callable[[], nn.Module], vocabulary: int, length: int, micro_batches: tuple[int, int]
+    name: str,
+    label: str,
+    make: Callable[[], nn.Module],
+    vocabulary: int,
+    length: int,
+    micro_batches: tuple[int, int],
 ) -> Model:
     def tokens(count: int) -> Tensor:
         return torch.randint(vocabulary, (count, length))
@@ -142,11 +157,25 @@ def _text(
 
 FULL = (
     _vision("resnet101", "ResNet-101", zoo.resnet101, 224, (16, 32)),
-    _text("gpt", "GPT, 24 layers, d=2048", lambda: zoo.gpt(24, 2048, 16, 1024, 50304), 50304, 1024, (2, 4)),
+    _text(
+        "gpt",
+        "GPT, 24 layers, d=2048",
+        lambda: zoo.gpt(24, 2048, 16, 1024, 50304),
+        50304,
+        1024,
+        (2, 4),
+    ),
     _pixels("U-Net", 64, 192, (8, 16)),
     _vision("inception", "Inception-v3", models.inception, 299, (16, 32)),
     _text("llama", "Llama-like, 16 layers, d=4096", zoo.llama, 32000, 1024, (1, 2)),
-    _text("t5", "T5-like, 12 + 12 layers, d=1024", lambda: models.T5(12, 1024, 16, 4096, 32128), 32128, 512, (4, 8)),
+    _text(
+        "t5",
+        "T5-like, 12 + 12 layers, d=1024",
+        lambda: models.T5(12, 1024, 16, 4096, 32128),
+        32128,
+        512,
+        (4, 8),
+    ),
 )
 
 SMALL = (
@@ -154,6 +183,13 @@ SMALL = (
     _text("gpt", "tiny: GPT, 2 layers, d=32", lambda: zoo.gpt(2, 32, 2, 16, 64), 64, 16, (2, 4)),
     _pixels("tiny: U-Net", 4, 32, (1, 2)),
     _vision("inception", "tiny: Inception-v3", models.inception, 75, (2, 4)),
-    _text("llama", "tiny: Llama-like, 2 layers", lambda: zoo.llama(2, 32, 2, 1, 48, 64), 64, 16, (2, 4)),
+    _text(
+        "llama",
+        "tiny: Llama-like, 2 layers",
+        lambda: zoo.llama(2, 32, 2, 1, 48, 64),
+        64,
+        16,
+        (2, 4),
+    ),
     _text("t5", "tiny: T5-like, 1 + 1 layers", lambda: models.T5(1, 32, 2, 64, 64), 64, 16, (2, 4)),
 )

@@ -1,4 +1,6 @@
-"""The models of the cases as chains, which torchgpipe needs: what later modules read is carried along in tuples."""
+"""The models of the cases as chains, which torchgpipe needs: what later modules read is carried
+along in tuples.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def units(model: nn.Module) -> list[nn.Module]:
         TypeError: nobody has split it by hand.
     """
     if isinstance(model, Llama):
-        return [Rotated(model), *map(Turn, model.layers), Last(nn.Sequential(model.norm, model.lm_head), 0)]
+        return [
+            Rotated(model),
+            *map(Turn, model.layers),
+            Last(nn.Sequential(model.norm, model.lm_head), 0),
+        ]
     if isinstance(model, models.T5):
         return list(_t5(model))
     if isinstance(model, nn.Sequential):
@@ -30,7 +36,9 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def _t5(model: models.T5) -> Iterator[nn.Module]:
-    """The encoder, the tokens beside its values; then the decoder, the encoder's last value beside its own."""
+    """The encoder, the tokens beside its values; then the decoder, the encoder's last value beside
+    its own.
+    """
     yield Begin(model.embedding)
     yield from map(Encode, model.encoder)
     yield Between(model.between, model.embedding)

@@ -1,4 +1,6 @@
-"""What is run, the most important first; on GPUs each model has a process of its own, which may die or hang alone."""
+"""What is run, the most important first; on GPUs each model has a process of its own, which may die
+or hang alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ LARGE_S = 240.0
 
 def every() -> list[Job]:
     """A job for each model, and one for the model that no device could hold."""
-    return [*map(_job, cases.known().values()), Job(large.CASE, 0, (large.ENGINE,), LARGE_S, lambda _: large.measure())]
+    return [
+        *map(_job, cases.known().values()),
+        Job(large.CASE, 0, (large.ENGINE,), LARGE_S, lambda _: large.measure()),
+    ]
 
 
 def names() -> list[str]:
@@ -63,7 +68,9 @@ def _samples(job: Job, left_s: float) -> Iterator[Sample]:
 
 
 def work(name: str, path: Path) -> None:
-    """Run one job and write its samples to a file, or print them for ``-``: what a process of its own does."""
+    """Run one job and write its samples to a file, or print them for ``-``: what a process of its
+    own does.
+    """
     job = next(job for job in every() if name in (job.case, job.name))
     for sample in guarded(job):
         if str(path) == "-":

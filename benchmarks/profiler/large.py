@@ -1,7 +1,8 @@
-"""A model that no device could hold: a Llama of 70 billion parameters on ``meta``, profiled for training on one device.
+"""A model that no device could hold: a Llama of 70 billion parameters on ``meta``, profiled for
+training on one device.
 
-It is to hold no more at any time than the largest layer with what training adds to it, and that layer's activations.
-Without GPUs a tiny one, whose time and memory say nothing.
+It is to hold no more at any time than the largest layer with what training adds to it, and that
+layer's activations. Without GPUs a tiny one, whose time and memory say nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _model() -> tuple[nn.Module, int]:
 
 
 def largest_bytes(found: Profile) -> int:
-    """The most that a layer takes in training: its state, what it keeps, its workspace, and what crosses its border."""
+    """The most that a layer takes in training: its state, what it keeps, its workspace, and what
+    crosses its border.
+    """
     crossing = dict.fromkeys((layer.name for layer in found.layers), 0)
     for edge in found.edges:
         for name in (edge.source, *edge.targets):

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from placer import Constraints, DataFlow, Placement, PlacementRequest, Profile, devices, profile, refine, solve
+from placer import (
+    Constraints,
+    DataFlow,
+    Placement,
+    PlacementRequest,
+    Profile,
+    devices,
+    profile,
+    refine,
+    solve,
+)
 from placer.capture import capture_graph
 from placer.schedule import Pipeline, Transfer, plan, step_ms
 from placer.schema import MemoryUse
@@ -65,18 +75,28 @@ def _case(case: Case, folder: Path) -> Iterator[Sample]:
         return
     alone, placement = found[0]
     whole = _with_loss(case, model, inputs, target, folder) if case.training else alone
-    yield _part(case, "stages", lambda: staged(case, model, alone, whole, placement, inputs, target))
+    yield _part(
+        case, "stages", lambda: staged(case, model, alone, whole, placement, inputs, target)
+    )
     yield _part(case, "memory", lambda: memory(case, model, alone, placement))
     yield _part(case, "step", lambda: stepped(case, model, whole, placement))
     model.to(cases.home())
     values, missing = peers.estimates(case, model, inputs)
     for name, why in missing.items():
         yield Sample(case.label, name, case.devices, case.chunks, failed=why)
-    yield Sample(case.label, LAST, case.devices, case.chunks, {name: [value] for name, value in values.items()})
+    yield Sample(
+        case.label,
+        LAST,
+        case.devices,
+        case.chunks,
+        {name: [value] for name, value in values.items()},
+    )
 
 
 def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
-    """A part of a case; where it fails the whole story goes to stderr, and a line of it to the results."""
+    """A part of a case; where it fails the whole story goes to stderr, and a line of it to the
+    results.
+    """
 
     def told() -> Values:
         try:
@@ -92,11 +112,8 @@ def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
 def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tuple[Values, Profile]:
     """How long profiling takes, without layers in the cache and with all of them, and the profile.
 
-    Args:
-        case: what is run.
-        model: on its first device.
-        inputs: one micro-batch, there too.
-        folder: of the cache. Links that an earlier case measured stay in it, as they would for a user.
+    Args: case: what is run. model: on its first device. inputs: one micro-batch, there too. folder:
+        of the cache. Links that an earlier case measured stay in it, as they would for a user.
     """
     shutil.rmtree(folder / "layers", ignore_errors=True)
     times: list[float] = []
@@ -115,11 +132,20 @@ def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tupl
     return {"cold_s": times[:1], "warm_s": times[1:]}, found
 
 
-def _with_loss(case: Case, model: nn.Module, inputs: Tensor, target: Tensor, folder: Path) -> Profile:
+def _with_loss(
+    case: Case, model: nn.Module, inputs: Tensor, target: Tensor, folder: Path
+) -> Profile:
     """The profile with the loss; its layers are in the cache."""
     places = [str(place) for place in cases.places(case.devices)]
     return profile(
-        model, inputs, places, optimizer="adam", progress=False, cache=folder, loss_fn=case.loss, target=target
+        model,
+        inputs,
+        places,
+        optimizer="adam",
+        progress=False,
+        cache=folder,
+        loss_fn=case.loss,
+        target=target,
     )
 
 
@@ -137,9 +163,16 @@ def request(case: Case, found: Profile, **changes: Any) -> PlacementRequest:
 
 
 def staged(
-    case: Case, model: nn.Module, alone: Profile, whole: Profile, placement: Placement, inputs: Tensor, target: Tensor
+    case: Case,
+    model: nn.Module,
+    alone: Profile,
+    whole: Profile,
+    placement: Placement,
+    inputs: Tensor,
+    target: Tensor,
 ) -> Values:
-    """Each stage's pass as predicted, and as measured, with the loss in the last; and the step as corrected by that.
+    """Each stage's pass as predicted, and as measured, with the loss in the last; and the step as
+    corrected by that.
 
     Args:
         case: what is run.
@@ -151,7 +184,9 @@ def staged(
         target: of it.
     """
     asked = request(case, whole)
-    refined = refine(placement, model, inputs, request=asked, loss_fn=case.loss, target=target, rounds=1)
+    refined = refine(
+        placement, model, inputs, request=asked, loss_fn=case.loss, target=target, rounds=1
+    )
     stages = refined.rounds[0].stages
     return {
         "predicted_ms": [stage.predicted_ms for stage in stages],
@@ -171,11 +206,12 @@ def _pass_ms(found: Profile, placement: Placement) -> float:
 
 
 def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """By device, the peak that is predicted for one micro-batch, and the one that the allocator counted.
+    """By device, the peak that is predicted for one micro-batch, and the one that the allocator
+    counted.
 
-    It runs forwards and backwards as a loop by hand does: autograd frees as it goes, and no pass is recorded, which is
-    how the memory of placements is counted that need not be contiguous. The loss is no layer, so it is a mean here,
-    which holds next to nothing.
+    It runs forwards and backwards as a loop by hand does: autograd frees as it goes, and no pass is
+    recorded, which is how the memory of placements is counted that need not be contiguous. The loss
+    is no layer, so it is a mean here, which holds next to nothing.
     """
     by_hand = _pinned(placement, contiguous=False)
     alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=by_hand))
@@ -193,10 +229,11 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
 
 
 def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
-    """By device, the most bytes of tensors in a step over one micro-batch from the host, and the most held for them.
+    """By device, the most bytes of tensors in a step over one micro-batch from the host, and the
+    most held for them.
 
-    What is held has rounding and fragments in it. What libraries keep is in neither: the device's reserve has it. What
-    stood empty before is not in it either. Without GPUs nothing is counted.
+    What is held has rounding and fragments in it. What libraries keep is in neither: the device's
+    reserve has it. What stood empty before is not in it either. Without GPUs nothing is counted.
     """
     places = cases.places(case.devices)
     if cases.is_small():
@@ -244,7 +281,8 @@ def _pinned(placement: Placement, contiguous: bool = True) -> Constraints:
 
 
 def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """Times of a whole batch through the executor, the bytes of state behind it, and what it reserves of each device.
+    """Times of a whole batch through the executor, the bytes of state behind it, and what it
+    reserves of each device.
 
     All of it as predicted, too.
     """
@@ -262,7 +300,9 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
             reserved = used.against(solve(request(case, found, constraints=_pinned(placement))))
         else:
             with torch.no_grad():
-                times = timing.steps(lambda: flow(batch[0], chunks=case.chunks), cases.places(case.devices))
+                times = timing.steps(
+                    lambda: flow(batch[0], chunks=case.chunks), cases.places(case.devices)
+                )
             held, reserved = state_bytes(model), {}
     finally:
         flow.undo()
@@ -270,7 +310,9 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
         release()
     predicted = {
         "predicted_ms": [predicted_step_ms(case, found, placement)],
-        "predicted_state_bytes": [float(sum(_state_bytes(load.memory) for load in placement.devices))],
+        "predicted_state_bytes": [
+            float(sum(_state_bytes(load.memory) for load in placement.devices))
+        ],
     }
     held_bytes = {
         "step_reserved_bytes": reserved.get("peak_bytes", []),
@@ -280,15 +322,20 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """What a model needs beside activations: parameters and buffers; with an optimizer also gradients and its state."""
+    """What a model needs beside activations: parameters and buffers; with an optimizer also
+    gradients and its state.
+    """
     return sum(tensor.nbytes for tensor in _state(model, optimizer))
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     held = [*model.parameters(), *model.buffers()]
     if optimizer is not None:
-        held += [parameter for parameter in model.parameters() if parameter.requires_grad]  # a gradient for each
-        held += [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+        # a gradient for each
+        held += [parameter for parameter in model.parameters() if parameter.requires_grad]
+        held += [
+            leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
+        ]
     return held
 
 
@@ -298,7 +345,9 @@ def _state_bytes(memory: MemoryUse) -> int:
 
 
 def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float:
-    """The step that a profile promises: its stages' times and transfers, simulated, and the optimizer behind them."""
+    """The step that a profile promises: its stages' times and transfers, simulated, and the
+    optimizer behind them.
+    """
     stages = list(dict.fromkeys(placement.layer_devices.values()))
     assert found.cluster is not None
     types = {device.name: device.type for device in found.cluster.devices}
@@ -331,7 +380,9 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
     return step_ms(pipeline, order) + max(sums["optimizer"])
 
 
-def _transfers(found: Profile, placement: Placement, stages: list[str], training: bool) -> tuple[Transfer, ...]:
+def _transfers(
+    found: Profile, placement: Placement, stages: list[str], training: bool
+) -> tuple[Transfer, ...]:
     """What passes between stages, all values of a pair together."""
     assert found.cluster is not None
     times: dict[tuple[int, int], list[float]] = {}
@@ -342,8 +393,12 @@ def _transfers(found: Profile, placement: Placement, stages: list[str], training
             assert there is not None and back is not None
             pair = times.setdefault((stages.index(source), stages.index(target)), [0.0, 0.0])
             pair[0] += there.transfer_ms(edge.bytes)
-            pair[1] += back.transfer_ms(edge.gradient_bytes) if training and edge.gradient_bytes else 0.0
-    return tuple(Transfer(a, b, there, back or None) for (a, b), (there, back) in sorted(times.items()))
+            pair[1] += (
+                back.transfer_ms(edge.gradient_bytes) if training and edge.gradient_bytes else 0.0
+            )
+    return tuple(
+        Transfer(a, b, there, back or None) for (a, b), (there, back) in sorted(times.items())
+    )
 
 
 def allocated(place: torch.device) -> int:
@@ -352,13 +407,17 @@ def allocated(place: torch.device) -> int:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: torch.device) -> int:
-    """The bytes that the allocator counts for what stays on a device between steps: each a multiple of 512."""
+    """The bytes that the allocator counts for what stays on a device between steps: each a multiple
+    of 512.
+    """
     here = [tensor for tensor in _state(model, optimizer) if tensor.device == place]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in here)
 
 
 def _warm_libraries(place: torch.device) -> None:
-    """Let libraries take what they keep for good, both ways: a device's reserve holds it, not a placement."""
+    """Let libraries take what they keep for good, both ways: a device's reserve holds it, not a
+    placement.
+    """
     if place.type != "cuda":
         return
     square = torch.ones(256, 256, device=place, requires_grad=True)

@@ -1,4 +1,6 @@
-"""What else would have told the time and memory of the same case: torchgpipe, a roofline, accelerate."""
+"""What else would have told the time and memory of the same case: torchgpipe, a roofline,
+accelerate.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Counted(nn.Identity):
         return x
 
 
-def estimates(case: Case, model: nn.Module, inputs: Tensor) -> tuple[dict[str, float], dict[str, str]]:
+def estimates(
+    case: Case, model: nn.Module, inputs: Tensor
+) -> tuple[dict[str, float], dict[str, str]]:
     """By measure, what each peer says of it; and of those that say nothing, why.
 
     Args:
@@ -38,9 +42,8 @@ def estimates(case: Case, model: nn.Module, inputs: Tensor) -> tuple[dict[str, f
         model: on the device where it is measured.
         inputs: one micro-batch, there too.
 
-    Returns:
-        ``pass_ms NAME``: a micro-batch through all layers, and back in training; ``state_bytes NAME``: what parameters
-        take, with gradients and Adam's state in training.
+    Returns: ``pass_ms NAME``: a micro-batch through all layers, and back in training; ``state_bytes
+        NAME``: what parameters take, with gradients and Adam's state in training.
     """
     asked: list[tuple[str, str, Callable[[], float]]] = [
         ("pass_ms", ROOFLINE, lambda: _roofline_ms(case, model, inputs)),

@@ -1,7 +1,8 @@
-"""Peer: an operation takes the longer of its arithmetic at the device's best rate and its bytes at its best bandwidth.
+"""Peer: an operation takes the longer of its arithmetic at the device's best rate and its bytes at
+its best bandwidth.
 
-The counts are those of PyTorch's ``FlopCounterMode``; the two rates are measured by a large product of matrices and a
-large copy, so that the estimate is as good as this method can be.
+The counts are those of PyTorch's ``FlopCounterMode``; the two rates are measured by a large product
+of matrices and a large copy, so that the estimate is as good as this method can be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def rates(place: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Operations and bytes that the device does in a millisecond, at best."""
     square = torch.randn(_SIZE, _SIZE, device=place).to(dtype)
     target = torch.empty_like(square)
-    passes: list[Callable[[], Any]] = [lambda: torch.mm(square, square, out=target), lambda: target.copy_(square)]
+    passes: list[Callable[[], Any]] = [
+        lambda: torch.mm(square, square, out=target),
+        lambda: target.copy_(square),
+    ]
     for run in passes:
         run()
     product_ms, copy_ms = device_times(passes, place, 5)
@@ -46,7 +50,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view and tensors:
             counter = flop_registry.get(func._overloadpacket)
             flops = flops_of(counter, args, kwargs, result) if counter is not None else 0
-            moved = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+            moved = sum(
+                tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values()
+            )
             self.total_ms += max(flops / self._flops_per_ms, moved / self._bytes_per_ms)
         return result
 
@@ -54,8 +60,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def flops_of(counter: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
     """What PyTorch counts of an operation.
 
-    Its counters of attention refuse, in some versions, queries with more heads than keys and values: as much is
-    computed as if those were there for each.
+    Its counters of attention refuse, in some versions, queries with more heads than keys and
+    values: as much is computed as if those were there for each.
     """
     try:
         return counter(*args, **kwargs, out_val=result)

@@ -1,4 +1,6 @@
-"""Samples as rows: how far what was predicted is from what was measured, by case and over all cases."""
+"""Samples as rows: how far what was predicted is from what was measured, by case and over all
+cases.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,15 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
     for model in cases.known().values():
         for case in cases.of(model):
             made += _readable(case, [sample for sample in samples if sample.case == case.label])
-        made += [_failed(sample) for sample in samples if sample.case == model.name and sample.failed]
-    made += [one for sample in samples if sample.case in (large.label(), large.CASE) for one in _too_large(sample)]
+        made += [
+            _failed(sample) for sample in samples if sample.case == model.name and sample.failed
+        ]
+    made += [
+        one
+        for sample in samples
+        if sample.case in (large.label(), large.CASE)
+        for one in _too_large(sample)
+    ]
     return made
 
 
@@ -44,7 +53,10 @@ def _readable(case: cases.Case, samples: Sequence[Sample]) -> list[Row]:
     try:
         return list(_case(case, samples))
     except (ArithmeticError, LookupError, ValueError) as error:
-        return [row(case.label, f"no rows: {reason(error)}", "", None), *map(_failed, _broken(samples))]
+        return [
+            row(case.label, f"no rows: {reason(error)}", "", None),
+            *map(_failed, _broken(samples)),
+        ]
 
 
 def _broken(samples: Sequence[Sample]) -> list[Sample]:
@@ -52,9 +64,13 @@ def _broken(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def cases_in_order() -> list[str]:
-    """What the rows of all cases are called, and those of models that broke down behind their cases."""
+    """What the rows of all cases are called, and those of models that broke down behind their
+    cases.
+    """
     models = cases.known().values()
-    names = [name for model in models for name in (*(case.label for case in cases.of(model)), model.name)]
+    names = [
+        name for model in models for name in (*(case.label for case in cases.of(model)), model.name)
+    ]
     return [*names, large.label(), large.CASE]
 
 
@@ -63,16 +79,28 @@ def over_all(made: Sequence[Row]) -> list[Row]:
     found: list[Row] = []
     judged = ((STAGE, 6.0, 2.0), (STEP, 8.0, None), (REFINED_STEP, None, None))
     for measure, worst, middle in judged:
-        values = [abs(one["value"]) for one in made if one["measure"] == measure and one["value"] is not None]
+        values = [
+            abs(one["value"])
+            for one in made
+            if one["measure"] == measure and one["value"] is not None
+        ]
         if not values:
             continue
         spread = (min(values), max(values))
-        found.append(_overall(f"{measure}: the median of {len(values)} cases", median(values), middle, spread))
+        found.append(
+            _overall(
+                f"{measure}: the median of {len(values)} cases", median(values), middle, spread
+            )
+        )
         found.append(_overall(f"{measure}: the worst of {len(values)} cases", max(values), worst))
     for measure, target in ((STEP_OVER, 5.0), (STEP_UNDER, 2.0), (OVER, 5.0), (UNDER, 2.0)):
-        values = [one["value"] for one in made if one["measure"] == measure and one["value"] is not None]
+        values = [
+            one["value"] for one in made if one["measure"] == measure and one["value"] is not None
+        ]
         if values:
-            found.append(_overall(f"{measure}: the worst of {len(values)} cases", max(values), target))
+            found.append(
+                _overall(f"{measure}: the worst of {len(values)} cases", max(values), target)
+            )
     return [*found, *_peers_over_all(made)]
 
 
@@ -88,11 +116,22 @@ def _peers_over_all(made: Sequence[Row]) -> Iterator[Row]:
         if ours:
             others = {name: _rounded(median(values)) for name, values in errors.items()}
             title = f"{measure}: the median error of the predictions"
-            yield row(OVERALL, title, "%", _rounded(median(ours)), spread=_spread(ours), peers=others)
+            yield row(
+                OVERALL, title, "%", _rounded(median(ours)), spread=_spread(ours), peers=others
+            )
 
 
-def _overall(measure: str, value: float, target: float | None, spread: tuple[float, float] | None = None) -> Row:
-    return row(OVERALL, measure, "%", _rounded(value), spread=spread and _spread(spread), target=_target(target))
+def _overall(
+    measure: str, value: float, target: float | None, spread: tuple[float, float] | None = None
+) -> Row:
+    return row(
+        OVERALL,
+        measure,
+        "%",
+        _rounded(value),
+        spread=spread and _spread(spread),
+        target=_target(target),
+    )
 
 
 def _case(case: cases.Case, samples: Sequence[Sample]) -> Iterator[Row]:
@@ -111,7 +150,13 @@ def _case(case: cases.Case, samples: Sequence[Sample]) -> Iterator[Row]:
 def _profiling(case: cases.Case, values: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     limit_s = _LIMITS_S.get(case.model.name)
     yield row(case.label, COLD, "s", _rounded(values["cold_s"][0]), target=_target(limit_s))
-    yield row(case.label, WARM, "s", _rounded(values["warm_s"][0]), target=_target(1.0 if limit_s else None))
+    yield row(
+        case.label,
+        WARM,
+        "s",
+        _rounded(values["warm_s"][0]),
+        target=_target(1.0 if limit_s else None),
+    )
 
 
 def _stages(
@@ -121,10 +166,18 @@ def _stages(
     errors = _errors(predicted, measured)
     worst = max(errors, key=abs)
     yield row(
-        case.label, STAGE, "%", _rounded(worst), spread=_spread(errors), target=_target(6.0), met=_met(worst, 6.0)
+        case.label,
+        STAGE,
+        "%",
+        _rounded(worst),
+        spread=_spread(errors),
+        target=_target(6.0),
+        met=_met(worst, 6.0),
     )
     # The loss is in none of the others' predictions.
-    predicted_loss_ms, loss_ms = (values.get(name, [0.0])[0] for name in ("predicted_loss_ms", "loss_ms"))
+    predicted_loss_ms, loss_ms = (
+        values.get(name, [0.0])[0] for name in ("predicted_loss_ms", "loss_ms")
+    )
     shown = {"Placer": sum(predicted) - predicted_loss_ms} | _of_peers(others, "pass_ms")
     yield row(case.label, PASS, "ms", _rounded(sum(measured) - loss_ms), peers=_all_rounded(shown))
 
@@ -143,12 +196,27 @@ def _step(
         (after,) = _errors(staged["refined_step_ms"], [step_ms])
         yield row(case.label, REFINED_STEP, "%", _rounded(after))
     spread = _spread(values["step_ms"])
-    yield row(case.label, "step time", "ms", _rounded(step_ms), spread=spread, peers=_all_rounded(told))
+    yield row(
+        case.label, "step time", "ms", _rounded(step_ms), spread=spread, peers=_all_rounded(told)
+    )
     yield row(case.label, "host issues a step", "ms", _rounded(median(values["host_ms"])))
     if values.get("step_reserved_bytes"):
         off = _errors(values["step_predicted_bytes"], values["step_reserved_bytes"])
-        yield row(case.label, STEP_OVER, "%", _rounded(max(0.0, *off)), spread=_spread(off), target=_target(5.0))
-        yield row(case.label, STEP_UNDER, "%", _rounded(max(0.0, *(-error for error in off))), target=_target(2.0))
+        yield row(
+            case.label,
+            STEP_OVER,
+            "%",
+            _rounded(max(0.0, *off)),
+            spread=_spread(off),
+            target=_target(5.0),
+        )
+        yield row(
+            case.label,
+            STEP_UNDER,
+            "%",
+            _rounded(max(0.0, *(-error for error in off))),
+            target=_target(2.0),
+        )
     told = {"Placer": values["predicted_state_bytes"][0]} | _of_peers(others, "state_bytes")
     yield row(case.label, STATE, "MiB", _mib(values["state_bytes"][0]), peers=_all_mib(told))
 
@@ -158,7 +226,13 @@ def _memory(
 ) -> Iterator[Row]:
     errors = _errors(values["predicted_bytes"], values["measured_bytes"])
     yield row(case.label, OVER, "%", _rounded(max(0.0, *errors)), target=_target(5.0))
-    yield row(case.label, UNDER, "%", _rounded(max(0.0, *(-error for error in errors))), target=_target(2.0))
+    yield row(
+        case.label,
+        UNDER,
+        "%",
+        _rounded(max(0.0, *(-error for error in errors))),
+        target=_target(2.0),
+    )
     # accelerate says of its estimate for training that it is the peak
     told = {"Placer": sum(values["predicted_bytes"])} | _of_peers(others, "state_bytes")
     used, reserved = sum(values["measured_bytes"]), sum(values["reserved_bytes"])
@@ -182,13 +256,18 @@ def _failed(sample: Sample) -> Row:
 
 
 def _of_peers(others: Mapping[str, Sequence[float]], measure: str) -> dict[str, float]:
-    known = {name: others.get(f"{measure} {name}") for name in (peers.TORCHGPIPE, peers.ROOFLINE, peers.ACCELERATE)}
+    known = {
+        name: others.get(f"{measure} {name}")
+        for name in (peers.TORCHGPIPE, peers.ROOFLINE, peers.ACCELERATE)
+    }
     return {name: values[0] for name, values in known.items() if values}
 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
     """How far above what was measured, in percent; negative below."""
-    return [100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True) if was > 0]
+    return [
+        100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True) if was > 0
+    ]
 
 
 def _met(error: float, limit: float) -> bool | None:

@@ -1,9 +1,11 @@
-"""The service under load, on loopback: what a request, a start and a stop cost; and what becomes of it under attack.
+"""The service under load, on loopback: what a request, a start and a stop cost; and what becomes of
+it under attack.
 
-``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``, ``network``,
-``hostile``, ``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come from the same machine and
-versions. Results are written after each part. ``PLACER_SERVICE_SOAK_S``, ``PLACER_SERVICE_BODIES`` and
-``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies of both kinds, and the run of schemathesis longer.
+``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``,
+``network``, ``hostile``, ``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come
+from the same machine and versions. Results are written after each part. ``PLACER_SERVICE_SOAK_S``,
+``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies of
+both kinds, and the run of schemathesis longer.
 """
 
 from __future__ import annotations
@@ -36,9 +38,29 @@ PER_CORE = "per second of processor time"
 STORED, NEW = "200-layer request, stored", "200-layer request, new"
 
 ROWS = [
-    Asked(STORED, f"answered {PER_CORE}", "1/s", measure.cache_hits_per_s, 4000, smaller_is_better=False),
-    Asked(NEW, f"checked and queued {PER_CORE}", "1/s", measure.posts_per_s, 500, smaller_is_better=False),
-    Asked("every worker computes, requests come in", "/healthz, 99th percentile", "ms", measure.health_ms, 20),
+    Asked(
+        STORED,
+        f"answered {PER_CORE}",
+        "1/s",
+        measure.cache_hits_per_s,
+        4000,
+        smaller_is_better=False,
+    ),
+    Asked(
+        NEW,
+        f"checked and queued {PER_CORE}",
+        "1/s",
+        measure.posts_per_s,
+        500,
+        smaller_is_better=False,
+    ),
+    Asked(
+        "every worker computes, requests come in",
+        "/healthz, 99th percentile",
+        "ms",
+        measure.health_ms,
+        20,
+    ),
     Asked("solve under way", "DELETE to the best placement so far", "ms", measure.stop_ms, 100),
     Asked(NEW, "answer, less the solver's own time", "ms", measure.solve_overhead_ms),
     Asked("placer serve", "start to ready", "s", measure.cold_start_s, 1.5),
@@ -62,9 +84,13 @@ def progress(folder: Path | None = None) -> Iterator[list[dict[str, Any]]]:
     Raises:
         ValueError: there is no such part.
     """
-    chosen = [name for name in os.environ.get("PLACER_SERVICE_CASES", "").split(",") if name] or list(PARTS)
+    chosen = [
+        name for name in os.environ.get("PLACER_SERVICE_CASES", "").split(",") if name
+    ] or list(PARTS)
     if unknown := set(chosen) - set(PARTS):
-        raise ValueError(f"PLACER_SERVICE_CASES: there is no {sorted(unknown)}; there are {', '.join(PARTS)}")
+        raise ValueError(
+            f"PLACER_SERVICE_CASES: there is no {sorted(unknown)}; there are {', '.join(PARTS)}"
+        )
     old = record.known("service", folder) if folder is not None else []
     rows = {part: [one for one in old if part_of(one["case"]) == part] for part in PARTS}
     for part in chosen:
@@ -84,7 +110,12 @@ def _rate_rows() -> list[dict[str, Any]]:
 def _postgres_rows() -> list[dict[str, Any]]:
     with postgres.postgres() as database:
         found = [
-            _measured(asked._replace(case=f"{asked.case}, on PostgreSQL", samples=partial(asked.samples, database=url)))
+            _measured(
+                asked._replace(
+                    case=f"{asked.case}, on PostgreSQL",
+                    samples=partial(asked.samples, database=url),
+                )
+            )
             for asked in ROWS[:2]
             if (url := database.new_database())
         ]
@@ -92,9 +123,20 @@ def _postgres_rows() -> list[dict[str, Any]]:
     case = f"two replicas on PostgreSQL, {taken_over.accepted} jobs, one replica killed"
     return [
         *found,
-        row("two replicas on PostgreSQL, the same jobs asked of both", "solved more than once", "", twice, target=0),
+        row(
+            "two replicas on PostgreSQL, the same jobs asked of both",
+            "solved more than once",
+            "",
+            twice,
+            target=0,
+        ),
         row(case, "accepted and not answered once", "", taken_over.unanswered, target=0),
-        row(case, f"kill to all answered, with a lease of {faults.LEASE_S} s", "s", round(taken_over.seconds, 2)),
+        row(
+            case,
+            f"kill to all answered, with a lease of {faults.LEASE_S} s",
+            "s",
+            round(taken_over.seconds, 2),
+        ),
     ]
 
 
@@ -107,7 +149,13 @@ def _fault_rows() -> list[dict[str, Any]]:
         "a clock that jumps a day ahead and two back": faults.clock_jumped(),
     }
     return [
-        row(f"{what}, {how.accepted} jobs", "accepted and not answered once", "", how.unanswered, target=0)
+        row(
+            f"{what}, {how.accepted} jobs",
+            "accepted and not answered once",
+            "",
+            how.unanswered,
+            target=0,
+        )
         for what, how in found.items()
     ]
 
@@ -116,7 +164,13 @@ def _network_rows() -> list[dict[str, Any]]:
     found = network.through_faults()
     case = f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 and half answers"
     return [
-        row(case, "answered", "%", round(100 * found.answered / found.calls, 1), smaller_is_better=False),
+        row(
+            case,
+            "answered",
+            "%",
+            round(100 * found.answered / found.calls, 1),
+            smaller_is_better=False,
+        ),
         row(case, "neither the answer nor a clear error", "", found.unclear, target=0),
         row(case, "sent twice although that is not safe", "", found.twice, target=0),
     ]
@@ -128,7 +182,13 @@ def _hostile_rows() -> list[dict[str, Any]]:
     return [
         row(case, "answered with a 5xx", "", sent.failures, target=0),
         row(case, "largest problem", "B", sent.largest_bytes, target=4096),
-        row(case, "memory, after all against after a fifth", "%", round(sent.growth_percent, 2), target=5),
+        row(
+            case,
+            "memory, after all against after a fifth",
+            "%",
+            round(sent.growth_percent, 2),
+            target=5,
+        ),
     ]
 
 
@@ -139,7 +199,15 @@ def _fuzz_rows() -> list[dict[str, Any]]:
 
 def _contract_rows() -> list[dict[str, Any]]:
     found = hostile.contract_findings()
-    return [row(f"schemathesis, all checks, {found.cases:,} cases", "findings", "", found.findings, target=0)]
+    return [
+        row(
+            f"schemathesis, all checks, {found.cases:,} cases",
+            "findings",
+            "",
+            found.findings,
+            target=0,
+        )
+    ]
 
 
 def _soak_rows() -> list[dict[str, Any]]:
@@ -147,8 +215,20 @@ def _soak_rows() -> list[dict[str, Any]]:
     case = f"{soak.SECONDS:g} s of mixed load, {found.requests:,} requests"
     return [
         row(case, "answered with a 5xx", "", found.failures, target=0),
-        row(case, f"of {found.accepted:,} accepted jobs, not answered once", "", found.unanswered, target=0),
-        row(case, "memory, at the end against a quarter through", "%", round(found.growth_percent, 2), target=5),
+        row(
+            case,
+            f"of {found.accepted:,} accepted jobs, not answered once",
+            "",
+            found.unanswered,
+            target=0,
+        ),
+        row(
+            case,
+            "memory, at the end against a quarter through",
+            "%",
+            round(found.growth_percent, 2),
+            target=5,
+        ),
     ]
 
 

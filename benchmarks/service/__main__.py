@@ -1,4 +1,6 @@
-"""``python -m benchmarks.service SOLVER`` serves with one of the solvers of this package, as PLACER_ settings say."""
+"""``python -m benchmarks.service SOLVER`` serves with one of the solvers of this package, as
+PLACER_ settings say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bodies that nobody who means well would send: near misses of valid ones, and what a fuzzer would try."""
+"""Bodies that nobody who means well would send: near misses of valid ones, and what a fuzzer would
+try.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,17 @@ HOSTILE_VALUES: tuple[Any, ...] = (
         {"": {}},
         {"__class__": "os"},
     ),
-    *("", "\0", "é" * 300, "../../etc/passwd", "'; DROP TABLE", "NaN", "1e999", "true", "\ud7ff\uffff"),
+    *(
+        "",
+        "\0",
+        "é" * 300,
+        "../../etc/passwd",
+        "'; DROP TABLE",
+        "NaN",
+        "1e999",
+        "true",
+        "\ud7ff\uffff",
+    ),
 )
 HOSTILE_TEXTS = (
     b"NaN",
@@ -52,8 +64,16 @@ def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
         ("/v1/placements:compare", examples.comparisons()),
         ("/v1/placements:batch", examples.batches()),
     ]
-    weights = [20, 1, 1, 4]  # evaluations cost a process each, and read their bodies by the same code
-    changes: list[Callable[[Any, Random], bytes]] = [_other_value, _other_value, _torn, _spliced, _noise, _deep]
+    # evaluations cost a process each, and read their bodies by the same code
+    weights = [20, 1, 1, 4]
+    changes: list[Callable[[Any, Random], bytes]] = [
+        _other_value,
+        _other_value,
+        _torn,
+        _spliced,
+        _noise,
+        _deep,
+    ]
     while True:
         path, named = random.choices(valid, weights)[0]
         content = random.choice(list(named.values()))["value"]
@@ -104,6 +124,10 @@ def _noise(content: Any, random: Random) -> bytes:
 
 def _deep(content: Any, random: Random) -> bytes:
     depth = random.choice((10, 100, 190, 300, 3000))
-    nested = b'{"a":' * depth + b"1" + b"}" * depth if random.random() < 0.5 else b"[" * depth + b"]" * depth
+    nested = (
+        b'{"a":' * depth + b"1" + b"}" * depth
+        if random.random() < 0.5
+        else b"[" * depth + b"]" * depth
+    )
     text = json.dumps({**content, "deep": "HERE"}).encode()
     return text.replace(b'"HERE"', nested)

@@ -27,7 +27,9 @@ class Contract(NamedTuple):
     log: str
 
 
-def check(url: str, seconds: float, examples: int, phases: str = "examples,coverage,fuzzing,stateful") -> Contract:
+def check(
+    url: str, seconds: float, examples: int, phases: str = "examples,coverage,fuzzing,stateful"
+) -> Contract:
     """Let schemathesis make up requests to every path, valid ones and others.
 
     Args:
@@ -43,7 +45,14 @@ def check(url: str, seconds: float, examples: int, phases: str = "examples,cover
     if program is None:
         raise RuntimeError("schemathesis is not installed: pip install 'torch-placer[test]'")
     asked = f"run {url}/openapi.json --checks all --continue-on-failure --generation-deterministic --no-color"
-    limits = ["--max-time", str(round(seconds)), "--max-examples", str(examples), "--phases", phases]
+    limits = [
+        "--max-time",
+        str(round(seconds)),
+        "--max-examples",
+        str(examples),
+        "--phases",
+        phases,
+    ]
     with TemporaryDirectory() as notes:  # it keeps some, where it runs
         done = subprocess.run(
             [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],

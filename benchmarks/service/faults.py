@@ -1,7 +1,8 @@
 """What becomes of accepted jobs when something is killed in the midst of them, or the disk is full.
 
-Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, with a limit on how large the
-service's files may grow, or with ``libfaketime`` between the service and its clock.
+Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, with a limit
+on how large the service's files may grow, or with ``libfaketime`` between the service and its
+clock.
 """
 
 from __future__ import annotations
@@ -47,9 +48,17 @@ class Survived(NamedTuple):
 
 
 def worker_killed() -> Survived:
-    """Two workers are killed while they solve; a third would take its job for one that kills workers."""
+    """Two workers are killed while they solve; a third would take its job for one that kills
+    workers.
+    """
     with serving(workers=1, queue=JOBS, **QUIET) as server:
-        accepted = accept(server.connect(), range(5), layers=120, time_limit_s=2, constraints={"contiguous": False})
+        accepted = accept(
+            server.connect(),
+            range(5),
+            layers=120,
+            time_limit_s=2,
+            constraints={"contiguous": False},
+        )
         killed: set[int] = set()
         began = time.monotonic()
         for _ in range(2):
@@ -91,14 +100,18 @@ def postgres_killed() -> Survived:
 
 
 def replica_killed() -> tuple[Survived, int]:
-    """One of two replicas on a PostgreSQL is killed; the other answers. With it, how many jobs were solved twice."""
+    """One of two replicas on a PostgreSQL is killed; the other answers. With it, how many jobs were
+    solved twice.
+    """
     with postgres() as database, TemporaryDirectory() as folder:
         url = database.new_database()
         shared = {"database": url, "workers": 1, "queue": JOBS, "lease_s": LEASE_S, **QUIET}
         process, port = start("", folder, **shared)
         wait_ready(port)
         with serving(**shared) as other:
-            accepted = accept(Connection(port), range(JOBS)) | accept(other.connect(), range(JOBS, 2 * JOBS))
+            accepted = accept(Connection(port), range(JOBS)) | accept(
+                other.connect(), range(JOBS, 2 * JOBS)
+            )
             began = time.monotonic()
             process.kill()
             process.wait()
@@ -117,7 +130,9 @@ def _solved_twice(database: Postgres) -> int:
 
 
 def disk_full() -> Survived:
-    """The service's files can grow no more for a while; what it says to have accepted then counts too."""
+    """The service's files can grow no more for a while; what it says to have accepted then counts
+    too.
+    """
     with serving(workers=1, queue=4 * JOBS, **QUIET) as server:
         connection = server.connect()
         accepted = accept(connection, range(JOBS))
@@ -128,7 +143,8 @@ def disk_full() -> Survived:
         began = time.monotonic()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
         accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
-        time.sleep(2 * MEND_S)  # until then what could not be written is answered, but not found
+        # until then what could not be written is answered, but not found
+        time.sleep(2 * MEND_S)
         return survived(connection, accepted, began)
 
 
@@ -149,7 +165,10 @@ def clock_jumped() -> Survived:
                 accepted |= accept(connection, range(turn * JOBS, (turn + 1) * JOBS))
                 time.sleep(CLOCK_S + 0.5)  # some are answered in each
             found = survived(connection, accepted, began)
-            written = [one["created_s"] for one in connection.get("/v1/placements?limit=200").json()["placements"]]
+            written = [
+                one["created_s"]
+                for one in connection.get("/v1/placements?limit=200").json()["placements"]
+            ]
         if max(written) - min(written) < 86_400:
             raise RuntimeError("libfaketime did not reach the service's clock")
         return found
@@ -169,10 +188,15 @@ def _faked(clock: Path) -> dict[str, str]:
     }
 
 
-def accept(connection: Connection, seeds: Iterable[int], layers: int = LAYERS, **fields: object) -> set[str]:
+def accept(
+    connection: Connection, seeds: Iterable[int], layers: int = LAYERS, **fields: object
+) -> set[str]:
     """Ask questions without waiting for their answers: the ids of those that were accepted."""
     replies = [
-        connection.post("/v1/placements?wait=0", request_body(layers, seed=seed, workers=1, **fields)) for seed in seeds
+        connection.post(
+            "/v1/placements?wait=0", request_body(layers, seed=seed, workers=1, **fields)
+        )
+        for seed in seeds
     ]
     return {reply.json()["id"] for reply in replies if reply.status in (200, 202)}
 
@@ -184,9 +208,13 @@ def survived(connection: Connection, accepted: set[str], began: float) -> Surviv
 
 
 def solves(server: Server) -> int:
-    """How many solves this service made, as its metrics tell; those ``elsewhere`` another one had answered."""
+    """How many solves this service made, as its metrics tell; those ``elsewhere`` another one had
+    answered.
+    """
     told = server.connect().get("/metrics").body.decode()
-    counts = re.findall(r'^placer_solves_total\{status="(?!elsewhere)\w+"\} (\S+)$', told, re.MULTILINE)
+    counts = re.findall(
+        r'^placer_solves_total\{status="(?!elsewhere)\w+"\} (\S+)$', told, re.MULTILINE
+    )
     return round(sum(map(float, counts)))
 
 

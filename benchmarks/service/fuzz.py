@@ -1,6 +1,8 @@
-"""``python -m benchmarks.service.fuzz RUNS`` lets a coverage-guided fuzzer loose on what reads bodies.
+"""``python -m benchmarks.service.fuzz RUNS`` lets a coverage-guided fuzzer loose on what reads
+bodies.
 
-Whatever comes, reading ends with a question or a problem of at most 4 KB that is no 5xx; anything else ends the fuzzer.
+Whatever comes, reading ends with a question or a problem of at most 4 KB that is no 5xx; anything
+else ends the fuzzer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def target(data: bytes) -> None:
 
 
 def main(runs: int) -> None:
-    """Fuzz so many times, from the service's examples; the process ends with 0 if nothing was found."""
+    """Fuzz so many times, from the service's examples; the process ends with 0 if nothing was
+    found.
+    """
     import atheris
 
     with atheris.instrument_imports(include=["placer_server", "placer.schema", "difflib"]):
@@ -35,9 +39,17 @@ def main(runs: int) -> None:
         from placer_server.web import checker  # noqa: F401
 
     with TemporaryDirectory() as corpus:
-        for number, example in enumerate((*examples.requests().values(), *examples.batches().values())):
+        for number, example in enumerate(
+            (*examples.requests().values(), *examples.batches().values())
+        ):
             Path(corpus, str(number)).write_text(json.dumps(example["value"]))
-        limits = [f"-runs={runs}", f"-rss_limit_mb={MEMORY_MIB}", "-max_len=20000", "-seed=1", "-print_final_stats=1"]
+        limits = [
+            f"-runs={runs}",
+            f"-rss_limit_mb={MEMORY_MIB}",
+            "-max_len=20000",
+            "-seed=1",
+            "-print_final_stats=1",
+        ]
         atheris.Setup([sys.argv[0], corpus, *limits], target)
         atheris.Fuzz()
 

@@ -1,4 +1,6 @@
-"""The service under bodies that mean it no good, and under a client that makes up requests from its document."""
+"""The service under bodies that mean it no good, and under a client that makes up requests from its
+document.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def send(count: int = BODIES, seed: int = 0) -> Hostile:
 
 
 def fuzz(count: int = BODIES) -> tuple[int, int]:
-    """So many bodies of a coverage-guided fuzzer for what reads them; how many there were, and findings.
+    """So many bodies of a coverage-guided fuzzer for what reads them; how many there were, and
+    findings.
 
     Raises:
         RuntimeError: the fuzzer did not run.

@@ -1,4 +1,6 @@
-"""Sends requests as fast as a socket takes them, so that what is measured is the service and not its client."""
+"""Sends requests as fast as a socket takes them, so that what is measured is the service and not
+its client.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def message(method: str, path: str, body: bytes = b"") -> bytes:
 
 
 def request_body(layers: int = 200, devices: int = 4, seed: int = 0, **fields: Any) -> bytes:
-    """A training request of so many layers, with skip connections, as a profile of a model would have them."""
+    """A training request of so many layers, with skip connections, as a profile of a model would
+    have them.
+    """
     random = Random(seed)
     names = [f"encoder.block.{index}" for index in range(layers)]
     profile = {
@@ -95,7 +99,13 @@ def _edge(names: list[str], index: int, random: Random) -> dict[str, Any]:
     targets = {index + 1, min(len(names) - 1, index + random.randrange(1, 12))}
     size = random.randrange(2**18, 2**22)
     readers = [names[target] for target in sorted(targets)]
-    return {"source": names[index], "targets": readers, "bytes": size, "gradient_bytes": size, "saved_by": readers}
+    return {
+        "source": names[index],
+        "targets": readers,
+        "bytes": size,
+        "gradient_bytes": size,
+        "saved_by": readers,
+    }
 
 
 def _cluster(devices: int) -> dict[str, Any]:

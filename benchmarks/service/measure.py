@@ -18,23 +18,32 @@ POST = "/v1/placements?wait=0"
 
 
 def cache_hits_per_s(rounds: int = 5, requests: int = 2000, **settings: object) -> list[float]:
-    """A 200-layer request that the store knows, POSTed again and again: answers per second of its processor."""
+    """A 200-layer request that the store knows, POSTed again and again: answers per second of its
+    processor.
+    """
     with serving(**settings) as server:
         connection = server.connect()
         raw = message("POST", "/v1/placements?wait=60", request_body())
         expect(connection.send(raw).status, 200)
-        return [rate(server, requests, lambda _: expect(connection.send(raw).status, 200)) for _ in range(rounds)]
+        return [
+            rate(server, requests, lambda _: expect(connection.send(raw).status, 200))
+            for _ in range(rounds)
+        ]
 
 
 def posts_per_s(rounds: int = 5, requests: int = 400, **settings: object) -> list[float]:
-    """200-layer requests that are all new, checked and queued: accepted per second of the service's processor."""
+    """200-layer requests that are all new, checked and queued: accepted per second of the service's
+    processor.
+    """
     template = json.loads(request_body())
     samples = []
     with serving("waiting", workers=1, queue=100_000, **settings) as server:
         connection = server.connect()
         for turn in range(rounds):
             raws = [
-                message("POST", POST, json.dumps({**template, "seed": turn * requests + n}).encode())
+                message(
+                    "POST", POST, json.dumps({**template, "seed": turn * requests + n}).encode()
+                )
                 for n in range(requests)
             ]
             samples.append(rate(server, requests, partial(_queue, connection, raws)))
@@ -66,7 +75,9 @@ def stop_ms(rounds: int = 10) -> list[float]:
     with serving(workers=1) as server:
         connection = server.connect()
         for turn in range(rounds):
-            body = request_body(120, seed=turn, time_limit_s=60, workers=1, constraints={"contiguous": False})
+            body = request_body(
+                120, seed=turn, time_limit_s=60, workers=1, constraints={"contiguous": False}
+            )
             where = _running(connection, body)
             if where is None:
                 continue  # it was solved before it could be stopped
@@ -122,7 +133,9 @@ def _running(connection: Connection, body: bytes) -> str | None:
 
 @contextmanager
 def posting(server: Server) -> Iterator[None]:
-    """Beside what is measured, 200-layer requests come in, 20 a second, so that every worker is and stays taken."""
+    """Beside what is measured, 200-layer requests come in, 20 a second, so that every worker is and
+    stays taken.
+    """
     template = json.loads(request_body())
     stop = threading.Event()
     connection = server.connect()
@@ -131,7 +144,9 @@ def posting(server: Server) -> Iterator[None]:
         seed = 0
         while not stop.wait(0.05):
             seed += 1
-            expect(connection.post(POST, json.dumps({**template, "seed": seed}).encode()).status, 202)
+            expect(
+                connection.post(POST, json.dumps({**template, "seed": seed}).encode()).status, 202
+            )
 
     poster = threading.Thread(target=post)
     poster.start()

@@ -27,11 +27,9 @@ MOST_FAULTS = 6
 class Through(NamedTuple):
     """What became of calls.
 
-    Attributes:
-        calls: how many there were.
-        answered: of those, the ones that had the right answer.
-        unclear: those that had neither it nor a clear error, or gave up although asking again would have helped.
-        twice: those that reached the service more than once although that is not safe.
+    Attributes: calls: how many there were. answered: of those, the ones that had the right answer.
+        unclear: those that had neither it nor a clear error, or gave up although asking again would
+        have helped. twice: those that reached the service more than once although that is not safe.
     """
 
     calls: int
@@ -52,7 +50,9 @@ class Caller:
 
     def call(self) -> None:
         """Make one call."""
-        self._random.choice([self._place, self._place, self._read, self._judge, self._stop, self._measure])()
+        self._random.choice(
+            [self._place, self._place, self._read, self._judge, self._stop, self._measure]
+        )()
 
     def _place(self) -> None:
         asked = self._request()
@@ -72,19 +72,27 @@ class Caller:
         asked = self._request(layers=120, time_limit_s=20, constraints={"contiguous": False})
         with Client(self._url) as client:
             client.submit(asked)
-        self._through(lambda client: client.stop(asked.content_hash()).id == asked.content_hash(), once="DELETE ")
+        self._through(
+            lambda client: client.stop(asked.content_hash()).id == asked.content_hash(),
+            once="DELETE ",
+        )
         with Client(self._url) as client:
             client.stop(asked.content_hash())
 
     def _measure(self) -> None:
         cluster = self._request().cluster
         assert cluster is not None
-        answer = httpx.Response(200, json=cluster.model_dump(mode="json"))  # what would take minutes
-        self._through(lambda client: client.measure_cluster() == cluster, once="POST ", answer=answer)
+        # what would take minutes
+        answer = httpx.Response(200, json=cluster.model_dump(mode="json"))
+        self._through(
+            lambda client: client.measure_cluster() == cluster, once="POST ", answer=answer
+        )
 
     def _request(self, layers: int = LAYERS, **fields: Any) -> PlacementRequest:
         self._turn += 1
-        return PlacementRequest.model_validate_json(request_body(layers, seed=self._turn, workers=1, **fields))
+        return PlacementRequest.model_validate_json(
+            request_body(layers, seed=self._turn, workers=1, **fields)
+        )
 
     def _placed(self) -> PlacementRequest:
         asked = self._request()
@@ -92,7 +100,9 @@ class Caller:
             client.place(asked)
         return asked
 
-    def _through(self, ask: Callable[[Client], bool], once: str = "", answer: httpx.Response | None = None) -> None:
+    def _through(
+        self, ask: Callable[[Client], bool], once: str = "", answer: httpx.Response | None = None
+    ) -> None:
         """Make a call.
 
         Args:
@@ -107,7 +117,8 @@ class Caller:
             with Client(self._url, retries=RETRIES, transport=self._network.Sync(faulty)) as client:
                 right = ask(client)
         except PlacerError:
-            self.unclear += len(faults) <= RETRIES and not once  # asking again would have helped
+            # asking again would have helped
+            self.unclear += len(faults) <= RETRIES and not once
         except Exception:
             self.unclear += 1
         else:

@@ -40,7 +40,9 @@ class Server:
 
 
 @contextmanager
-def serving(solver: str = "", *, environment: Mapping[str, str] | None = None, **settings: object) -> Iterator[Server]:
+def serving(
+    solver: str = "", *, environment: Mapping[str, str] | None = None, **settings: object
+) -> Iterator[Server]:
     """Start a service, wait until it is ready, and stop it at the end.
 
     Args:
@@ -67,7 +69,9 @@ def start(
     given = {"port": port, "database": f"{folder}/placements.db", "log_level": "error", **settings}
     named = {f"PLACER_{name.upper()}": str(value) for name, value in given.items()}
     command = ["-m", "benchmarks.service", solver] if solver else ["-m", "placer", "serve"]
-    return subprocess.Popen([sys.executable, *command], env={**os.environ, **(environment or {}), **named}), port
+    return subprocess.Popen(
+        [sys.executable, *command], env={**os.environ, **(environment or {}), **named}
+    ), port
 
 
 def wait_ready(port: int, path: str = "/readyz") -> None:

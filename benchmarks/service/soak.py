@@ -1,4 +1,6 @@
-"""Mixed load for a while: what is valid, what is not, what is stopped, and clients that go away in the midst of it."""
+"""Mixed load for a while: what is valid, what is not, what is stopped, and clients that go away in
+the midst of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from .server import Server, serving
 SECONDS = float(os.environ.get("PLACER_SERVICE_SOAK_S", "60"))
 CLIENTS = 4
 SETTLED = 0.25
-"""Of the time, after which memory is held to be what it stays: imports, caches and pools are there by then."""
+"""Of the time, after which memory is held to be what it stays: imports, caches and pools are there
+by then."""
 
 LAYERS = 12
 
@@ -56,7 +59,14 @@ class Client:
 
     def run(self, until: float) -> None:
         """Ask in turn, until it is time."""
-        deeds: list[Callable[[], None]] = [self._new, self._new, self._again, self._faulty, self._stopped, self._gone]
+        deeds: list[Callable[[], None]] = [
+            self._new,
+            self._new,
+            self._again,
+            self._faulty,
+            self._stopped,
+            self._gone,
+        ]
         while time.monotonic() < until:
             self._random.choice([*deeds, self._listed, self._judged])()
 
@@ -68,14 +78,18 @@ class Client:
 
     def _body(self, **fields: Any) -> bytes:
         self._turn += 1
-        return request_body(LAYERS, seed=self._number * 10_000_000 + self._turn, time_limit_s=2, workers=1, **fields)
+        return request_body(
+            LAYERS, seed=self._number * 10_000_000 + self._turn, time_limit_s=2, workers=1, **fields
+        )
 
     def _new(self) -> None:
         self._note(self._connection.post("/v1/placements?wait=5", self._body()))
 
     def _again(self) -> None:
         self._note(
-            self._connection.post("/v1/placements?wait=5", request_body(LAYERS, seed=self._random.randrange(20)))
+            self._connection.post(
+                "/v1/placements?wait=5", request_body(LAYERS, seed=self._random.randrange(20))
+            )
         )
 
     def _faulty(self) -> None:
@@ -105,10 +119,13 @@ class Client:
 
 def soak(seconds: float = SECONDS) -> Soak:
     """Load a service with Placer's own solver, and look at what is left."""
-    with serving(workers=1, queue=16, keep=1_000_000, cache_bytes=2**20) as server:  # full before it has settled
+    # full before it has settled
+    with serving(workers=1, queue=16, keep=1_000_000, cache_bytes=2**20) as server:
         clients = [Client(server, number) for number in range(CLIENTS)]
         began = time.monotonic()
-        threads = [threading.Thread(target=client.run, args=(began + seconds,)) for client in clients]
+        threads = [
+            threading.Thread(target=client.run, args=(began + seconds,)) for client in clients
+        ]
         for thread in threads:
             thread.start()
         time.sleep(SETTLED * seconds)
@@ -124,7 +141,9 @@ def soak(seconds: float = SECONDS) -> Soak:
 
 
 def not_answered_once(connection: Connection, accepted: Collection[str]) -> int:
-    """How many of these ids have no placement once their solves have ended, or are listed more than once."""
+    """How many of these ids have no placement once their solves have ended, or are listed more than
+    once.
+    """
     missing = {key for key in accepted if not _answered(connection, key)}
     times = Counter(_listed(connection))
     return sum(key in missing or times[key] != 1 for key in accepted)

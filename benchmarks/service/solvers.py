@@ -14,7 +14,9 @@ def waiting(request: PlacementRequest, *, progress: Any = None, stop: threading.
     return _placed(request)
 
 
-def spinning(request: PlacementRequest, *, progress: Any = None, stop: threading.Event) -> Placement:
+def spinning(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event
+) -> Placement:
     """Takes a worker and a core, until it is stopped."""
     while not stop.is_set():
         sum(range(10_000))

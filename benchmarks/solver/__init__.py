@@ -1,11 +1,14 @@
-"""How good the solver's answers are, and how fast it proves them: published graphs and profiles, and real models.
+"""How good the solver's answers are, and how fast it proves them: published graphs and profiles,
+and real models.
 
-A row a case: value, bound, gap, time and peak memory of a process of its own, beside what else one would use on the
-same graph, see ``peers.py``. ``asked`` is what should hold beyond the target of the value; ``met`` is about both.
+A row a case: value, bound, gap, time and peak memory of a process of its own, beside what else one
+would use on the same graph, see ``peers.py``. ``asked`` is what should hold beyond the target of
+the value; ``met`` is about both.
 
-``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs alone the cases of a group (``contiguous``, ``free``,
-``latency``, ``pipedream``, ``models``, ``memory``, ``steps``, ``overhead``, ``large``) or whose names begin so, and
-keeps the rows that the results of the same machine and versions have of others.
+``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs alone the cases of a group
+(``contiguous``, ``free``, ``latency``, ``pipedream``, ``models``, ``memory``, ``steps``,
+``overhead``, ``large``) or whose names begin so, and keeps the rows that the results of the same
+machine and versions have of others.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ def run(chosen: Sequence[str] = ()) -> list[dict[str, Any]]:
     """
     from . import jobs
 
-    asked = chosen or [part.strip() for part in os.environ.get("PLACER_SOLVER_CASES", "").split(",") if part.strip()]
+    asked = chosen or [
+        part.strip()
+        for part in os.environ.get("PLACER_SOLVER_CASES", "").split(",")
+        if part.strip()
+    ]
     made = jobs.run(asked)
     if not asked:
         return made

@@ -49,7 +49,16 @@ class Case:
 
 def every() -> dict[str, Case]:
     """All cases by name."""
-    cases = [*_published(), *_free(), *_latency(), *_profiles(), *_models(), *_memory(), *_steps(), *_chains()]
+    cases = [
+        *_published(),
+        *_free(),
+        *_latency(),
+        *_profiles(),
+        *_models(),
+        *_memory(),
+        *_steps(),
+        *_chains(),
+    ]
     return {case.name: case for case in cases}
 
 
@@ -59,7 +68,9 @@ def groups() -> list[str]:
 
 
 def _published() -> Iterator[Case]:
-    """The NeurIPS 2020 inputs, contiguous, at the published objective; the target is the known optimum."""
+    """The NeurIPS 2020 inputs, contiguous, at the published objective; the target is the known
+    optimum.
+    """
     ways = (
         ("contiguous", neurips20.OPTIMA, lambda given: given, 1.0),
         ("16 devices, contiguous", neurips20.OPTIMA_ON_16, neurips20.on_16, 3.0),
@@ -68,7 +79,11 @@ def _published() -> Iterator[Case]:
     for name in neurips20.OPTIMA:
         for text, known, changed, proven_s in ways:
             wanted = Wanted(known[name], proven_s=proven_s)
-            yield Case("contiguous", f"neurips20 {name}, {text}", partial(_graph, name, changed, True, LIMIT_S, wanted))
+            yield Case(
+                "contiguous",
+                f"neurips20 {name}, {text}",
+                partial(_graph, name, changed, True, LIMIT_S, wanted),
+            )
 
 
 def _free() -> Iterator[Case]:
@@ -97,7 +112,9 @@ def _graph(
         "bottleneck",
         lambda: Portfolio(problem()).answer(),
         wanted,
-        value=lambda placement: neurips20.bottleneck(given, placement.layer_devices, contiguous=contiguous),
+        value=lambda placement: neurips20.bottleneck(
+            given, placement.layer_devices, contiguous=contiguous
+        ),
         peers=lambda: peers.values(problem()),
     )
 
@@ -121,7 +138,9 @@ def _way(name: str, wanted: Wanted, case: str) -> dict[str, Any]:
 
 
 def _profiles() -> Iterator[Case]:
-    """The PipeDream profiles as training requests over 10 GB/s; no values are known for this objective."""
+    """The PipeDream profiles as training requests over 10 GB/s; no values are known for this
+    objective.
+    """
     for name in pipedream.NAMES:
         for devices in (4, 8, 16):
             hard = name == "nasnetamobile" and devices < 16
@@ -146,7 +165,9 @@ def _models() -> Iterator[Case]:
     for name in models.names():
         asked = partial(models.request, name, time_limit_s=MODEL_LIMIT_S)
         wanted = Wanted(gap=2.0, time_s=MODEL_LIMIT_S + 1)
-        yield Case("models", f"model {name}, 8 unlike devices, training", partial(_request, asked, wanted))
+        yield Case(
+            "models", f"model {name}, 8 unlike devices, training", partial(_request, asked, wanted)
+        )
     for name in models.names():
         asked = partial(models.roomy, name, time_limit_s=MODEL_LIMIT_S)
         case = f"model {name}, 8 unlike devices with memory to spare, training"
@@ -176,7 +197,8 @@ def _request(asked: Callable[[], PlacementRequest], wanted: Wanted, case: str) -
 def _steps() -> Iterator[Case]:
     """Whole batches: schedule and map together, against the best bottleneck's map under 1F1B."""
     requests: dict[str, Callable[..., PlacementRequest]] = {
-        f"pipedream {name}, 8 devices": partial(pipedream.request, name, 8) for name in ("gnmt_large", "resnet101")
+        f"pipedream {name}, 8 devices": partial(pipedream.request, name, 8)
+        for name in ("gnmt_large", "resnet101")
     }
     requests["chain of 50 layers, 8 devices"] = partial(chain.request, 50, 8)
     for name, made in requests.items():
@@ -214,11 +236,15 @@ def _bottleneck_first(asked: PlacementRequest) -> float | None:
 
 
 def _chains() -> Iterator[Case]:
-    """What an answer costs where it is easy, and how close one comes where there are very many layers."""
+    """What an answer costs where it is easy, and how close one comes where there are very many
+    layers.
+    """
     yield Case("overhead", "chain of 50 layers, 4 devices, training", _overhead)
     asked = partial(chain.request, 10_000, 64, memory_bytes=2**40, time_limit_s=CHAIN_LIMIT_S)
     wanted = Wanted(gap=1.0, time_s=CHAIN_LIMIT_S, peak_mib=2048)
-    yield Case("large", "chain of 10,000 layers, 64 devices, training", partial(_request, asked, wanted))
+    yield Case(
+        "large", "chain of 10,000 layers, 64 devices, training", partial(_request, asked, wanted)
+    )
 
 
 def _overhead(case: str) -> dict[str, Any]:

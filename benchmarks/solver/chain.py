@@ -7,7 +7,9 @@ from itertools import permutations
 from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, Profile
 
 
-def request(layers: int, devices: int, *, memory_bytes: int = 2**27, **asked: object) -> PlacementRequest:
+def request(
+    layers: int, devices: int, *, memory_bytes: int = 2**27, **asked: object
+) -> PlacementRequest:
     """A training request for a chain on alike devices with links of 10 GB/s.
 
     Args:
@@ -20,16 +22,27 @@ def request(layers: int, devices: int, *, memory_bytes: int = 2**27, **asked: ob
         training=True,
         layers=tuple(_layer(index) for index in range(layers)),
         edges=tuple(
-            Edge(source=f"layer{i}", targets=(f"layer{i + 1}",), bytes=1_000_000, gradient_bytes=1_000_000)
+            Edge(
+                source=f"layer{i}",
+                targets=(f"layer{i + 1}",),
+                bytes=1_000_000,
+                gradient_bytes=1_000_000,
+            )
             for i in range(layers - 1)
         ),
     )
     names = [f"device:{index}" for index in range(devices)]
     cluster = Cluster(
-        devices=tuple(Device(name=name, type="made up", memory_bytes=memory_bytes) for name in names),
-        links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=1e10) for a, b in permutations(names, 2)),
+        devices=tuple(
+            Device(name=name, type="made up", memory_bytes=memory_bytes) for name in names
+        ),
+        links=tuple(
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e10) for a, b in permutations(names, 2)
+        ),
     )
-    return PlacementRequest.model_validate({"profile": profile, "cluster": cluster, "chunks": 8, **asked})
+    return PlacementRequest.model_validate(
+        {"profile": profile, "cluster": cluster, "chunks": 8, **asked}
+    )
 
 
 def _layer(index: int) -> Layer:

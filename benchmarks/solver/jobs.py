@@ -38,7 +38,9 @@ def select(chosen: Sequence[str]) -> list[cases.Case]:
     known = list(cases.every().values())
     for part in chosen:
         if not any(_belongs(case, part) for case in known):
-            raise ValueError(f"no case of the solver's benchmark is {part!r}; groups are {cases.groups()}")
+            raise ValueError(
+                f"no case of the solver's benchmark is {part!r}; groups are {cases.groups()}"
+            )
     return [case for case in known if not chosen or any(_belongs(case, part) for part in chosen)]
 
 
@@ -55,11 +57,15 @@ def _belongs(case: cases.Case, part: str) -> bool:
 def _run(name: str) -> Row:
     command = [sys.executable, "-m", "benchmarks.solver", name]
     try:
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        answer = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
     except subprocess.TimeoutExpired:
         return _none(name, f"killed after {LIMIT_S:g} s")
     except subprocess.CalledProcessError as error:
-        return _none(name, (error.stderr.strip().splitlines() or [f"ended with {error.returncode}"])[-1])
+        return _none(
+            name, (error.stderr.strip().splitlines() or [f"ended with {error.returncode}"])[-1]
+        )
     row: Row = json.loads(answer.stdout.splitlines()[-1])
     print(f"{name}: {row['value']} {row['unit']}, {row.get('figures')}", file=sys.stderr)
     return row

@@ -1,12 +1,14 @@
-"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own objective.
+"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
+objective.
 
-Each accelerator runs at most one subgraph, of nodes that fit in its memory; no path may leave it and come back. It
-starts when all its inputs are there, and takes its nodes' times one after another and the transfer of each value that
-comes in or goes out; all its values are there at its end. Other nodes run on CPU cores, as many as they want, as soon
-as their inputs are there. The latency is the last end.
+Each accelerator runs at most one subgraph, of nodes that fit in its memory; no path may leave it
+and come back. It starts when all its inputs are there, and takes its nodes' times one after another
+and the transfer of each value that comes in or goes out; all its values are there at its end. Other
+nodes run on CPU cores, as many as they want, as soon as their inputs are there. The latency is the
+last end.
 
-A placement request knows no such devices (see ``placer.solver.costs`` for its latency), so these inputs have a search
-of their own here: ``latency_bound.py`` proves, ``latency_search.py`` finds.
+A placement request knows no such devices (see ``placer.solver.costs`` for its latency), so these
+inputs have a search of their own here: ``latency_bound.py`` proves, ``latency_search.py`` finds.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ BEST = {
     "operator_resnet50_inference": 651.121,
     "operator_bert12_inference": 729.567,
 }
-"""The best known, by a minute of CP-SAT each, apart from this code; the first and fifth are optimal."""
+"""The best known, by a minute of CP-SAT each, apart from this code; the first and fifth are
+optimal."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ def graph(given: Mapping[str, Any]) -> Graph:
     return Graph(
         ids=tuple(ids),
         cpu_ms=tuple(nodes[node]["cpuLatency"] for node in ids),
-        accelerator_ms=tuple(nodes[node]["fpgaLatency"] if nodes[node]["supportedOnFpga"] else inf for node in ids),
+        accelerator_ms=tuple(
+            nodes[node]["fpgaLatency"] if nodes[node]["supportedOnFpga"] else inf for node in ids
+        ),
         size=tuple(nodes[node].get("size", 0.0) for node in ids),
         transfer_ms=tuple(transfer),
         readers=tuple(tuple(sorted(set(found))) for found in readers),
@@ -134,12 +139,16 @@ def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
 
 
 def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and their own added."""
+    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and
+    their own added.
+    """
     blocks: dict[int, list[int]] = defaultdict(list)
     for node, device in enumerate(where):
         if device != CPU:
             blocks[device].append(node)
-    if len(blocks) > read.accelerators or any(len({where[node] for node in group}) > 1 for group in read.classes):
+    if len(blocks) > read.accelerators or any(
+        len({where[node] for node in group}) > 1 for group in read.classes
+    ):
         return None
     if any(sum(read.size[node] for node in nodes) > read.memory for nodes in blocks.values()):
         return None
@@ -149,11 +158,18 @@ def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | 
     return _last_end(read, where, took)
 
 
-def _last_end(read: Graph, where: Sequence[int], took: Mapping[int, float]) -> tuple[float, list[int]] | None:
-    """The longest way through the units, a subgraph or a node on the CPU each; None if they go round."""
+def _last_end(
+    read: Graph, where: Sequence[int], took: Mapping[int, float]
+) -> tuple[float, list[int]] | None:
+    """The longest way through the units, a subgraph or a node on the CPU each; None if they go
+    round.
+    """
     count = len(where)
     unit = [node if device == CPU else count + device for node, device in enumerate(where)]
-    time = {unit[node]: read.cpu_ms[node] if where[node] == CPU else took[where[node]] for node in range(count)}
+    time = {
+        unit[node]: read.cpu_ms[node] if where[node] == CPU else took[where[node]]
+        for node in range(count)
+    }
     after: dict[int, set[int]] = defaultdict(set)
     for node, readers in enumerate(read.readers):
         after[unit[node]].update(unit[reader] for reader in readers if unit[reader] != unit[node])
@@ -186,9 +202,13 @@ def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> fl
     """The latency of a placement, read from the input; raises if it breaks a rule."""
     read = graph(given)
     names = [layer_devices[str(node)] for node in read.ids]
-    found = finish_ms(read, [CPU if name == "cpu" else int(name.partition(":")[2]) for name in names])
+    found = finish_ms(
+        read, [CPU if name == "cpu" else int(name.partition(":")[2]) for name in names]
+    )
     if found is None:
-        raise ValueError("the subgraphs break a rule: classes, memory, accelerators, or values that go round")
+        raise ValueError(
+            "the subgraphs break a rule: classes, memory, accelerators, or values that go round"
+        )
     return found
 
 

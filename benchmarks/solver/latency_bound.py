@@ -1,17 +1,20 @@
-"""A proven lower bound on the latency: the best that the longest path through the graph could do by itself.
+"""A proven lower bound on the latency: the best that the longest path through the graph could do by
+itself.
 
     path      p0  p1  p2 | p3  p4  p5  p6 | p7 | p8 ...
               CPU CPU CPU|   subgraph     |CPU | subgraph
 
-A subgraph that no path may leave and re-enter meets a path in one run of its nodes, and the path waits for all of it.
-It holds whatever lies between two nodes of the run, its *hull*, and pays for what is bound to cross: a value made
-before the run and read in the hull, and one made in the hull and read past it. What lies beside the path is inside and
-takes time, or is outside and what crosses costs: the cheaper, a smallest cut, where the first reckoning used the run.
-So the smallest sum over all ways to cut the path into at most as many runs as there are accelerators, each of which
-fits in memory, and nodes on the CPU between them, is a bound.
+A subgraph that no path may leave and re-enter meets a path in one run of its nodes, and the path
+waits for all of it. It holds whatever lies between two nodes of the run, its *hull*, and pays for
+what is bound to cross: a value made before the run and read in the hull, and one made in the hull
+and read past it. What lies beside the path is inside and takes time, or is outside and what crosses
+costs: the cheaper, a smallest cut, where the first reckoning used the run. So the smallest sum over
+all ways to cut the path into at most as many runs as there are accelerators, each of which fits in
+memory, and nodes on the CPU between them, is a bound.
 
-What is outside may be late: on the CPU it begins when the last node of the path ahead of it is done, and no bound for
-that is known at first. So bounds come in rounds, each with what the one before proved of the path's nodes.
+What is outside may be late: on the CPU it begins when the last node of the path ahead of it is
+done, and no bound for that is known at first. So bounds come in rounds, each with what the one
+before proved of the path's nodes.
 """
 
 from __future__ import annotations
@@ -62,14 +65,13 @@ def path_bound(read: Graph, until: float = inf) -> Proof:
 class _PathBound:
     """The dynamic program over the runs of one path.
 
-    Attributes:
-        path: its nodes.
-        ahead: by node, the last place on the path from which it is reached; -1 if there is none.
-        behind: by node, the first place on the path that it reaches; the path's length if there is none.
-        cost: by the first and last place of a run, no more than what the subgraph takes; infinite if it cannot be.
-        exact: the runs that were cut, and their best subgraphs.
-        waiting: by last and first place of those that wait, how long and what they take then, as ``Least.steps``.
-        waited: by first place of those to the end that were cut, what they take with all that waits for them.
+    Attributes: path: its nodes. ahead: by node, the last place on the path from which it is
+        reached; -1 if there is none. behind: by node, the first place on the path that it reaches;
+        the path's length if there is none. cost: by the first and last place of a run, no more than
+        what the subgraph takes; infinite if it cannot be. exact: the runs that were cut, and their
+        best subgraphs. waiting: by last and first place of those that wait, how long and what they
+        take then, as ``Least.steps``. waited: by first place of those to the end that were cut,
+        what they take with all that waits for them.
     """
 
     def __init__(self, read: Graph, until: float) -> None:
@@ -80,9 +82,13 @@ class _PathBound:
         self.ahead = [place.get(node, -1) for node in range(count)]
         self.behind = [place.get(node, len(self.path)) for node in range(count)]
         for node in range(count):
-            self.ahead[node] = max([self.ahead[node], *(self.ahead[source] for source in read.sources[node])])
+            self.ahead[node] = max(
+                [self.ahead[node], *(self.ahead[source] for source in read.sources[node])]
+            )
         for node in reversed(range(count)):
-            self.behind[node] = min([self.behind[node], *(self.behind[reader] for reader in read.readers[node])])
+            self.behind[node] = min(
+                [self.behind[node], *(self.behind[reader] for reader in read.readers[node])]
+            )
         self.cost = self._first_costs()
         self._ahead, self._behind = np.array(self.ahead), np.array(self.behind)
         self.cuts = Cuts(read)
@@ -95,7 +101,9 @@ class _PathBound:
         self._made = 0
 
     def proof(self) -> Proof:
-        """Rounds of cuts: with a bound comes when each node of the path is done, and so what other nodes wait for."""
+        """Rounds of cuts: with a bound comes when each node of the path is done, and so what other
+        nodes wait for.
+        """
         known = 0.0
         while True:
             best, runs = self._best()
@@ -122,7 +130,8 @@ class _PathBound:
 
     def _ahead_ms(self, best: Table) -> list[float]:
         """By node, when the last node of the path from which it is reached is done at the earliest."""
-        done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]  # it may be in a run that ends later
+        # it may be in a run that ends later
+        done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]
         return [float(done[place]) if place >= 0 else 0.0 for place in self.ahead]
 
     def _subgraph(self, run: Run) -> frozenset[int]:
@@ -131,11 +140,15 @@ class _PathBound:
     def _hull(self, run: Run) -> frozenset[int]:
         """What is between the run's nodes, and what must be with it."""
         first, last = run
-        inside = (n for n in range(len(self.ahead)) if self.ahead[n] >= first and self.behind[n] <= last)
+        inside = (
+            n for n in range(len(self.ahead)) if self.ahead[n] >= first and self.behind[n] <= last
+        )
         return frozenset(sibling for node in inside for sibling in self.read.siblings[node])
 
     def _first_costs(self) -> Table:
-        """By run, the hull's time and the transfers that cannot be avoided; infinite where it does not fit."""
+        """By run, the hull's time and the transfers that cannot be avoided; infinite where it does
+        not fit.
+        """
         length = len(self.path)
         time, size = np.zeros((2, length, length))
         for node in range(len(self.read.ids)):
@@ -164,7 +177,9 @@ class _PathBound:
         return found
 
     def _best(self) -> tuple[Table, list[Run]]:
-        """By most runs and place, the earliest that all before it are done, last the last end; and its runs."""
+        """By most runs and place, the earliest that all before it are done, last the last end; and
+        its runs.
+        """
         length, most = len(self.path), self.read.accelerators
         best = np.full((most + 1, length + 2), inf)
         best[:, 0] = 0.0
@@ -181,10 +196,14 @@ class _PathBound:
         return best, list(self._runs(came))[::-1]
 
     def _through(self, best: Table, end: int, waited: Mapping[int, float]) -> Table:
-        """By runs before and first place, when a run up to a place is done, or all that waits for it."""
+        """By runs before and first place, when a run up to a place is done, or all that waits for
+        it.
+        """
         through: Table = best[:-1, :end] + self.cost[:end, end - 1]
         for first, steps in self.waiting[end - 1].items():
-            ends = np.min([np.maximum(best[:-1, first], time) + value for time, value in steps], axis=0)
+            ends = np.min(
+                [np.maximum(best[:-1, first], time) + value for time, value in steps], axis=0
+            )
             through[:, first] = np.maximum(through[:, first], ends)
         for first, value in waited.items():
             through[:, first] = np.maximum(through[:, first], best[:-1, first] + value)
@@ -202,7 +221,9 @@ class _PathBound:
                 column = end - 1
 
     def _cut(self, run: Run, since: float) -> None:
-        """Find what the run's subgraph takes at least, and what it waits for if it starts at ``since``."""
+        """Find what the run's subgraph takes at least, and what it waits for if it starts at
+        ``since``.
+        """
         first, last = run
         self._made += 1
         barred, hull = (self._behind < first) | (self._ahead > last), self._hull(run)
@@ -231,5 +252,7 @@ def _longest(read: Graph) -> list[int]:
 
 
 def _dominated(table: Table) -> Table:
-    """By run, the sum of what is reached from its first place or a later one, and reaches its last or an earlier."""
+    """By run, the sum of what is reached from its first place or a later one, and reaches its last
+    or an earlier.
+    """
     return np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1)

@@ -1,4 +1,6 @@
-"""The least that the subgraph of one run can take: smallest cuts, that fit, and the waiting in steps."""
+"""The least that the subgraph of one run can take: smallest cuts, that fit, and the waiting in
+steps.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ SLACK = 1e-9
 Arcs = NDArray[np.int64]
 Arc = tuple[int, int]
 Wait = tuple[float, int, int]
-"""A time, and two nodes: with the first inside and the second outside, the end waits so long for the second."""
+"""A time, and two nodes: with the first inside and the second outside, the end waits so long for
+the second."""
 
 
 @dataclass(frozen=True)
 class Least:
     """The least time of a subgraph.
 
-    Attributes:
-        value: no subgraph takes less, in ms; infinite if there is none.
-        nodes: the best that was met on the way, one that fits in memory if there was one.
-        steps: what is waited for at most, and the least time of a subgraph that waits for no more; ascending, complete
+    Attributes: value: no subgraph takes less, in ms; infinite if there is none. nodes: the best
+        that was met on the way, one that fits in memory if there was one. steps: what is waited for
+        at most, and the least time of a subgraph that waits for no more; ascending, complete
             as far as the least of both together can be among them.
     """
 
@@ -54,27 +56,31 @@ class Cuts:
     read: Graph
 
     def least(
-        self, hull: frozenset[int], barred: NDArray[np.bool_], waits: Sequence[Wait] = (), since: float = 0.0
+        self,
+        hull: frozenset[int],
+        barred: NDArray[np.bool_],
+        waits: Sequence[Wait] = (),
+        since: float = 0.0,
     ) -> Least:
         """The least time of a subgraph that holds the hull and no barred node.
 
-        Args:
-            hull: what is inside.
-            barred: by node, whether it is outside.
-            waits: what the subgraph waits for, or what waits for it, where nothing else does. A wait of t lets all
+        Args: hull: what is inside. barred: by node, whether it is outside. waits: what the subgraph
+            waits for, or what waits for it, where nothing else does. A wait of t lets all
                 those be outside that take no longer than t.
             since: waits up to here cost nothing.
         """
         if barred[list(hull)].any():
             return Least(inf, hull)
-        best = self._fitting(hull, barred, [])  # with no regard to waits: nothing takes less
+        # with no regard to waits: nothing takes less
+        best = self._fitting(hull, barred, [])
         times = sorted({wait[0] for wait in waits if wait[0] > since + SLACK})
         if not times:
             return Least(best.value, best.nodes, ((since, best.value),))
         floor, best, steps = best.value, Least(inf, hull), []
         for time in [since, *times]:
             if time - since + floor >= best.value:
-                steps.append((time, floor))  # whatever waits longer takes no less than that
+                # whatever waits longer takes no less than that
+                steps.append((time, floor))
                 break
             found = self._fitting(hull, barred, [wait for wait in waits if wait[0] > time])
             steps.append((time, found.value))
@@ -92,8 +98,12 @@ class Cuts:
         """By arc, what a subgraph takes at the least that has its reader and not its source."""
         return self._apart(self.read.sources, lambda reader, source: (source, reader))
 
-    def _apart(self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]) -> dict[Arc, float]:
-        """By node and one next to it, what a subgraph takes that has the first and not the second, were memory free."""
+    def _apart(
+        self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]
+    ) -> dict[Arc, float]:
+        """By node and one next to it, what a subgraph takes that has the first and not the second,
+        were memory free.
+        """
         found: dict[Arc, float] = {}
         for node, others in enumerate(near):
             with_node, barred = frozenset(self.read.siblings[node]), np.zeros(len(near), np.bool_)
@@ -107,7 +117,9 @@ class Cuts:
                 found[arc(node, other)] = value
         return found
 
-    def _fitting(self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]) -> Least:
+    def _fitting(
+        self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]
+    ) -> Least:
         """The smallest cut; if it does not fit in memory, the least that does."""
         memory = self.read.memory * (1 + SLACK)
         hull = self._closed(hull, kept)
@@ -117,7 +129,9 @@ class Cuts:
         if value == inf or self._size(nodes) <= memory:
             return Least(value, nodes)
         outside = frozenset(int(node) for node in np.flatnonzero(barred))
-        value, fitting = least_that_fits(self.read, hull, outside, [wait[1:] for wait in kept], value)
+        value, fitting = least_that_fits(
+            self.read, hull, outside, [wait[1:] for wait in kept], value
+        )
         return Least(value, hull if fitting is None else fitting)
 
     def _closed(self, nodes: frozenset[int], kept: Sequence[Wait]) -> frozenset[int]:
@@ -151,7 +165,9 @@ class Cuts:
         flow.add_arcs_with_capacity(
             np.concatenate([tails, np.arange(count), np.full(len(inside), source), forced[:, 0]]),
             np.concatenate([heads, np.full(count, sink), inside, forced[:, 1]]),
-            np.concatenate([capacities, weights.astype(np.int64), np.full(len(inside) + len(forced), ENDLESS)]),
+            np.concatenate(
+                [capacities, weights.astype(np.int64), np.full(len(inside) + len(forced), ENDLESS)]
+            ),
         )
         if flow.solve(source, sink) != flow.OPTIMAL:
             raise ArithmeticError("no smallest cut was found")
@@ -166,7 +182,9 @@ class Cuts:
 
     @cached_property
     def _crossings(self) -> tuple[Arcs, Arcs, Arcs]:
-        """A value costs once if its source is inside and a reader is not, and once if it is the other way round."""
+        """A value costs once if its source is inside and a reader is not, and once if it is the
+        other way round.
+        """
         arcs: list[tuple[int, int, int]] = []
         count = len(self.read.ids)
         for node, readers in enumerate(self.read.readers):
@@ -175,13 +193,16 @@ class Cuts:
             arcs += [(node, leaves, units), (enters, node, units)]
             for reader in readers:
                 arcs += [(leaves, reader, ENDLESS), (reader, enters, ENDLESS)]
-            arcs += [(node, sibling, ENDLESS) for sibling in self.read.siblings[node] if sibling != node]
+            arcs += [
+                (node, sibling, ENDLESS) for sibling in self.read.siblings[node] if sibling != node
+            ]
         table = np.array(arcs, np.int64)
         return table[:, 0], table[:, 1], table[:, 2]
 
 
 def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """By value and reader, when the value is there at the earliest if another subgraph or the CPU makes it.
+    """By value and reader, when the value is there at the earliest if another subgraph or the CPU
+    makes it.
 
     Args:
         read: the input.
@@ -205,7 +226,8 @@ def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float])
 
 
 def tails(read: Graph, alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """By value and reader, how long the last end is after the value, at least, if the reader is not with its source.
+    """By value and reader, how long the last end is after the value, at least, if the reader is not
+    with its source.
 
     Args:
         read: the input.
@@ -219,6 +241,8 @@ def tails(read: Graph, alone_ms: Mapping[Arc, float]) -> list[Wait]:
         rest = max((left[reader] for reader in read.readers[node]), default=0.0)
         left[node] = rest + quick[node]
         for source in read.sources[node]:
-            taken = max(rest + read.accelerator_ms[node] + read.transfer_ms[source], alone_ms[source, node])
+            taken = max(
+                rest + read.accelerator_ms[node] + read.transfer_ms[source], alone_ms[source, node]
+            )
             found.append((min(rest + read.cpu_ms[node], taken), source, node))
     return found

@@ -33,7 +33,8 @@ WHOLE = 0.1
 
 PATIENCE = 2000
 WORSE = 2e-3
-"""How much longer an assignment may be that moves go on from, as a share, after ``PATIENCE`` moves without gain."""
+"""How much longer an assignment may be that moves go on from, as a share, after ``PATIENCE`` moves
+without gain."""
 
 
 def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[list[int], float]:
@@ -79,7 +80,9 @@ def _numbered(read: Graph, subgraphs: Sequence[frozenset[int]]) -> list[int]:
 
 
 def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
-    """The best cuts of orders, each made from the best one before with some ranks drawn anew; from time to time all."""
+    """The best cuts of orders, each made from the best one before with some ranks drawn anew; from
+    time to time all.
+    """
     count = len(read.ids)
     while True:
         best, rank = inf, [0.0] * count
@@ -96,11 +99,14 @@ def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
 
 
 def _order(read: Graph, rank: Sequence[float]) -> list[int]:
-    """A topological order by rank in which nodes come right before their first reader, as classes of constants do."""
+    """A topological order by rank in which nodes come right before their first reader, as classes
+    of constants do.
+    """
     order: list[int] = []
     seen = [False] * len(read.ids)
     ends = [node for node, readers in enumerate(read.readers) if not readers]
-    # The main output, which most depends on, goes last: what hangs beside the way to it comes where it is made.
+    # The main output, which most depends on, goes last: what hangs beside the way to it comes where
+    # it is made.
     stack = [(node, False) for node in sorted(ends, reverse=True)]
     while stack:
         node, entered = stack.pop()
@@ -109,12 +115,16 @@ def _order(read: Graph, rank: Sequence[float]) -> list[int]:
         elif not seen[node]:
             seen[node] = True
             stack.append((node, True))
-            stack += [(source, False) for source in sorted(read.sources[node], key=rank.__getitem__)]
+            stack += [
+                (source, False) for source in sorted(read.sources[node], key=rank.__getitem__)
+            ]
     return order
 
 
 def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
-    """The best way to cut an order into subgraphs and parts on the CPU, each of which waits for the one before."""
+    """The best way to cut an order into subgraphs and parts on the CPU, each of which waits for the
+    one before.
+    """
     place = {node: index for index, node in enumerate(order)}
     count, most = len(order), read.accelerators
     block, chain = _blocks(read, order, place), _chains(read, order, place)
@@ -145,7 +155,15 @@ def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
     """By first and last place, the time of a subgraph; infinite where it does not fit."""
     count = len(order)
     able = np.array([read.accelerator_ms[node] < inf for node in order])
-    time = np.cumsum([0.0, *(read.accelerator_ms[node] if may else 0.0 for node, may in zip(order, able, strict=True))])
+    time = np.cumsum(
+        [
+            0.0,
+            *(
+                read.accelerator_ms[node] if may else 0.0
+                for node, may in zip(order, able, strict=True)
+            ),
+        ]
+    )
     barred = np.cumsum([0, *~able])
     size = np.cumsum([0.0, *(read.size[node] for node in order)])
     found: Table = time[None, 1:] - time[:-1, None]
@@ -185,10 +203,14 @@ def _moved(
     here, at, idle = best, value, 0
     way = _on_longest_way(read, here)
     while value > enough and monotonic() < until:
-        tried = _neighbour(read, here, way if random.random() < ON_WAY else range(len(here)), random)
+        tried = _neighbour(
+            read, here, way if random.random() < ON_WAY else range(len(here)), random
+        )
         found = _value(read, tried)
         idle += 1
-        if found < at or (found <= at * (1 + WORSE * random.random()) and (found == at or idle > PATIENCE)):
+        if found < at or (
+            found <= at * (1 + WORSE * random.random()) and (found == at or idle > PATIENCE)
+        ):
             here, at = tried, found
             way = _on_longest_way(read, here)
         if found < value:
@@ -204,11 +226,15 @@ def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
     found = longest_way(read, where)
     units = set(found[1]) if found is not None else set()
     count = len(where)
-    return [n for n, device in enumerate(where) if (n if device == CPU else count + device) in units] or [0]
+    return [
+        n for n, device in enumerate(where) if (n if device == CPU else count + device) in units
+    ] or [0]
 
 
 def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Random) -> list[int]:
-    """Some nodes, each next to the last, on the device of another next to them, or one that holds none, or the CPU."""
+    """Some nodes, each next to the last, on the device of another next to them, or one that holds
+    none, or the CPU.
+    """
     tried = list(where)
     node = random.choice(some)
     near = [*read.sources[node], *read.readers[node]]
@@ -227,7 +253,11 @@ def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Rando
     for _ in range(random.choice((1, 1, 1, 2, 3, 5, 8, 13, 21, 34))):
         for sibling in read.siblings[node]:
             tried[sibling] = target
-        beyond = [n for n in (*read.sources[node], *read.readers[node]) if tried[n] == source and n != node]
+        beyond = [
+            n
+            for n in (*read.sources[node], *read.readers[node])
+            if tried[n] == source and n != node
+        ]
         if not beyond:
             break
         node = random.choice(beyond)

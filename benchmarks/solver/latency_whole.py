@@ -1,4 +1,6 @@
-"""The least that a subgraph can take where memory binds: a smallest cut of which the nodes inside fit."""
+"""The least that a subgraph can take where memory binds: a smallest cut of which the nodes inside
+fit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ Together = tuple[int, int]
 
 
 def least_that_fits(
-    read: Graph, inside: frozenset[int], outside: frozenset[int], together: Iterable[Together], known: float
+    read: Graph,
+    inside: frozenset[int],
+    outside: frozenset[int],
+    together: Iterable[Together],
+    known: float,
 ) -> tuple[float, frozenset[int] | None]:
     """The least time of a subgraph that fits in memory, in ms.
 
@@ -45,12 +51,19 @@ class _Program:
     """A literal a node, whether it is inside."""
 
     def __init__(
-        self, read: Graph, inside: frozenset[int], outside: frozenset[int], together: Iterable[Together]
+        self,
+        read: Graph,
+        inside: frozenset[int],
+        outside: frozenset[int],
+        together: Iterable[Together],
     ) -> None:
         self.read, self.cp = read, cp_model.CpModel()
-        barred = outside | {node for node, time in enumerate(read.accelerator_ms) if not isfinite(time)}
+        barred = outside | {
+            node for node, time in enumerate(read.accelerator_ms) if not isfinite(time)
+        }
         self.inside: list[cp_model.IntVar | int] = [
-            1 if node in inside else 0 if node in barred else self.cp.new_bool_var("") for node in range(len(read.ids))
+            1 if node in inside else 0 if node in barred else self.cp.new_bool_var("")
+            for node in range(len(read.ids))
         ]
         self.impossible = not inside.isdisjoint(barred)
         self._keep(together)
@@ -75,7 +88,9 @@ class _Program:
         return cp_model.LinearExpr.weighted_sum(self.inside, times)
 
     def _transfers(self) -> cp_model.LinearExprT:
-        """A value costs if its source is inside and a reader is not, and if it is the other way round."""
+        """A value costs if its source is inside and a reader is not, and if it is the other way
+        round.
+        """
         costs: list[cp_model.LinearExprT] = []
         for node, readers in enumerate(self.read.readers):
             units, source = _units(self.read.transfer_ms[node]), self.inside[node]
@@ -89,7 +104,11 @@ class _Program:
         self, pairs: Sequence[tuple[cp_model.IntVar | int, cp_model.IntVar | int]], units: int
     ) -> list[cp_model.LinearExprT]:
         """The cost, if the first of any pair is inside and the second is not."""
-        able = [(one, other) for one, other in pairs if not (_is(one, 0) or _is(other, 1) or one is other)]
+        able = [
+            (one, other)
+            for one, other in pairs
+            if not (_is(one, 0) or _is(other, 1) or one is other)
+        ]
         if not able:
             return []
         crosses = self.cp.new_bool_var("")
@@ -112,7 +131,9 @@ class _Program:
             return inf, None
         found = None
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            found = frozenset(node for node, literal in enumerate(self.inside) if solver.value(literal))
+            found = frozenset(
+                node for node, literal in enumerate(self.inside) if solver.value(literal)
+            )
         return max(known, solver.best_objective_bound / UNITS_PER_MS), found
 
 

@@ -1,9 +1,11 @@
-"""Profiles of real models, made by this project's own profiler, and the cluster of unlike devices that they are put on.
+"""Profiles of real models, made by this project's own profiler, and the cluster of unlike devices
+that they are put on.
 
-``python -m benchmarks.solver.models [NAME ...]`` measures them anew and writes ``benchmarks/workloads/models``. Depths,
-channels and branches are those of the models; widths of the transformers and the sizes of images are smaller, so that
-one training step of each layer can be measured on a CPU. Each is cut into its leaves and measured twice: with one
-thread and with two, which speeds up some layers more than others. Those are the two types of devices.
+``python -m benchmarks.solver.models [NAME ...]`` measures them anew and writes
+``benchmarks/workloads/models``. Depths, channels and branches are those of the models; widths of
+the transformers and the sizes of images are smaller, so that one training step of each layer can be
+measured on a CPU. Each is cut into its leaves and measured twice: with one thread and with two,
+which speeds up some layers more than others. Those are the two types of devices.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placer.schema import Cluster, Constraints, Device, Layer, Link, PlacementRequest, Profile, TiedParameters
+from placer.schema import (
+    Cluster,
+    Constraints,
+    Device,
+    Layer,
+    Link,
+    PlacementRequest,
+    Profile,
+    TiedParameters,
+)
 from placer.solver.solve import solve
 
 if TYPE_CHECKING:
@@ -66,19 +77,25 @@ def _models() -> dict[str, Model]:
         "unet": Model("U-Net, 1 image of 128 pixels", zoo.unet, images(1, 128)),
         "inception": Model("Inception-v3, 4 images of 139 pixels", inception, images(4, 139)),
         "gpt2": Model(
-            "GPT-2 of 12 blocks, 2 sequences of 128", lambda: zoo.gpt(context=128, tied=True), tokens(2, 128, 50257)
+            "GPT-2 of 12 blocks, 2 sequences of 128",
+            lambda: zoo.gpt(context=128, tied=True),
+            tokens(2, 128, 50257),
         ),
         "llama": Model(
             "Llama of 80 blocks, width 1024, 2 sequences of 128",
             lambda: zoo.llama(layers=80, width=1024, heads=8, key_heads=1, hidden=3584),
             tokens(2, 128, 32000),
         ),
-        "mixtral": Model("Mixtral of 32 blocks, width 256, 1 sequence of 64", _mixtral, tokens(1, 64, 32000)),
+        "mixtral": Model(
+            "Mixtral of 32 blocks, width 256, 1 sequence of 64", _mixtral, tokens(1, 64, 32000)
+        ),
     }
 
 
 def _mixtral() -> nn.Module:
-    """Mixtral 8x7B's depth, experts and heads at a sixteenth of its width; its experts as one captured operation."""
+    """Mixtral 8x7B's depth, experts and heads at a sixteenth of its width; its experts as one
+    captured operation.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -111,7 +128,13 @@ def request(name: str, **asked: object) -> PlacementRequest:
         asked: further fields of the request.
     """
     measured = profile(name)
-    content = {"profile": measured, "cluster": cluster(measured), "chunks": CHUNKS, "schedule": "1f1b", **asked}
+    content = {
+        "profile": measured,
+        "cluster": cluster(measured),
+        "chunks": CHUNKS,
+        "schedule": "1f1b",
+        **asked,
+    }
     return PlacementRequest.model_validate(content)
 
 
@@ -137,9 +160,15 @@ def split(name: str, **asked: object) -> PlacementRequest:
     """
     together = alike(name, **asked)
     (group,) = together.profile.colocated
-    (shared,) = (layer.grad_bytes for layer in together.profile.layers if layer.name in group and layer.grad_bytes)
+    (shared,) = (
+        layer.grad_bytes
+        for layer in together.profile.layers
+        if layer.name in group and layer.grad_bytes
+    )
     tied = TiedParameters(layers=group, gradient_bytes=shared)
-    return together.model_copy(update={"profile": together.profile.model_copy(update={"tied": (tied,)}).untied()})
+    return together.model_copy(
+        update={"profile": together.profile.model_copy(update={"tied": (tied,)}).untied()}
+    )
 
 
 def roomy(name: str, **asked: object) -> PlacementRequest:
@@ -150,12 +179,19 @@ def roomy(name: str, **asked: object) -> PlacementRequest:
         asked: further fields of the request.
     """
     limited = request(name, **asked)
-    devices = [device.model_copy(update={"memory_bytes": PLENTY_BYTES}) for device in limited.placed_on.devices]
-    return request(name, **{**asked, "cluster": limited.placed_on.model_copy(update={"devices": tuple(devices)})})
+    devices = [
+        device.model_copy(update={"memory_bytes": PLENTY_BYTES})
+        for device in limited.placed_on.devices
+    ]
+    return request(
+        name,
+        **{**asked, "cluster": limited.placed_on.model_copy(update={"devices": tuple(devices)})},
+    )
 
 
 def tight(name: str, share: float, recompute: str, **asked: object) -> PlacementRequest:
-    """The same on devices that hold a share of what the largest stage takes where there is memory enough.
+    """The same on devices that hold a share of what the largest stage takes where there is memory
+    enough.
 
     Args:
         name: of the model.
@@ -165,18 +201,23 @@ def tight(name: str, share: float, recompute: str, **asked: object) -> Placement
     """
     plenty = request(name, **asked)
     largest = max(load.memory.total_bytes for load in solve(plenty).devices)
-    limited = [device.model_copy(update={"memory_bytes": int(share * largest)}) for device in plenty.placed_on.devices]
+    limited = [
+        device.model_copy(update={"memory_bytes": int(share * largest)})
+        for device in plenty.placed_on.devices
+    ]
     of_share = plenty.placed_on.model_copy(update={"devices": tuple(limited)})
-    return request(name, **{**asked, "cluster": of_share, "constraints": Constraints(recompute=recompute)})
+    return request(
+        name, **{**asked, "cluster": of_share, "constraints": Constraints(recompute=recompute)}
+    )
 
 
 def cluster(measured: Profile) -> Cluster:
     """Eight unlike devices on two hosts, four a host.
 
-    The first host has the fast type, the second the slow one, which holds half as much more. Inside a host links have
-    8 GB/s and 10 us, between hosts 1 GB/s and 50 us. A fast device holds an eighth of what the model would take with
-    all micro-batches in flight everywhere, and its largest group of layers that must be together: under 1F1B memory
-    binds, mostly at the first stages.
+    The first host has the fast type, the second the slow one, which holds half as much more. Inside
+    a host links have 8 GB/s and 10 us, between hosts 1 GB/s and 50 us. A fast device holds an
+    eighth of what the model would take with all micro-batches in flight everywhere, and its largest
+    group of layers that must be together: under 1F1B memory binds, mostly at the first stages.
     """
     needs = _needs(measured)
     room = sum(needs.values()) // (2 * PER_HOST) + _largest(measured, needs)
@@ -239,7 +280,14 @@ def measure(name: str) -> Profile:
     for kind, threads in ((FAST, 2), (SLOW, 1)):
         torch.set_num_threads(threads)
         of_kind = profiled(
-            made, model.inputs(), 1, granularity="fine", optimizer="adam", repeats=5, cache=False, progress=False
+            made,
+            model.inputs(),
+            1,
+            granularity="fine",
+            optimizer="adam",
+            repeats=5,
+            cache=False,
+            progress=False,
         )
         found.append(_small(of_kind, kind))
     return _merged(found, model.label)
@@ -249,8 +297,17 @@ def _small(measured: Profile, kind: str) -> Profile:
     """What a placement needs of a profile, its one type of device renamed."""
 
     def layer(old: Layer) -> dict[str, Any]:
-        times = {field: dict.fromkeys([kind], _short(ms)) for field in _TIMES for ms in getattr(old, field).values()}
-        return {"module": old.module.rpartition(".")[2], "host_ms": {}, "spread": {}, "weights_ms": {}} | times
+        times = {
+            field: dict.fromkeys([kind], _short(ms))
+            for field in _TIMES
+            for ms in getattr(old, field).values()
+        }
+        return {
+            "module": old.module.rpartition(".")[2],
+            "host_ms": {},
+            "spread": {},
+            "weights_ms": {},
+        } | times
 
     layers = tuple(old.model_copy(update=layer(old)) for old in measured.layers)
     return measured.model_copy(update={"layers": layers, "cluster": None})

@@ -1,10 +1,12 @@
-"""The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own objective.
+"""The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
+objective.
 
-The objective there differs from a placement request in two ways. A value that is cut costs every accelerator that it
-touches once: its source too, however many others read it (``Problem.multicast``). And contiguity orders forward nodes
-alone (``Value.ordered``); backward nodes follow their colour class. So these inputs are solved below the request, by
-the same search. The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``), and
-has room for everything. ``bottleneck`` is an own referee.
+The objective there differs from a placement request in two ways. A value that is cut costs every
+accelerator that it touches once: its source too, however many others read it
+(``Problem.multicast``). And contiguity orders forward nodes alone (``Value.ordered``); backward
+nodes follow their colour class. So these inputs are solved below the request, by the same search.
+The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``),
+and has room for everything. ``bottleneck`` is an own referee.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ OPTIMA = {
     "operator_resnet50_inference": 124.348850,
     "operator_resnet50_training": 255.194416,
 }
-"""The contiguous optima, each found by two methods apart from this solver (an exact DP over ideals, and CP-SAT)."""
+"""The contiguous optima, each found by two methods apart from this solver (an exact DP over ideals,
+and CP-SAT)."""
 
 OPTIMA_ON_16 = {
     "layer_bert24_inference": 7.195906,
@@ -101,11 +104,11 @@ BEST_WHEN_FREE = {
     "operator_resnet50_inference": 124.348850,
     "operator_resnet50_training": 255.194416,
 }
-"""The best known without contiguity, by local search and a minute of CP-SAT each, apart from this solver.
+"""The best known without contiguity, by local search and a minute of CP-SAT each, apart from this
+solver.
 
-Those of BERT-24, GNMT, BERT-3 and operator ResNet-50 are optimal. For most others this solver finds smaller ones, which
-meet the target with room.
-"""
+Those of BERT-24, GNMT, BERT-3 and operator ResNet-50 are optimal. For most others this solver finds
+smaller ones, which meet the target with room. """
 
 BYTES_PER_MS = 10**12
 
@@ -122,7 +125,9 @@ def on_16(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tight(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The input with little memory: 1.1 shares of all for each accelerator, or what the largest colour class needs."""
+    """The input with little memory: 1.1 shares of all for each accelerator, or what the largest
+    colour class needs.
+    """
     sizes: dict[Any, float] = defaultdict(float)
     for node in given["nodes"]:
         colour = node.get("colorClass")
@@ -147,14 +152,21 @@ def problem(given: Mapping[str, Any], time_limit_s: float) -> Problem:
             layers=tuple(
                 Layer(
                     name=str(node),
-                    forward_ms={"accelerator": nodes[node]["fpgaLatency"], "cpu": nodes[node]["cpuLatency"]},
+                    forward_ms={
+                        "accelerator": nodes[node]["fpgaLatency"],
+                        "cpu": nodes[node]["cpuLatency"],
+                    },
                     backward_ms={"accelerator": 0.0, "cpu": 0.0},
                     param_bytes=int(nodes[node].get("size", 0)),
                 )
                 for node in order
             ),
             edges=tuple(
-                Edge(source=str(source), targets=tuple(map(str, readers)), bytes=round(cost * BYTES_PER_MS))
+                Edge(
+                    source=str(source),
+                    targets=tuple(map(str, readers)),
+                    bytes=round(cost * BYTES_PER_MS),
+                )
                 for source, (readers, cost) in values.items()
             ),
             colocated=tuple(tuple(group) for group in classes.values() if len(group) > 1),
@@ -172,7 +184,10 @@ def _cluster(given: Mapping[str, Any]) -> Cluster:
     cpus = [f"cpu:{index}" for index in range(int(given["maxCPUs"]))]
     return Cluster(
         devices=(
-            *(Device(name=name, type="accelerator", memory_bytes=int(given["maxSizePerFPGA"])) for name in names),
+            *(
+                Device(name=name, type="accelerator", memory_bytes=int(given["maxSizePerFPGA"]))
+                for name in names
+            ),
             *(Device(name=name, type="cpu", memory_bytes=2**60) for name in cpus),
         ),
         links=tuple(
@@ -188,9 +203,12 @@ def _with_published_rules(
     forward = {place[node] for node in order if not nodes[node]["isBackwardNode"]}
     values = []
     for value in indexed.values:
-        ahead = tuple(reader for reader in value.readers if value.source in forward and reader in forward)
+        ahead = tuple(
+            reader for reader in value.readers if value.source in forward and reader in forward
+        )
         values.append(replace(value, ordered=False, weightless=True))
-        if ahead:  # orders, and costs nothing: an edge of no bytes over links without latency
+        # orders, and costs nothing: an edge of no bytes over links without latency
+        if ahead:
             values.append(replace(value, readers=ahead, bytes=0))
     cpus = frozenset(index for index, device in enumerate(indexed.devices) if device.type == "cpu")
     return replace(indexed, values=tuple(values), multicast=True, untaxed=cpus)
@@ -210,7 +228,9 @@ def _execution_order(given: Mapping[str, Any], ids: list[int]) -> list[int]:
     return [ids[index] for index in topological_order(len(ids), arcs)]
 
 
-def bottleneck(given: Mapping[str, Any], where: Mapping[str, str], *, contiguous: bool = True) -> float:
+def bottleneck(
+    given: Mapping[str, Any], where: Mapping[str, str], *, contiguous: bool = True
+) -> float:
     """The largest load of an assignment, read from the input alone; raises if it breaks a rule."""
     load: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
@@ -220,7 +240,10 @@ def bottleneck(given: Mapping[str, Any], where: Mapping[str, str], *, contiguous
         on_cpu = device.startswith("cpu")
         load[device] += node["cpuLatency" if on_cpu else "fpgaLatency"]
         size[device] += 0.0 if on_cpu else node.get("size", 0.0)
-        if node.get("colorClass") is not None and colour.setdefault(node["colorClass"], device) != device:
+        if (
+            node.get("colorClass") is not None
+            and colour.setdefault(node["colorClass"], device) != device
+        ):
             raise ValueError(f"colour class {node['colorClass']} is on several devices")
     if max(size.values()) > given["maxSizePerFPGA"]:
         raise ValueError("an accelerator holds more than it can")

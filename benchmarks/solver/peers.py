@@ -1,7 +1,7 @@
 """What one would use instead, on the same problem: each peer's placement at our cost model.
 
-Peers that need a package count only where it can be imported: ``torchgpipe`` and ``accelerate``. A placement that does
-not fit in memory, or is not allowed, is no answer.
+Peers that need a package count only where it can be imported: ``torchgpipe`` and ``accelerate``. A
+placement that does not fit in memory, or is not allowed, is no answer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _value(problem: Problem, devices: list[int] | None) -> float | None:
 def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
     """Blocks of nodes in topological order, one a device, by the times on the first device.
 
-    torchgpipe partitions a sequence: so are the nodes of a graph one after another, without their transfers.
+    torchgpipe partitions a sequence: so are the nodes of a graph one after another, without their
+    transfers.
     """
     times = [sum(problem.compute_ms(layer, 0) for layer in node) for node in nodes.nodes]
     places = _accelerators(problem)
@@ -64,7 +65,9 @@ def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
 
 
 def _accelerate(problem: Problem, nodes: Reduction) -> list[int] | None:
-    """The map for the balanced memory of ``device_map="auto"``: a stand-in module a node, with as many parameters."""
+    """The map for the balanced memory of ``device_map="auto"``: a stand-in module a node, with as
+    many parameters.
+    """
     torch, accelerate = import_module("torch"), import_module("accelerate")
     sizes = [sum(problem.layers[layer].param_bytes for layer in node) for node in nodes.nodes]
     stand_ins = torch.nn.Sequential(*(torch.nn.Module() for _ in sizes))
@@ -76,7 +79,11 @@ def _accelerate(problem: Problem, nodes: Reduction) -> list[int] | None:
     balanced = import_module("accelerate.utils").get_balanced_memory(stand_ins, max_memory=room)
     where = accelerate.infer_auto_device_map(stand_ins, max_memory=balanced)
     found: list[Any] = [where.get("", where.get(str(node))) for node in range(len(sizes))]
-    return [places[number] for number in found] if all(isinstance(number, int) for number in found) else None
+    return (
+        [places[number] for number in found]
+        if all(isinstance(number, int) for number in found)
+        else None
+    )
 
 
 def _accelerators(problem: Problem) -> list[int]:
@@ -88,7 +95,9 @@ def _spread(nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
 
 
 def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
-    """With what must be together where the first of it is: peers place a sequence, and know of no groups."""
+    """With what must be together where the first of it is: peers place a sequence, and know of no
+    groups.
+    """
     if devices is None:
         return None
     joined = list(devices)

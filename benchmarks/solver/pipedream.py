@@ -1,7 +1,8 @@
 """Measured profiles of PipeDream (MIT licence, Microsoft), as placement requests.
 
-A line is a layer, ``node4 -- Conv2d(...) -- forward_compute_time=ms, backward_compute_time=ms, activation_size=bytes or
-[bytes; bytes], parameter_size=bytes``, or, after a tab, an edge, ``node4 -- node5``.
+A line is a layer, ``node4 -- Conv2d(...) -- forward_compute_time=ms, backward_compute_time=ms,
+activation_size=bytes or [bytes; bytes], parameter_size=bytes``, or, after a tab, an edge, ``node4
+-- node5``.
 """
 
 import re
@@ -31,7 +32,9 @@ class _Line(NamedTuple):
     parameter_bytes: str = "0"
 
 
-def request(name: str, devices: int, *, memory_bytes: int = 2**40, **asked: object) -> PlacementRequest:
+def request(
+    name: str, devices: int, *, memory_bytes: int = 2**40, **asked: object
+) -> PlacementRequest:
     """A training request for a published profile on alike devices with links of 10 GB/s.
 
     Args:
@@ -42,18 +45,27 @@ def request(name: str, devices: int, *, memory_bytes: int = 2**40, **asked: obje
     """
     names = [f"device:{index}" for index in range(devices)]
     cluster = Cluster(
-        devices=tuple(Device(name=device, type="published", memory_bytes=memory_bytes) for device in names),
-        links=tuple(Link(source=a, target=b, bandwidth_bytes_per_s=10e9) for a, b in permutations(names, 2)),
+        devices=tuple(
+            Device(name=device, type="published", memory_bytes=memory_bytes) for device in names
+        ),
+        links=tuple(
+            Link(source=a, target=b, bandwidth_bytes_per_s=10e9) for a, b in permutations(names, 2)
+        ),
     )
     return PlacementRequest.model_validate({"profile": profile(name), "cluster": cluster, **asked})
 
 
 def profile(name: str) -> Profile:
-    """A published profile; its graph's value is read by all of a layer's successors, and its gradient is as large."""
+    """A published profile; its graph's value is read by all of a layer's successors, and its
+    gradient is as large.
+    """
     layers, edges = _read(WORKLOADS / f"{name}.txt")
     numbers = {label: index for index, label in enumerate(layers)}
     labels = list(layers)
-    order = [labels[i] for i in topological_order(len(labels), [(numbers[a], numbers[b]) for a, b in edges])]
+    order = [
+        labels[i]
+        for i in topological_order(len(labels), [(numbers[a], numbers[b]) for a, b in edges])
+    ]
     readers: dict[str, list[str]] = {label: [] for label in order}
     for source, target in edges:
         readers[source].append(target)

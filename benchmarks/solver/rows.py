@@ -39,7 +39,9 @@ class Wanted:
     def __str__(self) -> str:
         limits = {"gap <= {:g}%": self.gap, "in {:g} s": self.time_s, "<= {:g} MiB": self.peak_mib}
         limits["proven in {:g} s"] = self.proven_s
-        return ", ".join(text.format(number) for text, number in limits.items() if number is not None)
+        return ", ".join(
+            text.format(number) for text, number in limits.items() if number is not None
+        )
 
     def met(self, value: float | None, figures: Mapping[str, Any], proven: bool) -> bool | None:
         """Whether all of it holds; None if nothing is asked."""
@@ -54,7 +56,9 @@ class Wanted:
             return False
         if self.value is not None and (value is None or value > self.value * (1 + ROUNDED)):
             return False
-        return all(limit is None or (number is not None and number <= limit) for number, limit in limits)
+        return all(
+            limit is None or (number is not None and number <= limit) for number, limit in limits
+        )
 
 
 def measured(
@@ -68,13 +72,10 @@ def measured(
 ) -> dict[str, Any]:
     """Solve a case once and write down what came of it.
 
-    Args:
-        case: what is run.
-        measure: its objective, in milliseconds.
-        solve: from the input to the checked answer; its time counts.
-        wanted: of the answer.
-        value: reads the value from the answer by other means than the solver's; the solver's own if left out.
-        peers: what others reach; run after the answer, its memory does not count.
+    Args: case: what is run. measure: its objective, in milliseconds. solve: from the input to the
+        checked answer; its time counts. wanted: of the answer. value: reads the value from the
+        answer by other means than the solver's; the solver's own if left out. peers: what others
+        reach; run after the answer, its memory does not count.
     """
     began = perf_counter()
     placement = solve()

@@ -20,7 +20,12 @@ def run() -> list[dict[str, Any]]:
     values = switching.clones(LAYERS, WIDTH)
     case = f"{LAYERS}-layer model, enable_clone, {len(cases.places())} devices"
     return [
-        _row(case, "update_flow and what the first call after it takes longer", values["switch_ms"], TARGET_MS),
+        _row(
+            case,
+            "update_flow and what the first call after it takes longer",
+            values["switch_ms"],
+            TARGET_MS,
+        ),
         _row(case, "update_flow alone", values["update_flow_ms"], None),
     ]
 

@@ -1,7 +1,9 @@
-"""What it costs that ``train_step`` verifies how a batch is cut: 1,000 steps of a GPT over sequences of many lengths.
+"""What it costs that ``train_step`` verifies how a batch is cut: 1,000 steps of a GPT over
+sequences of many lengths.
 
-A batch is verified the first time that one of its kind comes, whatever its sizes. So the steps that take longer are the
-first ones. Flows with verification and without take turns; each trains a fresh copy of the model from its first step.
+A batch is verified the first time that one of its kind comes, whatever its sizes. So the steps that
+take longer are the first ones. Flows with verification and without take turns; each trains a fresh
+copy of the model from its first step.
 """
 
 from __future__ import annotations
@@ -24,15 +26,30 @@ def run() -> list[dict[str, Any]]:
 
     cases.prepare()
     steps, repeats = (20, 2) if bool(os.environ.get("PLACER_EXECUTOR_TINY")) else (STEPS, REPEATS)
-    times = [{verify: _times(verify, steps) for verify in order} for order in [(False, True), (True, False)] * repeats]
+    times = [
+        {verify: _times(verify, steps) for verify in order}
+        for order in [(False, True), (True, False)] * repeats
+    ]
     times = times[:repeats]
     costs = [100 * (sum(one[True]) / sum(one[False]) - 1) for one in times]
     firsts = [1e3 * (one[True][0] - one[False][0]) for one in times]
     case = f"GPT, 2 layers, d=64, {BATCH} x {LENGTHS[0]} to {LENGTHS[-1]} tokens, {CHUNKS} micro-batches, 2 devices"
     return [
-        _row(case, f"{steps} training steps, verified, over the same steps unverified", "%", costs, TARGET_PERCENT),
+        _row(
+            case,
+            f"{steps} training steps, verified, over the same steps unverified",
+            "%",
+            costs,
+            TARGET_PERCENT,
+        ),
         _row(case, "the first step, verified, beyond an unverified one", "ms", firsts, None),
-        _row(case, "a later step, the median", "ms", [1e3 * median(one[True][1:]) for one in times], None),
+        _row(
+            case,
+            "a later step, the median",
+            "ms",
+            [1e3 * median(one[True][1:]) for one in times],
+            None,
+        ),
     ]
 
 
@@ -47,10 +64,14 @@ def _times(verify: bool, steps: int) -> list[float]:
 
     torch.manual_seed(0)
     places = cases.places(2)
-    model = copy.deepcopy(gpt(layers=2, width=64, heads=2, context=LENGTHS[-1], vocabulary=VOCABULARY))
+    model = copy.deepcopy(
+        gpt(layers=2, width=64, heads=2, context=LENGTHS[-1], vocabulary=VOCABULARY)
+    )
     flow = DataFlow(model, [str(place) for place in places], fine_grained=True)
     half = len(flow.layer_gpus) // 2
-    flow.layer_gpus.update({name: str(places[number >= half]) for number, name in enumerate(list(flow.layer_gpus))})
+    flow.layer_gpus.update(
+        {name: str(places[number >= half]) for number, name in enumerate(list(flow.layer_gpus))}
+    )
     flow.batch_options = BatchOptions(verify=verify)
     flow.update_flow()
     step = flow.train_step(cases.token_loss, torch.optim.SGD(flow.parameters(), lr=1e-3))
@@ -66,6 +87,8 @@ def _times(verify: bool, steps: int) -> list[float]:
     return found
 
 
-def _row(case: str, measure: str, unit: str, values: list[float], target: float | None) -> dict[str, Any]:
+def _row(
+    case: str, measure: str, unit: str, values: list[float], target: float | None
+) -> dict[str, Any]:
     value = float(f"{median(values):.4g}")
     return record.row(case, measure, unit, value, spread=(min(values), max(values)), target=target)

@@ -1,10 +1,13 @@
-"""What a capture depends on, told without capturing: the operations that a model's code runs, on tensors without data.
+"""What a capture depends on, told without capturing: the operations that a model's code runs, on
+tensors without data.
 
-    model, inputs ──▶ forward pass on fake tensors ──▶ modules entered, operations, arguments ──▶ hash
+    model, inputs ──▶ forward pass on fake tensors ──▶ modules entered, operations, arguments ──▶
+    hash
 
-It takes a small part of the time of ``capture``. The user's code itself runs, as it is now, so that no change of it, of
-what it reads, or of the libraries that it calls goes unseen where it changes what is done. Equal footprints are equal
-graphs; that is what ``profile`` finds the layers of earlier runs by.
+It takes a small part of the time of ``capture``. The user's code itself runs, as it is now, so that
+no change of it, of what it reads, or of the libraries that it calls goes unseen where it changes
+what is done. Equal footprints are equal graphs; that is what ``profile`` finds the layers of
+earlier runs by.
 """
 
 from __future__ import annotations
@@ -35,11 +38,23 @@ from placer.capture.pytrees import flatten, flatten_inputs
 from placer.errors import CaptureError, kind_of
 from placer.utils.python_objects import own
 
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 _LATER = 10_000
-"""How many calls later a model is looked at once more; what it does at first may last as long as a warm-up."""
+"""How many calls later a model is looked at once more; what it does at first may last as long as a
+warm-up."""
 
 
 @alone
@@ -51,24 +66,32 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         args: example positional arguments.
         kwargs: example keyword arguments.
 
-    Returns:
-        The hash; None where it cannot be told: the model could not be captured either, is compiled, keeps something
-        of its pass, or runs what is no plain operation on tensors.
+    Returns: The hash; None where it cannot be told: the model could not be captured either, is
+        compiled, keeps something of its pass, or runs what is no plain operation on tensors.
     """
     try:
         refuse_hooks(model)
         refuse_weights(model)
-        if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in model.modules()):
+        if any(
+            child._compiled_call_impl is not None or hasattr(child, "_orig_mod")
+            for child in model.modules()
+        ):
             return None
         with put_back(model) as left, host_rng.given_back() as drawn:
             parts = _run(model, args, kwargs)
-        return None if left.changed or drawn else hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    except Exception:  # whatever the model's own code may raise: a capture will tell
+        return (
+            None if left.changed or drawn else hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        )
+    except Exception:
+        # whatever the model's own code may raise: a capture will tell
         return None
 
 
-def differs_later(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[Counted]) -> bool:
-    """Whether the model does something else in its next call, or in a far later one, for what it counts itself.
+def differs_later(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counted: Iterable[Counted]
+) -> bool:
+    """Whether the model does something else in its next call, or in a far later one, for what it
+    counts itself.
 
     Args:
         model: it is left as it was.
@@ -82,7 +105,8 @@ def differs_later(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     with put_back(model), host_rng.given_back():
         try:
             first = _run(model, args, kwargs)
-        except Exception:  # whatever the model's own code may raise on tensors without data
+        except Exception:
+            # whatever the model's own code may raise on tensors without data
             return False
         try:
             second = _run(model, args, kwargs)
@@ -108,12 +132,17 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         given = [mode.from_tensor(item) if isinstance(item, Tensor) else item for item in given]
         log = _Log(model)
         log.parts += [f"input {log.spelt(item)}" for item in given]
-        log.parts += [f"state {name} {type(own[name]).__name__} {log.spelt(tensor)}" for name, tensor in state.items()]
+        log.parts += [
+            f"state {name} {type(own[name]).__name__} {log.spelt(tensor)}"
+            for name, tensor in state.items()
+        ]
         again, others = inputs.unflatten(given)
         plain = PlainTensors(device)
         try:
             with log.modules(), mode, log, plain:
-                result = torch.func.functional_call(model, state, again, others, tie_weights=True, strict=False)
+                result = torch.func.functional_call(
+                    model, state, again, others, tie_weights=True, strict=False
+                )
         finally:
             plain.put_back()
         if plain.untracked:
@@ -149,12 +178,17 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.parts: list[str] = []
         self._names = {id(child): name for name, child in model.named_modules()}
         self._numbers: dict[int, int] = {}
-        self._seen: list[Tensor] = []  # held, so that no other tensor takes the place of one
+        # held, so that no other tensor takes the place of one
+        self._seen: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.spelt((args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        surroundings = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cuda"),
+        )
         self.parts.append(f"{func} {before} {self.spelt(result)} {surroundings}")
         return result
 
@@ -200,4 +234,8 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _eager() -> Any:
     """Functions that the user compiled run as they are written."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )

@@ -1,6 +1,7 @@
 """Which modules are opened: where the tree of module calls is cut into layers.
 
-A module that is not opened is one layer; the operations of an opened one belong to the layers inside it.
+A module that is not opened is one layer; the operations of an opened one belong to the layers
+inside it.
 
     granularity     opened
     "submodule"     the model alone: its named children are the layers
@@ -40,10 +41,8 @@ LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
 class Opened:
     """A decision for every module path, and the path depth at which even a closed path is cut.
 
-    Attributes:
-        paths: the opened ones.
-        depth: names in a layer's path at most.
-        named: layers that were asked for by name; a list of modules may be one, though nobody calls a list.
+    Attributes: paths: the opened ones. depth: names in a layer's path at most. named: layers that
+        were asked for by name; a list of modules may be one, though nobody calls a list.
     """
 
     paths: set[str]
@@ -51,7 +50,9 @@ class Opened:
     named: frozenset[str] = frozenset()
 
     def cut(self, stack: Iterable[tuple[str, int]]) -> str | None:
-        """The layer that a node belongs to by its module stack, outermost first, or None for a node between layers."""
+        """The layer that a node belongs to by its module stack, outermost first, or None for a node
+        between layers.
+        """
         for path, call in stack:
             if self.depth is not None and path.count(".") + 1 > self.depth:
                 return ".".join(path.split(".")[: self.depth])
@@ -69,7 +70,8 @@ def label(granularity: Granularity) -> int | str:
 
 
 def as_named(granularity: Granularity, names: Collection[str]) -> Granularity:
-    """A granularity by which layers are no larger than the modules that a map names; another one only if it must be.
+    """A granularity by which layers are no larger than the modules that a map names; another one
+    only if it must be.
 
     Args:
         granularity: "fine", "submodule", or the names of a placement.
@@ -104,11 +106,23 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
     if granularity == "submodule":
         return Opened({""}, depth=1)
     if isinstance(granularity, int) and not isinstance(granularity, bool) and granularity >= 1:
-        return Opened({path for path in callers if path == "" or path.count(".") + 1 < granularity}, depth=granularity)
+        return Opened(
+            {path for path in callers if path == "" or path.count(".") + 1 < granularity},
+            depth=granularity,
+        )
     if callable(granularity):
-        return Opened({path for path in callers if path == "" or not granularity(path, module.get_submodule(path))})
+        return Opened(
+            {
+                path
+                for path in callers
+                if path == "" or not granularity(path, module.get_submodule(path))
+            }
+        )
     if isinstance(granularity, Collection) and not isinstance(granularity, str):
-        return Opened(_above(granularity), named=frozenset(part for name in granularity for part in name.split(MERGED)))
+        return Opened(
+            _above(granularity),
+            named=frozenset(part for name in granularity for part in name.split(MERGED)),
+        )
     raise InputError(
         f"granularity {granularity!r} is not known; give 'auto', 'blocks', 'submodule', 'fine', a depth of 1 or more, "
         "or a function of a module's path and the module that returns True for a layer"
@@ -118,9 +132,10 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
 def blocks(module: nn.Module) -> frozenset[str]:
     """Return the paths of the modules that ``granularity="blocks"`` keeps whole.
 
-    These are the modules of the classes that ``_no_split_modules`` names, as models of transformers have it. In other
-    models a block is a module of several parts that an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` holds
-    together with others of its class. Of blocks inside one another the outermost counts.
+    These are the modules of the classes that ``_no_split_modules`` names, as models of transformers
+    have it. In other models a block is a module of several parts that an ``nn.Sequential``,
+    ``nn.ModuleList`` or ``nn.ModuleDict`` holds together with others of its class. Of blocks inside
+    one another the outermost counts.
     """
     named = frozenset(never_split(module))
     if named:
@@ -129,7 +144,11 @@ def blocks(module: nn.Module) -> frozenset[str]:
     for path, container in module.named_modules():
         if not isinstance(container, _CONTAINERS) or not _outside(found, [path]):
             continue
-        items = [(name, item) for name, item in container.named_children() if not isinstance(item, _CONTAINERS)]
+        items = [
+            (name, item)
+            for name, item in container.named_children()
+            if not isinstance(item, _CONTAINERS)
+        ]
         kinds = Counter(type(item) for _, item in items if any(item.children()))
         found |= {f"{path}.{name}".lstrip(".") for name, item in items if kinds[type(item)] > 1}
     return frozenset(found)
@@ -216,7 +235,10 @@ def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[st
 def _weights(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _Weight]:
     weights: dict[str, _Weight] = defaultdict(_Weight)
     for path, child in module.named_modules():
-        weights[path].kind = (type(child).__name__, *sorted({type(inner).__name__ for inner in child.children()}))
+        weights[path].kind = (
+            type(child).__name__,
+            *sorted({type(inner).__name__ for inner in child.children()}),
+        )
         weights[path].params = sum(tensor_bytes(parameter) for parameter in child.parameters())
     for node in nodes:
         result = node.meta.get("val")
@@ -229,7 +251,9 @@ def _weights(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _Weight]:
 
 
 def operations(node: fx.Node) -> float:
-    """Multiply-adds of a node, by the closed forms of the operations that dominate; 0 for the others."""
+    """Multiply-adds of a node, by the closed forms of the operations that dominate; 0 for the
+    others.
+    """
     aten = torch.ops.aten
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
     shapes = [_shape(value) for value in values if isinstance(value, Tensor)]
@@ -261,7 +285,9 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def is_fixed(size: int | torch.SymInt) -> bool:
-    """Whether the graph holds for this size alone; one that was open until the model asked for its number, too."""
+    """Whether the graph holds for this size alone; one that was open until the model asked for its
+    number, too.
+    """
     return isinstance(size, int) or bool(size.node.expr.is_number)
 
 

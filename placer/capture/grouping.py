@@ -1,9 +1,11 @@
-"""From operations to groups: which operation belongs to which layer, and in which order the layers run.
+"""From operations to groups: which operation belongs to which layer, and in which order the layers
+run.
 
 1. An operation inside a module that is not opened belongs to that module's layer.
-2. An operation between modules joins the layer of its latest producer; one that nothing produces, that of its readers'
-   layers which begins first.
-3. Writes in place order their neighbours, and join layers where a copy on another device would miss them.
+2. An operation between modules joins the layer of its latest producer; one that nothing produces,
+   that of its readers' layers which begins first.
+3. Writes in place order their neighbours, and join layers where a copy on another device would miss
+them.
 4. Layers that depend on one another both ways become one.
 """
 
@@ -45,7 +47,8 @@ class Group:
 def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     """Cut the operations of a graph into layers, in execution order.
 
-    Writes in place are made explicit on the way: a later use of the overwritten value becomes a use of the result.
+    Writes in place are made explicit on the way: a later use of the overwritten value becomes a use
+    of the result.
     """
     operations = [node for node in graph.nodes if node.op == "call_function"]
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -56,7 +59,9 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     network = networkx.DiGraph()
     network.add_nodes_from(dict.fromkeys(units.values()))
     for node in operations:
-        network.add_edges_from((units[producer], units[node]) for producer in node.all_input_nodes if producer in units)
+        network.add_edges_from(
+            (units[producer], units[node]) for producer in node.all_input_nodes if producer in units
+        )
     network.add_edges_from(ordering)
     for members in merges:
         network.add_edges_from((one, other) for one in members for other in members)
@@ -64,8 +69,12 @@ def group(graph: fx.Graph, opened: Opened) -> list[Group]:
     return _ordered(network, operations, units, place)
 
 
-def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int]) -> dict[fx.Node, str]:
-    """Rules 1 and 2. The latest layer is the one that began last: then no such operation closes a cycle by itself."""
+def _units(
+    operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int]
+) -> dict[fx.Node, str]:
+    """Rules 1 and 2. The latest layer is the one that began last: then no such operation closes a
+    cycle by itself.
+    """
     units: dict[fx.Node, str] = {}
     began: dict[str, int] = {}
     for node in operations:
@@ -86,27 +95,41 @@ def _units(operations: list[fx.Node], opened: Opened, place: dict[fx.Node, int])
                 readers = [reader for reader in _readers_of_written(node, roots) if reader in units]
             if readers:
                 units[node] = min((units[reader] for reader in readers), key=began.__getitem__)
-    for node in operations:  # a write that is read by nobody goes with those who read before it, which are known now
-        readers = [] if node in units else [one for one in _readers_of_written(node, roots) if one in units]
+    # a write that is read by nobody goes with those who read before it, which are known now
+    for node in operations:
+        readers = (
+            []
+            if node in units
+            else [one for one in _readers_of_written(node, roots) if one in units]
+        )
         if readers:
             units[node] = min((units[reader] for reader in readers), key=began.__getitem__)
-    for node in operations:  # parts of a list stay with what makes it: tensors alone pass between layers
+    # parts of a list stay with what makes it: tensors alone pass between layers
+    for node in operations:
         if node.target is getitem:
-            units.update((node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units)
-    first = next((units[node] for node in operations if node in units and not _is_size(node)), WHOLE)
+            units.update(
+                (node, units[maker]) for maker in node.all_input_nodes[:1] if maker in units
+            )
+    first = next(
+        (units[node] for node in operations if node in units and not _is_size(node)), WHOLE
+    )
     for node in operations:
         units.setdefault(node, first)
     return units
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether it is a number that follows from sizes of inputs: where these are not open, the graph has no such."""
+    """Whether it is a number that follows from sizes of inputs: where these are not open, the graph
+    has no such.
+    """
     value = node.meta.get("val")
     return isinstance(value, NUMBERS) and value.node.has_hint()
 
 
 def _beside(node: fx.Node) -> Iterator[fx.Node]:
-    """For the size of an input: what else reads the input, so that no layer is sent an input for its size alone."""
+    """For the size of an input: what else reads the input, so that no layer is sent an input for
+    its size alone.
+    """
     if not isinstance(node.meta.get("val"), torch.Tensor):
         for source in node.all_input_nodes:
             if source.op == "placeholder":
@@ -117,11 +140,16 @@ def _readers_of_written(write: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> I
     """What reads the storages that an operation writes to, whose own result nobody may read."""
     family = {root for target in written(write) for root in roots.get(target, {target})}
     if family:
-        yield from (reader for reader, _ in _readers([node for node, of in roots.items() if of & family]))
+        yield from (
+            reader for reader, _ in _readers([node for node, of in roots.items() if of & family])
+        )
 
 
 def _ordered(
-    network: networkx.DiGraph, operations: list[fx.Node], units: dict[fx.Node, str], place: dict[fx.Node, int]
+    network: networkx.DiGraph,
+    operations: list[fx.Node],
+    units: dict[fx.Node, str],
+    place: dict[fx.Node, int],
 ) -> list[Group]:
     """Rule 4, and the order: as the model ran them, as far as dependencies allow."""
     condensed = networkx.condensation(network)
@@ -129,7 +157,9 @@ def _ordered(
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in operations:
         members[component_of[units[node]]].append(node)
-    order = networkx.lexicographical_topological_sort(condensed, key=lambda index: place[members[index][0]])
+    order = networkx.lexicographical_topological_sort(
+        condensed, key=lambda index: place[members[index][0]]
+    )
     return [_group(members[index], units) for index in order]
 
 
@@ -156,14 +186,16 @@ def _writes_in_place(
             is_input = any(root.op == "placeholder" for root in family)
             relatives = [node for node, of in roots.items() if of & family]
             makers = _makers(relatives, write, units, place)
-            if is_state:  # what goes from layer to layer may be a copy, to which no layer's write would be seen
+            # what goes from layer to layer may be a copy, to which no layer's write would be seen
+            if is_state:
                 merges.append(_viewed_in(target, units) | {units[write]})
             derived = _derived(write)
             for reader, alias in _readers(relatives):
                 if reader is write or alias in derived or reader in derived:
                     continue
                 if reader not in units or (units[reader] == units[write] and not is_state):
-                    # A reader in the same layer, and the caller, still need the value's maker beside the write.
+                    # A reader in the same layer, and the caller, still need the value's maker
+                    # beside the write.
                     if place[reader] > place[write] and not is_state:
                         merges.append(makers | {units[write]})
                     continue
@@ -172,14 +204,16 @@ def _writes_in_place(
                 elif is_state and (viewed := _viewed_in(alias, units) - {units[write]}):
                     merges.append(viewed | {units[write], units[reader]})
                 elif is_state or (makers == {units[write]} and not is_input):
-                    ordering.add((units[write], units[reader]))  # what is sent leaves when the layer has run
+                    # what is sent leaves when the layer has run
+                    ordering.add((units[write], units[reader]))
                 else:
                     merges.append(makers | {units[write], units[reader]})
     return ordering, [members for members in merges if len(members) > 1]
 
 
 def _leave_where_it_is(operations: list[fx.Node], units: dict[fx.Node, str]) -> None:
-    """Let layers write to state that several of them write to, not to what the one before handed on.
+    """Let layers write to state that several of them write to, not to what the one before handed
+    on.
 
     A layer may work on a copy of its state, and hands that on.
     """
@@ -197,7 +231,9 @@ def _leave_where_it_is(operations: list[fx.Node], units: dict[fx.Node, str]) -> 
                 write.replace_all_uses_with(state)
 
 
-def _makers(relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]) -> set[str]:
+def _makers(
+    relatives: list[fx.Node], write: fx.Node, units: dict[fx.Node, str], place: dict[fx.Node, int]
+) -> set[str]:
     return {units[node] for node in relatives if node in units and place[node] < place[write]}
 
 
@@ -227,7 +263,9 @@ def _aliased(node: fx.Node) -> Iterator[fx.Node]:
         return
     if not isinstance(node.target, torch._ops.OpOverload):
         return
-    if node.target._schema.name.partition("::")[2] in _ALIASING_WHEN_IDLE and node.args[2:] == (False,):
+    if node.target._schema.name.partition("::")[2] in _ALIASING_WHEN_IDLE and node.args[2:] == (
+        False,
+    ):
         yield from node.all_input_nodes
     for argument, given in _arguments(node):
         if argument.alias_info is not None and isinstance(given, fx.Node):
@@ -259,7 +297,9 @@ def _flat(given: object) -> Iterable[object]:
 
 
 def _redirect(target: fx.Node, write: fx.Node, place: dict[fx.Node, int]) -> None:
-    """Let what reads ``target`` after the write read its result, where the result is the written value itself."""
+    """Let what reads ``target`` after the write read its result, where the result is the written
+    value itself.
+    """
     if target.op == "get_attr" or not _returns(write, target):
         return
     later = {user for user in target.users if place[user] > place[write]}
@@ -273,7 +313,9 @@ def _returns(write: fx.Node, target: fx.Node) -> bool:
     if len(results) != 1 or results[0] is None:
         return False
     return any(
-        given is target and argument.alias_info is not None and argument.alias_info.before_set == results[0].before_set
+        given is target
+        and argument.alias_info is not None
+        and argument.alias_info.before_set == results[0].before_set
         for argument, given in _arguments(write)
     )
 

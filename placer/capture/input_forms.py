@@ -13,8 +13,8 @@ from placer.errors import InputError, kind_of
 def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model.
 
-    Args:
-        inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or a mapping of keyword
+    Args: inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or
+        a mapping of keyword
             arguments, such as the ``BatchEncoding`` of a tokenizer.
         name: of the inputs, for messages.
 
@@ -22,7 +22,9 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
         InputError: None, or a mapping whose keys are no names.
     """
     if inputs is None:
-        raise InputError(f"{name} is None; give a tensor, a tuple of arguments, or a dict of keyword arguments")
+        raise InputError(
+            f"{name} is None; give a tensor, a tuple of arguments, or a dict of keyword arguments"
+        )
     if isinstance(inputs, Mapping):
         wrong = [key for key in inputs if not isinstance(key, str)]
         if wrong:
@@ -48,11 +50,14 @@ def refuse_no_tensor(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -
         InputError: they hold none.
     """
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        raise InputError(f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is")
+        raise InputError(
+            f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is"
+        )
 
 
 def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
-    """What helps where a model refuses the form in which its inputs were given; empty for other errors.
+    """What helps where a model refuses the form in which its inputs were given; empty for other
+    errors.
 
     Args:
         error: what the model raised.

@@ -31,10 +31,9 @@ from placer.capture.pytrees import NUMBERS
 class State:
     """The tensors that the graph's ``get_attr`` nodes mean, under one name each.
 
-    Attributes:
-        tensors: the user's parameters and buffers, and the plain tensors that the graph reads, by name.
-        constants: the names of the plain tensors: those that are neither parameters nor buffers.
-        name_of: get_attr node -> name.
+    Attributes: tensors: the user's parameters and buffers, and the plain tensors that the graph
+        reads, by name. constants: the names of the plain tensors: those that are neither parameters
+        nor buffers. name_of: get_attr node -> name.
     """
 
     tensors: dict[str, Tensor]
@@ -43,10 +42,14 @@ class State:
 
 
 def find_state(exported: Exported, module: nn.Module) -> State:
-    """Match the graph's attributes with the user's own tensors by identity; a tied one goes by its first name."""
+    """Match the graph's attributes with the user's own tensors by identity; a tied one goes by its
+    first name.
+    """
     own = named_state(module)
     first_name = {id(tensor): name for name, tensor in own.items()}
-    every = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    every = dict(module.named_parameters(remove_duplicate=False)) | dict(
+        module.named_buffers(remove_duplicate=False)
+    )
     plain = plain_names(module)
     tensors, constants, name_of = dict(own), set(), {}
     for node in exported.module.graph.nodes:
@@ -54,7 +57,8 @@ def find_state(exported: Exported, module: nn.Module) -> State:
             continue
         path = str(node.target).removeprefix(PREFIX)
         value = _attribute(exported.module, str(node.target))
-        # By path first: while the model was exported, tensors of other devices were replaced by stand-ins.
+        # By path first: while the model was exported, tensors of other devices were replaced by
+        # stand-ins.
         known = first_name.get(id(every.get(path, value)))
         if known is not None:
             name_of[node] = known
@@ -85,7 +89,9 @@ class _Draft:
 class Builder:
     """Builds the layers and values of one captured graph."""
 
-    def __init__(self, exported: Exported, module: nn.Module, groups: Sequence[Group], state: State) -> None:
+    def __init__(
+        self, exported: Exported, module: nn.Module, groups: Sequence[Group], state: State
+    ) -> None:
         self._exported = exported
         self._module = module
         self._state = state
@@ -102,7 +108,11 @@ class Builder:
 
     def values(self) -> dict[str, Value]:
         """Every value that crosses a layer's border, and the inputs of the model."""
-        values = {node.name: self._value(node, None) for node in self._graph.nodes if node.op == "placeholder"}
+        values = {
+            node.name: self._value(node, None)
+            for node in self._graph.nodes
+            if node.op == "placeholder"
+        }
         for draft in self._drafts:
             for node in draft.writes:
                 values[node.name] = self._value(node, draft.group.name)
@@ -137,7 +147,9 @@ class Builder:
                         self._read(index, source, needed)
                     elif owner.setdefault(name, index) == index or not self._is_passed_on(name):
                         self._use(draft, name, source)
-                    else:  # a tensor that nobody changes is sent to its later readers like any other value
+                    else:
+                        # a tensor that nobody changes is sent to its later readers like any other
+                        # value
                         shared.setdefault(name, source)
         for source in [*self._returned(), *shared.values()]:
             name = self._state.name_of.get(source)
@@ -166,7 +178,9 @@ class Builder:
             draft.state.append(name)
             draft.state_nodes[name] = source
 
-    def _pass_on(self, shared: Mapping[str, fx.Node], owner: Mapping[str, int], needed: dict[fx.Node, None]) -> None:
+    def _pass_on(
+        self, shared: Mapping[str, fx.Node], owner: Mapping[str, int], needed: dict[fx.Node, None]
+    ) -> None:
         for name in shared:
             representative = self._drafts[owner[name]].state_nodes[name]
             needed[representative] = None
@@ -185,11 +199,21 @@ class Builder:
             from_values = isinstance(example, NUMBERS) and not example.node.has_hint()
             return Value(node.name, (), None, 0, None, False, source, from_values)
         shape = tuple(hint(size) for size in example.shape)
-        batch_dim = next((dim for dim, size in enumerate(example.shape) if self._is_batch(size, dim)), None)
+        batch_dim = next(
+            (dim for dim, size in enumerate(example.shape) if self._is_batch(size, dim)), None
+        )
         size = example.element_size()
         for length in shape:
             size *= length
-        return Value(node.name, shape, example.dtype, size, batch_dim, self._gradient.get(node, False), source)
+        return Value(
+            node.name,
+            shape,
+            example.dtype,
+            size,
+            batch_dim,
+            self._gradient.get(node, False),
+            source,
+        )
 
     def _is_batch(self, size: int | torch.SymInt, dim: int) -> bool:
         if not self._exported.batch_symbols:
@@ -199,7 +223,9 @@ class Builder:
     def _layer(self, draft: _Draft) -> Layer:
         names = draft.group.units
         program = self._program(draft)
-        has_regions = any(node.meta.get(REGIONS) or nested_ops.is_transform(node) for node in draft.group.nodes)
+        has_regions = any(
+            node.meta.get(REGIONS) or nested_ops.is_transform(node) for node in draft.group.nodes
+        )
         return Layer(
             name=draft.group.name,
             modules=tuple(name.partition("@")[0] for name in names),
@@ -218,7 +244,9 @@ class Builder:
         )
 
     def _statistics(self, draft: _Draft) -> tuple[str, ...]:
-        """State that the layer uses for running statistics of torch's normalisations alone, or to count batches."""
+        """State that the layer uses for running statistics of torch's normalisations alone, or to
+        count batches.
+        """
         gathered, read = set[str](), {node for node in draft.writes if node.op == "get_attr"}
         others = {self._state.name_of[node] for node in read if node in self._state.name_of}
         for node in draft.group.nodes:
@@ -227,7 +255,9 @@ class Builder:
                 if source in self._state.name_of:
                     only = source in running or _counts(node)
                     (gathered if only else others).add(self._state.name_of[source])
-        return tuple(name for name in draft.state if name in self._mutated and name in gathered - others)
+        return tuple(
+            name for name in draft.state if name in self._mutated and name in gathered - others
+        )
 
     def _module_type(self, path: str) -> str:
         try:
@@ -238,10 +268,13 @@ class Builder:
     def _program(self, draft: _Draft) -> fx.GraphModule:
         """Compile the operations of one layer: a function of device, regions, state and reads."""
         graph = fx.Graph()
-        device = graph.placeholder("place")  # not "device": constants of other devices are written with it
+        # not "device": constants of other devices are written with it
+        device = graph.placeholder("place")
         regions = graph.placeholder("regions")
         env: dict[fx.Node, Any] = {}
-        by_name = {name: graph.placeholder(f"state_{index}") for index, name in enumerate(draft.state)}
+        by_name = {
+            name: graph.placeholder(f"state_{index}") for index, name in enumerate(draft.state)
+        }
         for node in draft.reads:
             env[node] = graph.placeholder(f"read_{node.name}")
             if node in self._state.name_of:
@@ -255,11 +288,15 @@ class Builder:
                     env[source] = graph.node_copy(source)
                     if nested_ops.body(self._exported.module, source) is not None:
                         kind = self._exported.device.type
-                        env[source] = graph.call_function(nested_ops.on, (env[source], kind, device))
+                        env[source] = graph.call_function(
+                            nested_ops.on, (env[source], kind, device)
+                        )
             inside = _switch(graph, inside, node.meta.get(REGIONS, ()), regions, device)
             copy = graph.node_copy(node, env.__getitem__)
             copy.args = fx.node.map_aggregate(copy.args, lambda item: self._placed(item, device))
-            copy.kwargs = fx.node.map_aggregate(copy.kwargs, lambda item: self._placed(item, device))
+            copy.kwargs = fx.node.map_aggregate(
+                copy.kwargs, lambda item: self._placed(item, device)
+            )
             env[node] = copy
         _switch(graph, inside, (), regions, device)
         for node in draft.writes:
@@ -275,16 +312,26 @@ class Builder:
         return argument
 
     def _signature(self, draft: _Draft) -> str:
-        """A hash of the operations and of the shapes and dtypes that go in: equal for layers that cost the same."""
+        """A hash of the operations and of the shapes and dtypes that go in: equal for layers that
+        cost the same.
+        """
         index: dict[Any, str] = {name: f"s{number}" for number, name in enumerate(draft.state)}
         index |= {node: f"r{number}" for number, node in enumerate(draft.reads)}
-        parts = [_shape_of(self._state.tensors[name], name in self._mutated) for name in draft.state]
-        parts += [_shape_of(node.meta.get("val"), self._gradient.get(node, False)) for node in draft.reads]
+        parts = [
+            _shape_of(self._state.tensors[name], name in self._mutated) for name in draft.state
+        ]
+        parts += [
+            _shape_of(node.meta.get("val"), self._gradient.get(node, False)) for node in draft.reads
+        ]
         for number, node in enumerate(draft.group.nodes):
             index[node] = f"n{number}"
-            parts.append(f"{nested_ops.name(node)}{self._written(node.args, index)}{self._written(node.kwargs, index)}")
+            parts.append(
+                f"{nested_ops.name(node)}{self._written(node.args, index)}{self._written(node.kwargs, index)}"
+            )
             parts.append(f"{node.meta.get(REGIONS, ())}")
-            bodies = (nested_ops.body(self._exported.module, source) for source in node.all_input_nodes)
+            bodies = (
+                nested_ops.body(self._exported.module, source) for source in node.all_input_nodes
+            )
             parts += [nested_ops.spelt(body) for body in bodies if body is not None]
         parts.append(",".join(index.get(node, "s") for node in draft.writes))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
@@ -292,18 +339,24 @@ class Builder:
     def _written(self, arguments: Any, index: Mapping[Any, str]) -> str:
         def spell(item: Any) -> Any:
             if isinstance(item, fx.Node):
-                return index.get(self._state.name_of.get(item, ""), index.get(item, str(item.target)))
+                return index.get(
+                    self._state.name_of.get(item, ""), index.get(item, str(item.target))
+                )
             return "device" if isinstance(item, torch.device) else repr(item)
 
         return repr(fx.node.map_aggregate(arguments, spell))
 
 
-def _runner(forward: Callable[..., Any], captured_on: str, has_regions: bool) -> Callable[..., tuple[Any, ...]]:
+def _runner(
+    forward: Callable[..., Any], captured_on: str, has_regions: bool
+) -> Callable[..., tuple[Any, ...]]:
     def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
         result: tuple[Any, ...] = forward(device, None, *state, *reads)
         return result
 
-    def run_in_regions(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
+    def run_in_regions(
+        device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
+    ) -> tuple[Any, ...]:
         with Regions(captured_on) as regions:
             result: tuple[Any, ...] = forward(device, regions, *state, *reads)
         return result
@@ -312,7 +365,11 @@ def _runner(forward: Callable[..., Any], captured_on: str, has_regions: bool) ->
 
 
 def _switch(
-    graph: fx.Graph, inside: tuple[Region, ...], wanted: tuple[Region, ...], regions: fx.Node, device: fx.Node
+    graph: fx.Graph,
+    inside: tuple[Region, ...],
+    wanted: tuple[Region, ...],
+    regions: fx.Node,
+    device: fx.Node,
 ) -> tuple[Region, ...]:
     """Leave and enter regions until those around the next operation are the wanted ones."""
     common = 0
@@ -332,9 +389,13 @@ def _mutated(graph: fx.Graph, state: State) -> set[str]:
     mutated: set[str] = set()
     for node in operations:
         if updates_running_statistics(node):
-            mutated.update(state.name_of[source] for source in node.args[3:5] if source in state.name_of)
+            mutated.update(
+                state.name_of[source] for source in node.args[3:5] if source in state.name_of
+            )
         for target in written(node):
-            mutated.update(state.name_of[root] for root in roots.get(target, {target}) if root in state.name_of)
+            mutated.update(
+                state.name_of[root] for root in roots.get(target, {target}) if root in state.name_of
+            )
     return mutated
 
 
@@ -356,9 +417,14 @@ def _gradients(graph: fx.Graph, state: State) -> dict[fx.Node, bool]:
         elif node.op == "call_function":
             flows[node] = (
                 any(flows.get(source, False) for source in node.all_input_nodes)
-                and (not isinstance(example, Tensor) or example.is_floating_point() or example.is_complex())
+                and (
+                    not isinstance(example, Tensor)
+                    or example.is_floating_point()
+                    or example.is_complex()
+                )
                 and ("grad", False) not in node.meta.get(REGIONS, ())
-                and getattr(node.target, "overloadpacket", None) not in (torch.ops.aten.detach, torch.ops.aten.detach_)
+                and getattr(node.target, "overloadpacket", None)
+                not in (torch.ops.aten.detach, torch.ops.aten.detach_)
             )
     return flows
 
@@ -371,7 +437,8 @@ def _shape_of(value: Any, flag: bool) -> str:
 
 
 _PLACES = re.compile(r"device\(.*?\)| at 0x[0-9a-f]+")
-"""What differs between equal wrappers in the text of a context: the device, and where an object lies in memory."""
+"""What differs between equal wrappers in the text of a context: the device, and where an object
+lies in memory."""
 
 
 def _inside(value: Tensor) -> str:
@@ -384,14 +451,18 @@ def _inside(value: Tensor) -> str:
 
 
 def _steps(value: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The distances in memory between neighbours, where there are any: channels-last costs something else."""
+    """The distances in memory between neighbours, where there are any: channels-last costs
+    something else.
+    """
     if value.layout != torch.strided:
         return ()
     return tuple(hint(step) for step, size in zip(value.stride(), shape, strict=True) if size > 1)
 
 
 def _is_known(target: Any) -> bool:
-    """Whether an operation is torch's own and all of it stands in the node: no custom operator, no nested graph."""
+    """Whether an operation is torch's own and all of it stands in the node: no custom operator, no
+    nested graph.
+    """
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace in ("aten", "prims")
     return not isinstance(target, torch._ops.HigherOrderOperator)

@@ -4,7 +4,8 @@
                  │
                state (the user's own parameters and buffers, by their names in the model)
 
-Profiler and executor both stand on it: a layer is a function of a device, its state and the values that it reads.
+Profiler and executor both stand on it: a layer is a function of a device, its state and the values
+that it reads.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[
 
 @dataclass(frozen=True)
 class Value:
-    """What crosses the border of a layer: a tensor, or a number that the model computed from a shape.
+    """What crosses the border of a layer: a tensor, or a number that the model computed from a
+    shape.
 
-    Attributes:
-        name: unique in its graph.
-        shape: at the example's batch size; () for a number.
-        dtype: None for a number.
-        bytes: at the example's batch size; 0 for a number.
-        batch_dim: the dimension that is the batch; None where it has none.
-        requires_grad: whether a gradient flows back through it in training.
-        source: the layer that makes it; None for an input of the model.
-        from_values: whether it is a number that was taken from a tensor, so that it is another one for other values.
+    Attributes: name: unique in its graph. shape: at the example's batch size; () for a number.
+        dtype: None for a number. bytes: at the example's batch size; 0 for a number. batch_dim: the
+        dimension that is the batch; None where it has none. requires_grad: whether a gradient flows
+        back through it in training. source: the layer that makes it; None for an input of the
+        model. from_values: whether it is a number that was taken from a tensor, so that it is
+        another one for other values.
     """
 
     name: str
@@ -53,22 +52,24 @@ class Value:
 class Layer:
     """The unit that is placed.
 
-    Attributes:
-        name: the module path, with ``@1``, ``@2`` for later calls of the same module.
+    Attributes: name: the module path, with ``@1``, ``@2`` for later calls of the same module.
         modules: the module paths that it covers: one, or several where a cycle was merged.
-        module_type: the class of the module, for people.
-        state: names of the parameters and buffers that it uses, in the order of ``function``'s ``state``.
-        mutated: those of ``state`` that it changes in place.
-        statistics: those of them that are a normalisation's running statistics and their counters, and nothing else
+        module_type: the class of the module, for people. state: names of the parameters and buffers
+        that it uses, in the order of ``function``'s ``state``. mutated: those of ``state`` that it
+        changes in place. statistics: those of them that are a normalisation's running statistics
+        and their counters, and nothing else
             here: it changes them and does not read them.
         reads: names of the values that it reads, in the order of ``function``'s ``reads``.
         writes: names of the values that it makes, in the order of ``function``'s result.
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
-        signature: equal for two layers that do the same operations on the same shapes, dtypes and state shapes.
+        signature: equal for two layers that do the same operations on the same shapes, dtypes and
+        state shapes.
         random: whether it draws random numbers.
-        told_by_signature: whether its signature says all that it does, so that what was measured of one such layer
-            holds for every other, also in another run; not where modules, custom operators or nested graphs run.
-        program: what ``function`` runs, as a graph of device, regions, state and reads; None where it calls modules.
+        told_by_signature: whether its signature says all that it does, so that what was measured of
+            one such layer holds for every other, also in another run; not where modules, custom
+            operators or nested graphs run.
+        program: what ``function`` runs, as a graph of device, regions, state and reads; None where
+            it calls modules.
     """
 
     name: str
@@ -90,14 +91,13 @@ class Layer:
 class LayerGraph:
     """The layers of a model, in execution order.
 
-    Attributes:
-        layers: in execution order: a value is made before it is read.
-        values: by name.
+    Attributes: layers: in execution order: a value is made before it is read. values: by name.
         inputs: names of the values that the model is given, in the order of its flattened tensors.
         outputs: names of the values that the model returns, in the order of its flattened tensors.
-        colocated: groups of layers that share a parameter, or another tensor that one of them changes.
-        state: the user's parameters and buffers by name, and the plain tensors that the graph reads.
-        constants: the names in ``state`` of plain tensors: attributes that are not registered, variables, items of
+        colocated: groups of layers that share a parameter, or another tensor that one of them
+        changes. state: the user's parameters and buffers by name, and the plain tensors that the
+        graph reads. constants: the names in ``state`` of plain tensors: attributes that are not
+        registered, variables, items of
             lists. They stay where they are, and layers on other devices read copies.
         training: whether the model was captured in training mode.
         batch_size: of the example.
@@ -105,7 +105,8 @@ class LayerGraph:
         captured: False where the model runs through hooks.
         not_captured_because: the reason then.
         hash: the same for the same operations, shapes and dtypes.
-        result: how the model returns ``outputs``; None where that is not known, in a graph that was not captured here.
+        result: how the model returns ``outputs``; None where that is not known, in a graph that was
+            not captured here.
     """
 
     layers: list[Layer]
@@ -147,11 +148,11 @@ class LayerGraph:
 
 
 def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
-    """Return the bytes that are stored for a tensor: those of what it wraps and of what is attached to it included.
+    """Return the bytes that are stored for a tensor: those of what it wraps and of what is attached
+    to it included.
 
-    Args:
-        tensor: any tensor.
-        counted: the memory that was counted before, which is not counted again; what is counted now is added.
+    Args: tensor: any tensor. counted: the memory that was counted before, which is not counted
+        again; what is counted now is added.
     """
     counted = set() if counted is None else counted
     total = 0
@@ -164,7 +165,9 @@ def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name, persistent or not, a shared one under its first name."""
+    """The parameters and buffers of a module by name, persistent or not, a shared one under its
+    first name.
+    """
     state: dict[str, Tensor] = dict(module.named_parameters())
     state.update(module.named_buffers())
     return state
@@ -173,8 +176,8 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 def attached_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors in objects and dicts that modules have as attributes, by name.
 
-    Libraries keep the state of quantised weights there. Tensors that are attributes themselves, or items of a list, are
-    constants of a graph; those in attributes of parameters belong to these.
+    Libraries keep the state of quantised weights there. Tensors that are attributes themselves, or
+    items of a list, are constants of a graph; those in attributes of parameters belong to these.
     """
     return {
         ".".join(filter(None, (path, attribute, inside))): tensor
@@ -189,7 +192,8 @@ def attachments(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
     Yields:
         The path of a module, the module, the name of the attribute, and its value.
     """
-    known: dict[int, bool] = {}  # modules often share an object, such as a configuration
+    # modules often share an object, such as a configuration
+    known: dict[int, bool] = {}
     for path, child in module.named_modules():
         for name, value in child.__dict__.items():
             if name in _OF_EVERY_MODULE or not (type(value) is dict or fields(value)):

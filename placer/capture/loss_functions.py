@@ -13,19 +13,24 @@ from torch.utils._pytree import tree_leaves
 from placer.errors import InputError, kind_of
 
 LossFunction = Callable[[Any, Any], Any]
-"""``loss_fn(output, target)``: one number, or a number and a dict of further values, ``(loss, {"accuracy": ...})``."""
+"""``loss_fn(output, target)``: one number, or a number and a dict of further values, ``(loss,
+{"accuracy": ...})``."""
 
 
 def loss_and_values(made: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loss, and the further values by name, from what a loss function gave.
 
-    Raises:
-        InputError: it gave a tuple of something else, or a value that is a float: a step that is recorded once would
+    Raises: InputError: it gave a tuple of something else, or a value that is a float: a step that
+        is recorded once would
             return the number of the recording ever after.
     """
     if not isinstance(made, tuple):
         return made, {}
-    if len(made) == 2 and isinstance(made[1], Mapping) and all(isinstance(name, str) for name in made[1]):
+    if (
+        len(made) == 2
+        and isinstance(made[1], Mapping)
+        and all(isinstance(name, str) for name in made[1])
+    ):
         for name, value in made[1].items():
             if any(isinstance(leaf, float) for leaf in tree_leaves(value)):
                 raise InputError(
@@ -48,9 +53,13 @@ def refuse_no_number(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.dim():
         number = f"{loss!r}" if isinstance(loss, int | float) else kind_of(loss)
         given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else number
-        raise InputError(f"loss_fn gave {given}; let it give one number, such as the mean over samples")
+        raise InputError(
+            f"loss_fn gave {given}; let it give one number, such as the mean over samples"
+        )
     if loss.is_complex():
-        raise InputError(f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part")
+        raise InputError(
+            f"loss_fn gave a number of type {loss.dtype}, which cannot be made small; give its real part"
+        )
 
 
 def refuse_untrained(loss: Tensor) -> None:
@@ -79,4 +88,10 @@ def refuse_arrays(target: Any) -> None:
             )
 
 
-__all__ = ["LossFunction", "loss_and_values", "refuse_arrays", "refuse_no_number", "refuse_untrained"]
+__all__ = [
+    "LossFunction",
+    "loss_and_values",
+    "refuse_arrays",
+    "refuse_no_number",
+    "refuse_untrained",
+]

@@ -1,7 +1,8 @@
 """Any nest of inputs or outputs as a flat list of tensors, and back.
 
-torch's pytree knows containers that were registered with it. A model may also take or return dataclasses, caches and
-other objects that hold tensors, and these must not have to be registered by the user.
+torch's pytree knows containers that were registered with it. A model may also take or return
+dataclasses, caches and other objects that hold tensors, and these must not have to be registered by
+the user.
 
     (x, {"mask": m}, Cache(k, v), None)   <->   [x, m, k, v]  +  Structure
 """
@@ -19,8 +20,22 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers as they stand in a captured graph; one without a hint was taken from a tensor's values."""
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+"""Numbers as they stand in a captured graph; one without a hint was taken from a tensor's values.
+"""
+CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+    slice,
+)
 _OPAQUE = (nn.Module, type, torch.Generator)
 
 
@@ -28,11 +43,10 @@ _OPAQUE = (nn.Module, type, torch.Generator)
 class Structure:
     """What is left of a nest once its tensors are taken out.
 
-    Attributes:
-        key: equal for equal nests: containers, their types, and plain constants by value.
-        rebuild: makes the nest again from an iterator over its tensors.
-        paths: where each tensor stands, for messages: ``[0]``, ``['mask']``, ``.logits``.
-        numbers: the whole numbers among the constants, and where they stand; none that an object keeps as attributes.
+    Attributes: key: equal for equal nests: containers, their types, and plain constants by value.
+        rebuild: makes the nest again from an iterator over its tensors. paths: where each tensor
+        stands, for messages: ``[0]``, ``['mask']``, ``.logits``. numbers: the whole numbers among
+        the constants, and where they stand; none that an object keeps as attributes.
     """
 
     key: Hashable
@@ -48,12 +62,12 @@ class Structure:
 def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure]:
     """The tensors of a nest, depth first, and the structure that holds them.
 
-    Args:
-        nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects with attributes.
-        anew: the identities of objects that are made anew where they have no tensors; others pass as they are.
+    Args: nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects
+        with attributes. anew: the identities of objects that are made anew where they have no
+        tensors; others pass as they are.
 
-    Returns:
-        The tensors (and, while a model is captured, numbers that depend on a shape), and the structure.
+    Returns: The tensors (and, while a model is captured, numbers that depend on a shape), and the
+        structure.
     """
     return _Walk(lambda one: id(one) in anew, None).over(nest)
 
@@ -61,8 +75,8 @@ def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure
 def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
     """The same of ``(args, kwargs)``, into which forward may write.
 
-    What is in several places is one in the copy, too. Objects without tensors are made anew where they have room for
-    some, as an empty cache has: a list, a dict or None.
+    What is in several places is one in the copy, too. Objects without tensors are made anew where
+    they have room for some, as an empty cache has: a list, a dict or None.
     """
     return _Walk(_has_room, {}).over((args, kwargs))
 
@@ -70,7 +84,9 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
 def detached_nest(nest: Any) -> Any:
     """Return a nest with the same values, whose tensors have no graph of autograd."""
     leaves, structure = flatten(nest)
-    return structure.unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return structure.unflatten(
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )
 
 
 def parts_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
@@ -97,9 +113,8 @@ class _Leaves:
 class _Walk:
     """A way through a nest.
 
-    Args:
-        anew: whether an object without tensors is made anew.
-        known: the numbers of the lists, dicts and objects that were met; None where each place has one of its own.
+    Args: anew: whether an object without tensors is made anew. known: the numbers of the lists,
+        dicts and objects that were met; None where each place has one of its own.
     """
 
     def __init__(self, anew: Callable[[Any], bool], known: dict[int, int] | None) -> None:
@@ -113,14 +128,18 @@ class _Walk:
         key, rebuild = self.go(nest, "", ())
         return self.leaves, Structure(key, rebuild, tuple(self.paths), tuple(self.numbers))
 
-    def go(self, nest: Any, path: str, above: tuple[int, ...]) -> tuple[Hashable, Callable[[Any], Any]]:
+    def go(
+        self, nest: Any, path: str, above: tuple[int, ...]
+    ) -> tuple[Hashable, Callable[[Any], Any]]:
         """The key of a nest, and what makes it again."""
         if isinstance(nest, (Tensor, *NUMBERS)):
             self.leaves.append(nest)
             self.paths.append(path)
             return "*", next
         if isinstance(nest, CONSTANTS) and not _has_numbers(nest):
-            numbers = [nest] if type(nest) is int else nest[:1] if isinstance(nest, torch.Size) else ()
+            numbers = (
+                [nest] if type(nest) is int else nest[:1] if isinstance(nest, torch.Size) else ()
+            )
             self.numbers += [(path, number) for number in numbers]
             return (type(nest), repr(nest)), lambda _: nest
         if id(nest) in above or holds_nothing(nest):
@@ -133,11 +152,19 @@ class _Walk:
             return (type(nest), id(nest)), lambda _: nest
         labels, children, assemble = parts
         start, before, above = len(self.leaves), len(self.numbers), (*above, id(nest))
-        walked = [self.go(child, path + label, above) for label, child in zip(labels, children, strict=True)]
+        walked = [
+            self.go(child, path + label, above)
+            for label, child in zip(labels, children, strict=True)
+        ]
         if not isinstance(nest, (tuple, list, dict)) and not dataclasses.is_dataclass(nest):
             del self.numbers[before:]
-        if len(self.leaves) == start and not isinstance(nest, (tuple, list, dict)) and not self._anew(nest):
-            return (type(nest), id(nest)), lambda _: nest  # an object without tensors passes as it is
+        if (
+            len(self.leaves) == start
+            and not isinstance(nest, (tuple, list, dict))
+            and not self._anew(nest)
+        ):
+            # an object without tensors passes as it is
+            return (type(nest), id(nest)), lambda _: nest
         rebuilds = [rebuild for _, rebuild in walked]
         key = (type(nest), tuple(labels), tuple(key for key, _ in walked))
         if self._known is None or isinstance(nest, tuple):
@@ -159,7 +186,9 @@ def _has_numbers(constant: Any) -> bool:
 
 
 def _has_room(nest: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether an object of a user's class has a list, a dict or None, so that forward may put tensors there."""
+    """Whether an object of a user's class has a list, a dict or None, so that forward may put
+    tensors there.
+    """
     owner = type(nest).__module__.split(".")[0]
     if owner == "torch" or owner in sys.stdlib_module_names or not _is_usual(type(nest)):
         return False
@@ -167,12 +196,16 @@ def _has_room(nest: Any, above: tuple[int, ...] = ()) -> bool:
     if any(value is None or isinstance(value, (list, dict, set)) for value in found):
         return True
     above = (*above, id(nest))
-    inside = (value for value in found if not isinstance(value, CONSTANTS) and not holds_nothing(value))
+    inside = (
+        value for value in found if not isinstance(value, CONSTANTS) and not holds_nothing(value)
+    )
     return any(id(value) not in above and _has_room(value, above) for value in inside)
 
 
 def _is_usual(kind: type) -> bool:
-    """Whether objects of a class can be made from their attributes: it has no way of its own to copy or to end them."""
+    """Whether objects of a class can be made from their attributes: it has no way of its own to
+    copy or to end them.
+    """
     ways = ("__reduce__", "__reduce_ex__", "__getstate__")
     own = any(getattr(kind, way, None) is not getattr(object, way, None) for way in ways)
     return not own and not hasattr(kind, "__copy__") and not hasattr(kind, "__del__")
@@ -193,10 +226,19 @@ def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any
     if isinstance(nest, (tuple, list)):
         return [f"[{index}]" for index in range(len(nest))], list(nest), kind
     if isinstance(nest, slice):
-        return [".start", ".stop", ".step"], [nest.start, nest.stop, nest.step], lambda items: slice(*items)
-    if dataclasses.is_dataclass(nest) and isinstance(nest, dict):  # transformers' ModelOutput is both
+        return (
+            [".start", ".stop", ".step"],
+            [nest.start, nest.stop, nest.step],
+            lambda items: slice(*items),
+        )
+    # transformers' ModelOutput is both
+    if dataclasses.is_dataclass(nest) and isinstance(nest, dict):
         names = list(nest.keys())
-        return [f".{name}" for name in names], list(nest.values()), lambda items: kind(**_paired(names, items))
+        return (
+            [f".{name}" for name in names],
+            list(nest.values()),
+            lambda items: kind(**_paired(names, items)),
+        )
     if isinstance(nest, dict):
         return _mapping_parts(nest)
     attributes = attributes_of(nest)
@@ -206,7 +248,11 @@ def parts_of(nest: Any) -> tuple[list[str], list[Any], Callable[[list[Any]], Any
     make = _maker(nest, names)
     if make is None:
         return None
-    return [f".{name}" for name in names], list(attributes.values()), lambda items: _filled(make(), names, items)
+    return (
+        [f".{name}" for name in names],
+        list(attributes.values()),
+        lambda items: _filled(make(), names, items),
+    )
 
 
 def _packed(items: list[Any]) -> PackedSequence:
@@ -237,7 +283,9 @@ def attributes_of(nest: Any) -> Mapping[str, Any] | None:
 
 
 def _maker(nest: Any, names: Sequence[str]) -> Callable[[], Any] | None:
-    """Makes objects like this one without the attributes that will be filled in; None where that cannot be."""
+    """Makes objects like this one without the attributes that will be filled in; None where that
+    cannot be.
+    """
     kind = type(nest)
     try:
         if _is_usual(kind):

@@ -1,4 +1,6 @@
-"""From a captured layer graph to the data that describes it, for a service that profiles it on its own devices."""
+"""From a captured layer graph to the data that describes it, for a service that profiles it on its
+own devices.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from placer.capture import autocast
 from placer.capture.export.mode_regions import enter, leave
 from placer.capture.layers import Layer, LayerGraph, Value
 from placer.errors import CaptureError
-from placer.schema.graph import DType, Graph, GraphLayer, GraphState, GraphValue, MemoryFormat, Operation
+from placer.schema.graph import (
+    DType,
+    Graph,
+    GraphLayer,
+    GraphState,
+    GraphValue,
+    MemoryFormat,
+    Operation,
+)
 
 ENTER, LEAVE = "placer.enter", "placer.leave"
 
@@ -35,7 +45,8 @@ NUMBER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-"""Functions of numbers, and of lists of tensors, that captured graphs call beside ATen operators; as ``number.add``."""
+"""Functions of numbers, and of lists of tensors, that captured graphs call beside ATen operators;
+as ``number.add``."""
 
 _NAMES: dict[Any, str] = {function: f"number.{name}" for name, function in NUMBER_FUNCTIONS.items()}
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): name for name in get_args(DType)}
@@ -46,11 +57,11 @@ def to_wire(graph: LayerGraph) -> Graph:
 
     Each layer runs there under the caller's autocast.
 
-    Args:
-        graph: from ``capture``, of the model in the mode that is to be profiled, under the same autocast.
+    Args: graph: from ``capture``, of the model in the mode that is to be profiled, under the same
+        autocast.
 
-    Raises:
-        CaptureError: an operation or a tensor cannot be described; profile the model where its code is.
+    Raises: CaptureError: an operation or a tensor cannot be described; profile the model where its
+        code is.
     """
     if not graph.captured:
         raise CaptureError(
@@ -79,12 +90,22 @@ def _used(graph: LayerGraph) -> Mapping[str, Tensor]:
 
 def _state(name: str, tensor: Tensor, graph: LayerGraph) -> GraphState:
     if not devices.is_block(tensor):
-        what = f"a {type(tensor).__name__}" if tensor.layout == torch.strided else f"of layout {tensor.layout}"
+        what = (
+            f"a {type(tensor).__name__}"
+            if tensor.layout == torch.strided
+            else f"of layout {tensor.layout}"
+        )
         raise CaptureError(
             f"{name!r} is {what}, and a graph that is sent has plain tensors only; profile the model on the machine "
             "with the devices"
         )
-    kind = "constant" if name in graph.constants else "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    kind = (
+        "constant"
+        if name in graph.constants
+        else "parameter"
+        if isinstance(tensor, nn.Parameter)
+        else "buffer"
+    )
     return GraphState(
         name=name,
         shape=tuple(tensor.shape),
@@ -126,12 +147,18 @@ def _dtype(dtype: torch.dtype, where: str) -> DType:
 
 def _layer(layer: Layer) -> GraphLayer:
     if layer.program is None:
-        raise CaptureError(f"layer {layer.name!r} calls modules, not operations, so it cannot be sent")
+        raise CaptureError(
+            f"layer {layer.name!r} calls modules, not operations, so it cannot be sent"
+        )
     operations, results = _Program(layer).written()
     dtype = autocast.dtype()
     if dtype is not None:
         region = ("autocast", "device", {"dtype": _dtype(dtype, "torch.autocast")}, True, False)
-        operations = [Operation(op=ENTER, out="around", args=region), *operations, Operation(op=LEAVE, out="end")]
+        operations = [
+            Operation(op=ENTER, out="around", args=region),
+            *operations,
+            Operation(op=LEAVE, out="end"),
+        ]
     return GraphLayer(
         name=layer.name,
         modules=layer.modules,
@@ -181,12 +208,17 @@ class _Program:
         out = f"n{index}"
         self._names[node] = {"ref": out}
         if node.target is enter:
-            return Operation(op=ENTER, out=out, args=tuple(self._argument(item) for item in node.args[2:]))
+            return Operation(
+                op=ENTER, out=out, args=tuple(self._argument(item) for item in node.args[2:])
+            )
         if node.target is leave:
             return Operation(op=LEAVE, out=out)
         kwargs = {name: self._argument(item) for name, item in node.kwargs.items()}
         return Operation(
-            op=self._called(node), out=out, args=tuple(self._argument(item) for item in node.args), kwargs=kwargs
+            op=self._called(node),
+            out=out,
+            args=tuple(self._argument(item) for item in node.args),
+            kwargs=kwargs,
         )
 
     def _called(self, node: fx.Node) -> str:
@@ -218,4 +250,6 @@ class _Program:
             return {"layout": "strided"}
         if isinstance(item, torch.device):
             return {"device": "cpu"} if item.type == "cpu" else {"device": True}
-        raise CaptureError(f"layer {self._layer.name!r} has the argument {item!r}, which cannot be sent")
+        raise CaptureError(
+            f"layer {self._layer.name!r} has the argument {item!r}, which cannot be sent"
+        )

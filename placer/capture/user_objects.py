@@ -1,4 +1,6 @@
-"""What a user gives beside inputs: a model, a loss, an optimizer. What is none is named before anything runs."""
+"""What a user gives beside inputs: a model, a loss, an optimizer. What is none is named before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def refuse_no_module(model: Any, wanted: str = "an nn.Module") -> None:
         InputError: it is no module, or is the class of one.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise InputError(f"model is the class {model.__name__}; give an instance, such as {model.__name__}()")
+        raise InputError(
+            f"model is the class {model.__name__}; give an instance, such as {model.__name__}()"
+        )
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {kind_of(model)}; give {wanted}")
 
@@ -33,9 +37,13 @@ def refuse_no_loss(loss_fn: Any) -> None:
         InputError: it cannot be called, or is a class whose instances can, or has a parameter.
     """
     if isinstance(loss_fn, type):
-        raise InputError(f"loss_fn is the class {loss_fn.__name__}; give an instance, such as {loss_fn.__name__}()")
+        raise InputError(
+            f"loss_fn is the class {loss_fn.__name__}; give an instance, such as {loss_fn.__name__}()"
+        )
     if not callable(loss_fn):
-        raise InputError(f"loss_fn is {loss_fn!r}; give a function of the model's result and the target")
+        raise InputError(
+            f"loss_fn is {loss_fn!r}; give a function of the model's result and the target"
+        )
     own = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
     name = next((name for name, parameter in own if parameter.requires_grad), None)
     if name is not None:
@@ -53,7 +61,9 @@ def refuse_half_a_loss(loss_fn: Any, target: Any) -> None:
     """
     if (loss_fn is None) != (target is None):
         there, missing = ("target", "loss_fn") if loss_fn is None else ("loss_fn", "target")
-        raise InputError(f"{there} is given without {missing}; give both to have the loss measured, or none")
+        raise InputError(
+            f"{there} is given without {missing}; give both to have the loss measured, or none"
+        )
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
@@ -68,9 +78,13 @@ def optimizers_of(optimizer: Any) -> list[Any]:
     if not isinstance(optimizer, list | tuple):
         return [] if optimizer is None else [optimizer]
     if not optimizer:
-        raise InputError(f"optimizer is {optimizer!r}, an empty list; leave it out to step the optimizer yourself")
+        raise InputError(
+            f"optimizer is {optimizer!r}, an empty list; leave it out to step the optimizer yourself"
+        )
     if len({id(one) for one in optimizer}) < len(optimizer):
-        raise InputError("the list of optimizers has one of them twice, which would be stepped twice; give each once")
+        raise InputError(
+            "the list of optimizers has one of them twice, which would be stepped twice; give each once"
+        )
     return list(optimizer)
 
 
@@ -84,7 +98,8 @@ def refuse_closures(optimizer: Any) -> None:
         InputError: its ``step`` has an argument without a default.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    # Of the class: a scheduler of learning rates puts a function of another signature on the optimizer itself.
+    # Of the class: a scheduler of learning rates puts a function of another signature on the
+    # optimizer itself.
     step = inspect.getattr_static(kind, "step", None)
     if not callable(step):
         return
@@ -92,7 +107,9 @@ def refuse_closures(optimizer: Any) -> None:
         wanted = [*inspect.signature(step).parameters.values()][1:]  # without self
     except (TypeError, ValueError):  # a function of C has no signature
         return
-    needed = next((one for one in wanted if one.default is one.empty and one.kind not in _ANY_NUMBER), None)
+    needed = next(
+        (one for one in wanted if one.default is one.empty and one.kind not in _ANY_NUMBER), None
+    )
     if needed is not None:
         raise InputError(
             f"{kind.__name__} evaluates the loss several times a step, by a closure that its step() needs "
@@ -116,7 +133,8 @@ def refuse_no_chunks(chunks: Any) -> None:
 
 
 def refuse_more_chunks(chunks: int, samples: int) -> None:
-    """Refuse more micro-batches than there are samples, where fewer would be another question's answer.
+    """Refuse more micro-batches than there are samples, where fewer would be another question's
+    answer.
 
     Raises:
         InputError: there are more.

@@ -1,4 +1,5 @@
-"""The command ``placer``: the composition root; it may import everything, and does when a command needs it.
+"""The command ``placer``: the composition root; it may import everything, and does when a command
+needs it.
 
 command.py    the commands put together, errors as exit codes
 blame.py      the line of the user's own code that an error came from

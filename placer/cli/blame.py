@@ -11,7 +11,8 @@ OWN = ("placer", "placer_client", "placer_server")
 
 
 def blamed(error: BaseException) -> str:
-    """`` (train.py, line 33)``: the last line of the user's own code on the way to what caused an error, if any.
+    """`` (train.py, line 33)``: the last line of the user's own code on the way to what caused an
+    error, if any.
 
     Args:
         error: as it is told; what it was raised from is looked at.
@@ -26,9 +27,12 @@ def blamed(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither of Placer nor installed; frames without a file are of generated code."""
+    """Whether a file is neither of Placer nor installed; frames without a file are of generated
+    code.
+    """
     path = Path(file)
-    if {"site-packages", "dist-packages"} & set(path.parts):  # Debian has folders of these beside those of sysconfig
+    # Debian has folders of these beside those of sysconfig
+    if {"site-packages", "dist-packages"} & set(path.parts):
         return False
     paths = sysconfig.get_paths()
     others = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]

@@ -69,7 +69,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, help="print the version")
+    ] = False,
 ) -> None:
     """What goes before a command."""
 
@@ -81,13 +83,15 @@ def run(arguments: list[str] | None) -> None:
         try:
             app(args=arguments)
         finally:
-            sys.stdout.flush()  # here, where a reader that has left can still be told
+            # here, where a reader that has left can still be told
+            sys.stdout.flush()
     except PlacerError as error:
         if os.environ.get("PLACER_DEBUG"):
             raise
         _fail(f"{error}{blamed(error)}", _exit_code(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again at its end
+        # else the interpreter tries again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
         if os.environ.get("PLACER_DEBUG"):

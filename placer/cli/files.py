@@ -45,7 +45,8 @@ def emit(subject: Answer, output: str | None, as_json: bool) -> None:
         try:
             write_text(Path(output), subject.to_json() + "\n")
         except InputError:
-            print_json(subject)  # what may have taken minutes to find is not lost with a full disk
+            # what may have taken minutes to find is not lost with a full disk
+            print_json(subject)
             raise
     if as_json or output == "-" or (output is None and not sys.stdout.isatty()):
         print_json(subject)
@@ -78,7 +79,9 @@ def print_table(subject: Answer | Cluster) -> None:
     if isinstance(subject, Measurement):
         people().print(subject)
     else:
-        people().print(refinement_table(subject) if isinstance(subject, Refinement) else table(subject))
+        people().print(
+            refinement_table(subject) if isinstance(subject, Refinement) else table(subject)
+        )
 
 
 def print_json(subject: Answer | Cluster) -> None:
@@ -90,9 +93,12 @@ def read(file: str) -> str:
     """The text of a file, or of stdin for ``-``."""
     try:
         text = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
-        return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")  # which editors on Windows begin a file with
+        # which editors on Windows begin a file with
+        return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {_named(file)}: {getattr(error, 'strerror', error)}") from error
+        raise InputError(
+            f"cannot read {_named(file)}: {getattr(error, 'strerror', error)}"
+        ) from error
 
 
 def _read_stdin() -> str:
@@ -121,7 +127,9 @@ def load(file: str) -> Subject:
                 return kind.model_validate(content)
             except InputError as error:
                 raise InputError(f"{_named(file)}: {error}") from error
-    raise InputError(f"{_named(file)} holds no profile, placement, request, refinement, cluster or measurement")
+    raise InputError(
+        f"{_named(file)} holds no profile, placement, request, refinement, cluster or measurement"
+    )
 
 
 def load_placement(file: str) -> Placement:

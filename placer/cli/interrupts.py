@@ -1,4 +1,6 @@
-"""Ctrl-C. What this imports is there at once: what commands need takes a third of a second, in which it may come."""
+"""Ctrl-C. What this imports is there at once: what commands need takes a third of a second, in
+which it may come.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ _STDERR = 2
 
 @contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process wherever it is; what is written to files and caches is there whole or not at all.
+    """Let Ctrl-C end the process wherever it is; what is written to files and caches is there whole
+    or not at all.
 
-    As an exception it is lost where code that it meets catches everything: some of what torch imports does, and then
-    runs on with half a module.
+    As an exception it is lost where code that it meets catches everything: some of what torch
+    imports does, and then runs on with half a module.
     """
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -32,6 +35,7 @@ def ended_by_interrupts() -> Iterator[None]:
 
 
 def _end(number: int, frame: Any) -> None:
-    shown = b"\x1b[?25h\n" if os.isatty(_STDERR) else b""  # the cursor, which a progress bar hides
+    # the cursor, which a progress bar hides
+    shown = b"\x1b[?25h\n" if os.isatty(_STDERR) else b""
     os.write(_STDERR, shown + b"Aborted.\n")
     os._exit(128 + number)

@@ -34,12 +34,14 @@ def rate(text: str) -> Rate:
     """
     bandwidth, _, latency = text.partition(",")
     return Rate(
-        bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_seconds(latency) if latency.strip() else 0.0
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_s=parse_seconds(latency) if latency.strip() else 0.0,
     )
 
 
 def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
-    """The profile of every host, measured by the processes that torchrun started; and whether this one is to tell it.
+    """The profile of every host, measured by the processes that torchrun started; and whether this
+    one is to tell it.
 
     Raises:
         InputError: it was not started by torchrun.

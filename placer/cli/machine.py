@@ -16,7 +16,9 @@ from placer.cli.terminal import extra, spinner
 
 
 def doctor(json: AsJson = False) -> None:
-    """Look at this machine: devices, links, torch, extras, and what would stop a placement; exit code 1 if anything."""
+    """Look at this machine: devices, links, torch, extras, and what would stop a placement; exit
+    code 1 if anything.
+    """
     from placer.doctor import examine
 
     with spinner("measuring devices and links"):
@@ -31,7 +33,9 @@ def doctor(json: AsJson = False) -> None:
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="smaller models and images")] = False,
 ) -> None:
-    """Profile ResNet-50 and U-Net, place them through the service, split them, and compare with the unsplit models."""
+    """Profile ResNet-50 and U-Net, place them through the service, split them, and compare with the
+    unsplit models.
+    """
     with extra("torch"):
         from placer.demo import run
     raise typer.Exit(0 if run(quick=quick) else 1)

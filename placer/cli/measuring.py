@@ -17,26 +17,34 @@ from placer.schema import Placement, Profile
 
 def measure(
     model: Model,
-    placement: Annotated[str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")],
+    placement: Annotated[
+        str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")
+    ],
     arg: Arguments = [],  # noqa: B006
     input: Inputs = [],  # noqa: B006
     chunks: Annotated[
         int | None, typer.Option(min=1, help="micro-batches; what the placement says if left out")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON that the placement was solved from: predicts")
+        str | None,
+        typer.Option(metavar="FILE", help="JSON that the placement was solved from: predicts"),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=in_a_folder, help="write a trace for https://ui.perfetto.dev"),
+        typer.Option(
+            metavar="FILE", callback=in_a_folder, help="write a trace for https://ui.perfetto.dev"
+        ),
     ] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="as it runs under torch.compile")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="as it runs under torch.compile")
+    ] = False,
     output: Output = None,
     json: AsJson = False,
 ) -> None:
     """Run a batch as a placement says, and measure when each device works on which micro-batch.
 
-    The inputs are a whole batch. A training step has the mean square of the results for its loss, and no optimizer.
+    The inputs are a whole batch. A training step has the mean square of the results for its loss,
+    and no optimizer.
     """
     where, known = load_placement(placement), None if profile is None else load_profile(profile)
     with spinner("measuring"):
@@ -73,7 +81,9 @@ def _measured(
         return flow.measure(batch, chunks=chunks, profile=known, compile=compiles)
 
     def mean_square(result: Any, _: Any) -> torch.Tensor:
-        numbers = [leaf.float().pow(2).mean() for leaf in flatten(result)[0] if leaf.is_floating_point()]
+        numbers = [
+            leaf.float().pow(2).mean() for leaf in flatten(result)[0] if leaf.is_floating_point()
+        ]
         return torch.stack(numbers).sum()
 
     step = flow.train_step(mean_square, compile=compiles)

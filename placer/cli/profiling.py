@@ -54,16 +54,25 @@ def profile(
     ] = False,
     network: Annotated[
         str | None,
-        typer.Option(metavar="BANDWIDTH[,LATENCY]", help="with --merge, the way between hosts: 100Gbit/s,20us"),
+        typer.Option(
+            metavar="BANDWIDTH[,LATENCY]",
+            help="with --merge, the way between hosts: 100Gbit/s,20us",
+        ),
     ] = None,
     loss: Loss = None,
     target: Target = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option(metavar="4,8,16", help="micro-batch sizes to measure; with -o profile.json: profile-4.json, ..."),
+        typer.Option(
+            metavar="4,8,16",
+            help="micro-batch sizes to measure; with -o profile.json: profile-4.json, ...",
+        ),
     ] = None,
     gather: Annotated[
-        bool, typer.Option("--gather", help="under torchrun: every host measures its devices; the first tells all")
+        bool,
+        typer.Option(
+            "--gather", help="under torchrun: every host measures its devices; the first tells all"
+        ),
     ] = False,
     output: Output = None,
     json: AsJson = False,
@@ -77,8 +86,19 @@ def profile(
         emit(_limited(merged(model, network), memory), output, json)
         return
     if len(model) > 1 or network is not None:
-        raise InputError("several names, and --network, go with --merge; without it, name one model")
-    given = (model[0], arg, input, devices, [] if gather else memory, inference, optimizer, granularity)
+        raise InputError(
+            "several names, and --network, go with --merge; without it, name one model"
+        )
+    given = (
+        model[0],
+        arg,
+        input,
+        devices,
+        [] if gather else memory,
+        inference,
+        optimizer,
+        granularity,
+    )
     keep, lost = cached(cache, no_cache), loss_of(loss, target)
     if batch_sizes is not None:
         sizes = _sizes(batch_sizes)
@@ -138,7 +158,9 @@ def measure_sizes(
     }
     example = example_of(module, inputs)
     with told():
-        measured = profile_here(module, example, _devices(devices), **common, **loss, batch_sizes=sizes)
+        measured = profile_here(
+            module, example, _devices(devices), **common, **loss, batch_sizes=sizes
+        )
     return as_limited(measured if isinstance(measured, list) else [measured], memory)
 
 
@@ -146,22 +168,34 @@ def _sizes(text: str) -> list[int]:
     """The micro-batch sizes that a command line names, the smallest first."""
     sizes = sample_counts(text)
     if sizes is None or len(set(sizes)) < len(sizes):
-        raise InputError(f"--batch-sizes {text!r}: give different numbers of samples, each at least 1, as in 4,8,16")
+        raise InputError(
+            f"--batch-sizes {text!r}: give different numbers of samples, each at least 1, as in 4,8,16"
+        )
     return sizes
 
 
 def sample_counts(text: str) -> list[int] | None:
-    """Numbers of samples between commas, the smallest first; None where one is no number or is below 1."""
+    """Numbers of samples between commas, the smallest first; None where one is no number or is
+    below 1.
+    """
     counts = [count.strip() for count in text.split(",")]
-    return sorted(map(int, counts)) if all(count.isdecimal() and int(count) for count in counts) else None
+    return (
+        sorted(map(int, counts))
+        if all(count.isdecimal() and int(count) for count in counts)
+        else None
+    )
 
 
 def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str | None]:
-    """The file of each size: that which was named, with the size; none on a terminal, where tables are shown."""
+    """The file of each size: that which was named, with the size; none on a terminal, where tables
+    are shown.
+    """
     if output is None and sys.stdout.isatty() and not as_json:
         return [None] * len(sizes)
     if output is None or output == "-" or as_json:
-        raise InputError("--batch-sizes writes a file for each: give -o profile.json for profile-4.json and so on")
+        raise InputError(
+            "--batch-sizes writes a file for each: give -o profile.json for profile-4.json and so on"
+        )
     path = Path(output)
     return [str(path.with_name(f"{path.stem}-{size}{path.suffix}")) for size in sizes]
 
@@ -188,7 +222,9 @@ def cached(folder: str | None, off: bool) -> str | bool:
 def loss_of(loss: str | None, target: str | None) -> dict[str, Any]:
     """The loss and its target that a command line names, as arguments; a loss may be without one."""
     if target is not None and (loss is None or "=" in target):
-        raise InputError(f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64")
+        raise InputError(
+            f"--target {target} goes with --loss, whose second argument it is; give both, as in 8:int64"
+        )
     if loss is None:
         return {}
     with extra("torch"):
@@ -225,7 +261,9 @@ def example_of(module: Any, inputs: list[str]) -> Any:
         return _carried_inputs(module)
     except InputError as error:
         kind = type(module).__name__
-        raise InputError(f"{kind} carries no example inputs; give each with --input, as in 8x3x224x224") from error
+        raise InputError(
+            f"{kind} carries no example inputs; give each with --input, as in 8x3x224x224"
+        ) from error
 
 
 def _devices(text: str | None) -> int | list[str] | None:

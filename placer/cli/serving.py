@@ -96,8 +96,8 @@ def serve(
 ) -> None:
     """Serve placements over REST.
 
-    What is left out comes from its environment variable, or has a default. PLACER_REGISTER_KEY, the bearer key for
-    --register-url, is read from there alone: a command line can be seen by others.
+    What is left out comes from its environment variable, or has a default. PLACER_REGISTER_KEY, the
+    bearer key for --register-url, is read from there alone: a command line can be seen by others.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     with extra("server"):

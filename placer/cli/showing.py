@@ -21,7 +21,11 @@ from placer.schema.refinement import Refinement
 
 Html = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", callback=in_a_folder, help="write a report with pictures, all in one file, too"),
+    typer.Option(
+        metavar="FILE",
+        callback=in_a_folder,
+        help="write a report with pictures, all in one file, too",
+    ),
 ]
 Shown = Profile | Placement | Refinement | Cluster | Measurement
 
@@ -30,16 +34,21 @@ def show(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE|-", help="JSON of a profile, placement, request, refinement, cluster or measurement"
+            metavar="FILE|-",
+            help="JSON of a profile, placement, request, refinement, cluster or measurement",
         ),
     ],
     html: Html = None,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=in_a_folder, help="write the picture alone, too")
+        Path | None,
+        typer.Option(metavar="FILE", callback=in_a_folder, help="write the picture alone, too"),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="with --html of a placement, to show its layers in their devices' colours"),
+        typer.Option(
+            metavar="FILE",
+            help="with --html of a placement, to show its layers in their devices' colours",
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -48,9 +57,14 @@ def show(
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if profile is not None and html is None:
-        raise InputError(f"--profile {profile} colours the layers of a report; say where that goes with --html FILE")
+        raise InputError(
+            f"--profile {profile} colours the layers of a report; say where that goes with --html FILE"
+        )
     if html is not None:
-        write_text(html, html_report(_placed(subject, file), None if profile is None else load_profile(profile)))
+        write_text(
+            html,
+            html_report(_placed(subject, file), None if profile is None else load_profile(profile)),
+        )
     if svg is not None:
         write_text(svg, picture(_drawable(subject, file)))
     if json:
@@ -82,7 +96,9 @@ def _without_request(subject: object) -> object:
 def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
     """What there are pictures of: of a refinement its best placement."""
     if isinstance(subject, Measurement):
-        raise InputError(f"{file} holds a measurement; what is drawn of one is the trace of placer measure --trace")
+        raise InputError(
+            f"{file} holds a measurement; what is drawn of one is the trace of placer measure --trace"
+        )
     return subject.placement if isinstance(subject, Refinement) else subject
 
 

@@ -47,7 +47,15 @@ from placer.cli.options import (
     TransfersOption,
     WorkLimit,
 )
-from placer.cli.profiling import as_limited, cached, devices_of, loss_of, measure_sizes, sample_counts, sizes_of
+from placer.cli.profiling import (
+    as_limited,
+    cached,
+    devices_of,
+    loss_of,
+    measure_sizes,
+    sample_counts,
+    sizes_of,
+)
 from placer.cli.terminal import spinner
 from placer.errors import InputError
 from placer.request_spec import blank_profiles, layer_of, limited, request_for, rules
@@ -58,10 +66,16 @@ def solve(
     context: typer.Context,
     file: Annotated[
         str,
-        typer.Argument(metavar="[FILE|-]", help="a profile, or a whole request, which stands as it is; - for stdin"),
+        typer.Argument(
+            metavar="[FILE|-]",
+            help="a profile, or a whole request, which stands as it is; - for stdin",
+        ),
     ] = "-",
     cluster: Annotated[
-        str | None, typer.Option(metavar="FILE|-", help="JSON of the devices to place on; the profile's own else")
+        str | None,
+        typer.Option(
+            metavar="FILE|-", help="JSON of the devices to place on; the profile's own else"
+        ),
     ] = None,
     memory: Memory = [],  # noqa: B006
     objective: ObjectiveOption = "throughput",
@@ -98,12 +112,24 @@ def solve(
     if target is None:
         raise InputError(f"the profile in {file} has no cluster; give one with --cluster")
     target = limited(target, memory)
-    limits = rules(target, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
+    limits = rules(
+        target,
+        pin,
+        forbid,
+        max_devices,
+        contiguous,
+        min_devices,
+        max_layers,
+        recompute,
+        recompute_on,
+    )
     others = [load_profile(name) for name in also]
     if split_tied:
         subject, others = subject.untied(), [other.untied() for other in others]
     given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, others)
-    request = request_for(subject, target, limits, *given, break_ties, bottleneck, work_limit, steps)
+    request = request_for(
+        subject, target, limits, *given, break_ties, bottleneck, work_limit, steps
+    )
     answer(request, server, output, json)
 
 
@@ -153,13 +179,39 @@ def suggest(
         measured = profiles[-1]  # the largest micro-batch
         cluster = measured.cluster
         assert cluster is not None  # profile() measures the devices
-        limits = rules(cluster, pin, forbid, max_devices, contiguous, min_devices, max_layers, recompute, recompute_on)
-        given = (objective, chunks, schedule, transfers, time_limit, explain, batch_size, profiles[:-1])
-        return request_for(measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps)
+        limits = rules(
+            cluster,
+            pin,
+            forbid,
+            max_devices,
+            contiguous,
+            min_devices,
+            max_layers,
+            recompute,
+            recompute_on,
+        )
+        given = (
+            objective,
+            chunks,
+            schedule,
+            transfers,
+            time_limit,
+            explain,
+            batch_size,
+            profiles[:-1],
+        )
+        return request_for(
+            measured, cluster, limits, *given, break_ties, bottleneck, work_limit, steps
+        )
 
     _refuse_no_url(server)
     layers = [layer_of(text) for text in (*pin, *forbid)]
-    asked(as_limited(blank_profiles(not inference, layers, devices_of(devices), sizes_of(input, sizes)), memory))
+    asked(
+        as_limited(
+            blank_profiles(not inference, layers, devices_of(devices), sizes_of(input, sizes)),
+            memory,
+        )
+    )
     where = (model, arg, input, devices, memory, inference, optimizer, granularity)
     answer(asked(measure_sizes(*where, keep, sizes, **lost)), server, output, json)
 
@@ -169,7 +221,9 @@ def _refuse_rest(context: typer.Context, file: str) -> None:
     with_it = {"file", "server", "output", "json"}
     sources = {name: context.get_parameter_source(name) for name in set(context.params) - with_it}
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    given = sorted(options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE")
+    given = sorted(
+        options[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    )
     if given:
         one = "is" if len(given) == 1 else "are"
         raise InputError(
@@ -195,7 +249,9 @@ def _sizes(text: str | None) -> list[int] | None:
     return sizes
 
 
-def answer(request: PlacementRequest, server: str | None, output: str | None, as_json: bool) -> NoReturn:
+def answer(
+    request: PlacementRequest, server: str | None, output: str | None, as_json: bool
+) -> NoReturn:
     """Solve, print the placement, and leave with the code that tells its status."""
     with spinner(f"asking {server}" if server else "solving"):
         placement = ask(request, server)
@@ -203,7 +259,9 @@ def answer(request: PlacementRequest, server: str | None, output: str | None, as
     if placement.infeasible is not None:
         raise errors.InfeasibleError(placement.infeasible.reason)
     if not placement.layer_devices:
-        raise errors.SolveLimitError(f"no placement was found within {request.time_limit_s} s; allow more --time-limit")
+        raise errors.SolveLimitError(
+            f"no placement was found within {request.time_limit_s} s; allow more --time-limit"
+        )
     raise typer.Exit(0)
 
 

@@ -1,4 +1,6 @@
-"""The streams of a command, and what it says on stderr beside its answer: spinners, errors, which extra is missing."""
+"""The streams of a command, and what it says on stderr beside its answer: spinners, errors, which
+extra is missing.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ class _Closed(io.StringIO):
 
     def write(self, text: str, /) -> int:
         """Refuse to."""
-        raise errors.InputError("stdout is closed; open it, or have the answer written to a file with -o")
+        raise errors.InputError(
+            "stdout is closed; open it, or have the answer written to a file with -o"
+        )
 
 
 def settle_streams() -> None:
-    """Files and pipes are UTF-8, as JSON is, whatever the locale; a terminal shows what it can of other characters."""
+    """Files and pipes are UTF-8, as JSON is, whatever the locale; a terminal shows what it can of
+    other characters.
+    """
     sys.stdin, sys.stdout = sys.stdin or _Closed(), sys.stdout or _Closed()
     sys.stderr = sys.stderr or io.StringIO()
     for stream, otherwise in ((sys.stdin, "strict"), (sys.stdout, "replace")):
@@ -68,6 +74,8 @@ def told() -> Iterator[None]:
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """What a user's code prints while it runs goes to stderr: stdout has the answer, which may be read as JSON."""
+    """What a user's code prints while it runs goes to stderr: stdout has the answer, which may be
+    read as JSON.
+    """
     with redirect_stdout(sys.stderr):
         yield

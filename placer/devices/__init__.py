@@ -1,7 +1,7 @@
 """The one place that knows CUDA from CPU: names, streams, events, graphs, memory figures, copies.
 
-A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every other, a device by name alone, until
-``placer.testing.logical_devices`` makes it behave like one.
+A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every other, a device by
+name alone, until ``placer.testing.logical_devices`` makes it behave like one.
 """
 
 from placer.devices.allocator.packing import Rooms
@@ -41,8 +41,24 @@ from placer.devices.recording import (
     warm_libraries,
 )
 from placer.devices.rng_state import Repeated, keep_random_state
-from placer.devices.routes import HOST, detour, detours, has_detour, set_detours, straight, take_detours
-from placer.devices.stand_ins import Onlooker, Registry, answering, observed, registries, stand_ins, unobserved
+from placer.devices.routes import (
+    HOST,
+    detour,
+    detours,
+    has_detour,
+    set_detours,
+    straight,
+    take_detours,
+)
+from placer.devices.stand_ins import (
+    Onlooker,
+    Registry,
+    answering,
+    observed,
+    registries,
+    stand_ins,
+    unobserved,
+)
 from placer.devices.sustained_load import LASTING_S, is_at_limit, lasting_share
 from placer.devices.tensor_moves import (
     copied_object,

@@ -16,7 +16,9 @@ _LOOKS = 10
 
 
 class _Look(NamedTuple):
-    """An event, when the host takes it to have been reached, and between its looks at the time before and after."""
+    """An event, when the host takes it to have been reached, and between its looks at the time
+    before and after.
+    """
 
     event: Any
     at_ms: float
@@ -24,9 +26,11 @@ class _Look(NamedTuple):
 
 
 class Clock:
-    """Tells when marks were reached, in milliseconds from when the clock was made; it waits for idle devices first.
+    """Tells when marks were reached, in milliseconds from when the clock was made; it waits for
+    idle devices first.
 
-    Events of two devices cannot be compared: each device has one of its own, whose time the host sees when it comes.
+    Events of two devices cannot be compared: each device has one of its own, whose time the host
+    sees when it comes.
 
     Args:
         places: the devices.
@@ -55,9 +59,11 @@ class Clock:
         return at_ms + float(reference.elapsed_time(mark))
 
     def _reference(self, place: torch.device) -> tuple[Any, float]:
-        """An event and when it was reached: of several the one about which the host is the least in doubt.
+        """An event and when it was reached: of several the one about which the host is the least in
+        doubt.
 
-        Between its two looks at the time the host may have been put aside, or the device may have worked for others.
+        Between its two looks at the time the host may have been put aside, or the device may have
+        worked for others.
         """
         with torch.cuda.device(place):
             return min((self._look() for _ in range(_LOOKS)), key=lambda look: look.doubt_ms)[:2]

@@ -56,16 +56,18 @@ def queued_ms(
                 run()
                 ended_mark.record()
         synchronise(device)
-        return [[float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))]
+        return [
+            [float(row[i][0].elapsed_time(row[i][1])) for row in marks] for i in range(len(passes))
+        ]
 
 
-def lasting_ms(passes: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> list[list[float]]:
+def lasting_ms(
+    passes: Sequence[Callable[[], Any]], device: torch.device, seconds: float
+) -> list[list[float]]:
     """Device time of each pass when they run one after another for so long, without a rest.
 
-    Args:
-        passes: recorded ones: what the host takes longer to issue than the device to run counts, too.
-        device: a CUDA device.
-        seconds: how long, at least; each runs at least once.
+    Args: passes: recorded ones: what the host takes longer to issue than the device to run counts,
+        too. device: a CUDA device. seconds: how long, at least; each runs at least once.
 
     Returns:
         For each pass its times in milliseconds, in order.
@@ -108,8 +110,8 @@ def _nothing() -> None:
 def replay_ms(device: torch.device) -> float:
     """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
 
-    Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what a line through the
-    times of graphs of one and of eleven equal kernels leaves for none.
+    Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what
+    a line through the times of graphs of one and of eleven equal kernels leaves for none.
     """
     if device.type != "cuda":
         return 0.0

@@ -14,9 +14,9 @@ import torch
 def speed_facts(device: torch.device) -> dict[str, str]:
     """What the speed of a device depends on, beside what runs there.
 
-    Of a CUDA device: its type, size and driver, and its power limit where ``nvidia-ml-py`` is installed. Of the CPU:
-    the processor, its cores, and the threads that torch uses. What cannot be asked is not among them: clocks that were
-    locked, heat, and what other programs do at the time.
+    Of a CUDA device: its type, size and driver, and its power limit where ``nvidia-ml-py`` is
+    installed. Of the CPU: the processor, its cores, and the threads that torch uses. What cannot be
+    asked is not among them: clocks that were locked, heat, and what other programs do at the time.
     """
     if device.type != "cuda":
         return {
@@ -36,7 +36,9 @@ def speed_facts(device: torch.device) -> dict[str, str]:
 
 
 def place(device: torch.device) -> str:
-    """Which device of this machine it is, also after a restart under another index; all CPU stand-ins are one."""
+    """Which device of this machine it is, also after a restart under another index; all CPU
+    stand-ins are one.
+    """
     if device.type != "cuda":
         return device.type
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
@@ -69,7 +71,8 @@ def _power_limit_mw(device: torch.device) -> str:
         pynvml = _management()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{place(device).removeprefix('GPU-')}")
         return str(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    except Exception:  # not installed, no right to ask, or a device that does not tell
+    except Exception:
+        # not installed, no right to ask, or a device that does not tell
         return "unknown"
 
 

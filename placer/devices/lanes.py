@@ -1,4 +1,5 @@
-"""Queues of work on a device, and marks in them that other queues wait for; on a CPU stand-in, work is done at once.
+"""Queues of work on a device, and marks in them that other queues wait for; on a CPU stand-in, work
+is done at once.
 
 lane.wait(mark)            what follows in this lane starts after the mark's lane got there
 with lane: ...             what is issued inside goes into this lane
@@ -23,7 +24,8 @@ from placer.devices.streams import stream_of_lane
 from placer.devices.tensor_moves import location
 
 Mark = Any
-"""A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if that is asked for."""
+"""A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if
+that is asked for."""
 
 
 class _Before(threading.local):
@@ -40,20 +42,22 @@ class _Before(threading.local):
 class Lane:
     """One queue of work on one device; a CUDA stream, or nothing.
 
-    Args:
-        device: where the work runs.
-        caller: whether this is the lane that the calling code already issues to, rather than a new one.
+    Args: device: where the work runs. caller: whether this is the lane that the calling code
+        already issues to, rather than a new one.
     """
 
     def __init__(self, device: torch.device, caller: bool = False) -> None:
         self.device = device
         self._stream: Any = None
         if device.type == "cuda":
-            self._stream = torch.cuda.current_stream(device) if caller else stream_of_lane(device, self)
+            self._stream = (
+                torch.cuda.current_stream(device) if caller else stream_of_lane(device, self)
+            )
         self._before = _Before()
 
     def __enter__(self) -> Lane:
-        # As torch.cuda.stream does it, at a fifth of the host's time: a step enters lanes hundreds of times.
+        # As torch.cuda.stream does it, at a fifth of the host's time: a step enters lanes hundreds
+        # of times.
         if self._stream is not None:
             self._before.entered.append(
                 (torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device_index))
@@ -62,7 +66,10 @@ class Lane:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._stream is not None:
             device, stream = self._before.entered.pop()
@@ -70,7 +77,9 @@ class Lane:
             torch.cuda.set_device(device)
 
     def wait(self, *marks: Mark) -> None:
-        """Let what follows start after these marks; on a CPU stand-in the caller itself waits for a GPU's."""
+        """Let what follows start after these marks; on a CPU stand-in the caller itself waits for a
+        GPU's.
+        """
         for mark in marks:
             if not isinstance(mark, torch.cuda.Event):
                 continue
@@ -94,7 +103,8 @@ class Lane:
 
 @cache
 def shared_lane(device: torch.device) -> Lane:
-    """The one lane of a device for recordings of unlike owners, which never run at the same time then.
+    """The one lane of a device for recordings of unlike owners, which never run at the same time
+    then.
 
     Recordings share what libraries keep for the stream that they were recorded on.
     """
@@ -124,7 +134,8 @@ class Delivery(NamedTuple):
 class Courier:
     """Copies tensors between devices beside their computations.
 
-    Every channel between two devices has lanes of its own: a copy that waits for room holds nothing else back.
+    Every channel between two devices has lanes of its own: a copy that waits for room holds nothing
+    else back.
 
     Attributes:
         trace: a list that collects every copy; None, as it is at first, to collect none.
@@ -140,13 +151,12 @@ class Courier:
     def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:
         """Memory on a device for a tensor like this one, the same for the same key again.
 
-        The courier keeps it: memory that were let go while copies into it are under way could be given back to the
-        device, by an allocator that runs short or by ``torch.cuda.empty_cache()``, and they would fail.
+        The courier keeps it: memory that were let go while copies into it are under way could be
+        given back to the device, by an allocator that runs short or by
+        ``torch.cuda.empty_cache()``, and they would fail.
 
-        Args:
-            key: what the tensor is to the caller, who uses the memory again only when all have read it.
-            like: of this shape, type and strides.
-            place: the device.
+        Args: key: what the tensor is to the caller, who uses the memory again only when all have
+            read it. like: of this shape, type and strides. place: the device.
         """
         known = self._landings.get((key, place))
         if known is None or known.shape != like.shape or known.dtype != like.dtype:
@@ -188,16 +198,13 @@ class Courier:
         label: Any = None,
         adds: Sequence[bool] = (),
     ) -> Mark:
-        """Copy all that goes from one device to another at one time, as ``send`` does; the host waits and marks once.
+        """Copy all that goes from one device to another at one time, as ``send`` does; the host
+        waits and marks once.
 
-        Args:
-            sources: at least one, on one device.
-            ready: when all of them are there.
-            targets: one for each source, on one device.
-            free: when all of them may be overwritten.
-            channel: as for ``send``.
-            label: as for ``send``; a trace has them as one.
-            adds: for each target, whether to add to what is there, which came from elsewhere, in place of writing over
+        Args: sources: at least one, on one device. ready: when all of them are there. targets: one
+            for each source, on one device. free: when all of them may be overwritten. channel: as
+            for ``send``. label: as for ``send``; a trace has them as one. adds: for each target,
+            whether to add to what is there, which came from elsewhere, in place of writing over
                 it; empty for none.
 
         Returns:
@@ -234,8 +241,12 @@ class Courier:
         """
         return self._pair(source, target, channel)[1].mark()
 
-    def _places(self, targets: Sequence[Tensor], adds: Sequence[bool], incoming: Lane) -> list[Tensor]:
-        """Where copies go: what is added comes beside its target, where the next one is behind this in the lane."""
+    def _places(
+        self, targets: Sequence[Tensor], adds: Sequence[bool], incoming: Lane
+    ) -> list[Tensor]:
+        """Where copies go: what is added comes beside its target, where the next one is behind this
+        in the lane.
+        """
         places = []
         for number, (target, is_added) in enumerate(zip(targets, adds, strict=True)):
             key = (incoming, number, target.shape, target.dtype)
@@ -245,10 +256,17 @@ class Courier:
             places.append(self._summands[key] if is_added else target)
         return places
 
-    def _add(self, places: Sequence[Tensor], targets: Sequence[Tensor], incoming: Lane, there: torch.device) -> None:
+    def _add(
+        self,
+        places: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        incoming: Lane,
+        there: torch.device,
+    ) -> None:
         """Add what came beside its target."""
         adding = incoming
-        if incoming.device != there:  # a copy to the host was in the lane of the GPU that it left
+        # a copy to the host was in the lane of the GPU that it left
+        if incoming.device != there:
             adding = Lane(there)
             adding.wait(incoming.mark())
         with adding:
@@ -256,8 +274,12 @@ class Courier:
                 if place is not target:
                     tensor_moves.add(place, target)
 
-    def _send_through_host(self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane) -> None:
-        """Copy to the host's memory and on; the buffer there is used again once what was in it has left."""
+    def _send_through_host(
+        self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane
+    ) -> None:
+        """Copy to the host's memory and on; the buffer there is used again once what was in it has
+        left.
+        """
         key = (incoming, source.shape, source.dtype)
         buffer, left = self._stopovers.get(key) or (_host_like(source), None)
         outgoing.wait(left)
@@ -272,7 +294,8 @@ class Courier:
         if (here, there, channel) not in self._lanes:
             incoming = Lane(there)
             outgoing = Lane(here) if here.type == "cuda" and here != there else incoming
-            if there.type == "cpu":  # a copy to the host is in the lane of the GPU that it leaves
+            # a copy to the host is in the lane of the GPU that it leaves
+            if there.type == "cpu":
                 incoming = outgoing
             self._lanes[here, there, channel] = (outgoing, incoming)
         return self._lanes[here, there, channel]

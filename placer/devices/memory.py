@@ -31,7 +31,9 @@ def counts_bytes(device: torch.device) -> bool:
 
 
 def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
-    """The most memory that ``run`` held beyond what was held before it, in bytes; None where no allocator counts it."""
+    """The most memory that ``run`` held beyond what was held before it, in bytes; None where no
+    allocator counts it.
+    """
     if not counts_bytes(device):
         run()
         return None
@@ -44,10 +46,11 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
 
 
 def fragmented_bytes(device: torch.device) -> int:
-    """The most memory that stood empty beside tensors since ``peak_bytes`` last began, in bytes; 0 where nobody counts.
+    """The most memory that stood empty beside tensors since ``peak_bytes`` last began, in bytes; 0
+    where nobody counts.
 
-    Torch's allocator takes memory in segments, of 2, 20 or more MiB. What is left of one that holds a tensor it cannot
-    give back, and larger tensors do not fit there.
+    Torch's allocator takes memory in segments, of 2, 20 or more MiB. What is left of one that holds
+    a tensor it cannot give back, and larger tensors do not fit there.
     """
     if not counts_bytes(device):
         return 0
@@ -55,7 +58,9 @@ def fragmented_bytes(device: torch.device) -> int:
 
 
 def context_bytes(device: torch.device) -> int:
-    """What the device holds that torch's allocator does not count, in bytes: contexts, kernels, other programs."""
+    """What the device holds that torch's allocator does not count, in bytes: contexts, kernels,
+    other programs.
+    """
     if device.type != "cuda":
         return 0
     synchronise(device)
@@ -64,14 +69,18 @@ def context_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not known."""
+    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not
+    known.
+    """
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
 def library_bytes(device: torch.device) -> int:
-    """What libraries keep of torch's memory once they have run on the streams of recordings, in bytes."""
+    """What libraries keep of torch's memory once they have run on the streams of recordings, in
+    bytes.
+    """
     return recorder(device).library_bytes if device.type == "cuda" else 0
 
 

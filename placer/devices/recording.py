@@ -20,12 +20,14 @@ from placer.devices.streams import stream_of_recordings
 from placer.utils.error_translation import ErrorTranslation
 
 _ERRORS = "thread_local"
-"""What breaks a recording off: what its own thread may not do. Others go on, such as one that pins batches."""
+"""What breaks a recording off: what its own thread may not do. Others go on, such as one that pins
+batches."""
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """Streams to record on, and what libraries took for them: cuBLAS keeps a workspace for each stream and thread.
+    """Streams to record on, and what libraries took for them: cuBLAS keeps a workspace for each
+    stream and thread.
 
     Attributes:
         stream: for recordings.
@@ -52,9 +54,11 @@ def recorder(device: torch.device) -> Recorder:
 
 
 def warm_libraries(device: torch.device) -> None:
-    """Let libraries take what they keep, on the stream in use and those of recordings, before anything is cached.
+    """Let libraries take what they keep, on the stream in use and those of recordings, before
+    anything is cached.
 
-    Later they would take it of a larger piece that is free just then, which could not be given back any more.
+    Later they would take it of a larger piece that is free just then, which could not be given back
+    any more.
     """
     if device.type == "cuda":
         _use_libraries(device, torch.cuda.current_stream(device))
@@ -88,19 +92,21 @@ def record(
     rooms: Sequence[Rooms] = (),
     warm: bool = False,
 ) -> list[Callable[[], None]]:
-    """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after another.
+    """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after
+    another.
 
-    What a pass leaves may lie where an earlier one of the same memory works, or any other that was recorded there: it
-    must be used before that one is replayed again. Passes whose results are used later have memory of their own.
+    What a pass leaves may lie where an earlier one of the same memory works, or any other that was
+    recorded there: it must be used before that one is replayed again. Passes whose results are used
+    later have memory of their own.
 
-    Args:
-        passes: work on static tensors, the later on results of the earlier.
-        device: where they run.
-        pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and theirs alone, if None.
-        generators: by pass, those that it draws random numbers from beside the device's.
-        rooms: by pass, the pieces of memory that it takes first and works in; see ``fitting_rooms``. Without any it
+    Args: passes: work on static tensors, the later on results of the earlier. device: where they
+        run. pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them,
+        and theirs alone, if None. generators: by pass, those that it draws random numbers from
+        beside the device's. rooms: by pass, the pieces of memory that it takes first and works in;
+        see ``fitting_rooms``. Without any it
             takes piece by piece.
-        warm: passes like these have run before, and did nothing that cannot be recorded; else they run thrice first.
+        warm: passes like these have run before, and did nothing that cannot be recorded; else they
+            run thrice first.
 
     Returns:
         What replays each.
@@ -112,30 +118,39 @@ def record(
     with ErrorTranslation(_not_recordable), _recordable(device) as stream:
         if not warm:
             _warm_up(passes, stream)
-        rows = zip(passes, pools, generators or [()] * len(passes), rooms or [()] * len(passes), strict=True)
-        return [_captured(run, stream, pool, drawn_from, own)[0].replay for run, pool, drawn_from, own in rows]
+        rows = zip(
+            passes,
+            pools,
+            generators or [()] * len(passes),
+            rooms or [()] * len(passes),
+            strict=True,
+        )
+        return [
+            _captured(run, stream, pool, drawn_from, own)[0].replay
+            for run, pool, drawn_from, own in rows
+        ]
 
 
 _TURNS = 2
-"""So often a pass that shares its memory is recorded there to see what those like it take: the first leaves pieces in
-another order than it found them."""
+"""So often a pass that shares its memory is recorded there to see what those like it take: the
+first leaves pieces in another order than it found them."""
 
 
 def fitting_rooms(
     passes: Sequence[Callable[[], Any]], device: torch.device, shared: Collection[int] = ()
 ) -> list[Rooms]:
-    """By pass, the pieces of memory from which it takes the least in all; none: it does best piece by piece.
+    """By pass, the pieces of memory from which it takes the least in all; none: it does best piece
+    by piece.
 
     The passes are warm then, see ``record``.
 
-    Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it spoils it for the
-    next large one: gaps stay that take up to half of the memory. Blocks that lie side by side in a piece are joined
-    when they are free. Which pieces are best follows from what the passes ask for; see ``placer.devices.allocator.packing``.
+    Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it
+    spoils it for the next large one: gaps stay that take up to half of the memory. Blocks that lie
+    side by side in a piece are joined when they are free. Which pieces are best follows from what
+    the passes ask for; see ``placer.devices.allocator.packing``.
 
-    Args:
-        passes: as for ``record``; each is to have memory of its own, or to share it with others as large.
-        device: where they run.
-        shared: the places of those that share it.
+    Args: passes: as for ``record``; each is to have memory of its own, or to share it with others
+        as large. device: where they run. shared: the places of those that share it.
 
     Raises:
         NotRecordable: a pass cannot be recorded.
@@ -150,9 +165,14 @@ def fitting_rooms(
             graphs = []  # keep the memory that the next turn shares
             for turn in range(max(turns)):
                 for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
-                    counts = turn < turns[place]  # else it only runs for those behind it
+                    # else it only runs for those behind it
+                    counts = turn < turns[place]
                     pool = pools[place] if counts else memory_pool(device)
-                    with _noting(histories[place], stream.device) if histories and not turn else nullcontext():
+                    with (
+                        _noting(histories[place], stream.device)
+                        if histories and not turn
+                        else nullcontext()
+                    ):
                         graph, size = _captured(run, stream, pool, (), own)
                     if counts:
                         sizes[place] += size
@@ -163,7 +183,8 @@ def fitting_rooms(
         asked: list[_History] = [[] for _ in passes]
         first = taken([()] * len(passes), asked)
         torch.cuda.empty_cache()
-        scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]  # a trial may take more than it will save
+        # a trial may take more than it will save
+        scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]
         if scarce:
             return [()] * len(passes)
         streams = [stream.cuda_stream, recorder(device).beside.cuda_stream]
@@ -183,8 +204,11 @@ def _noting(history: _History, device: torch.device) -> Iterator[None]:
     try:
         mine = not torch._C._cuda_isHistoryEnabled()
         if mine:
-            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", clear_history=True)
-    except (AttributeError, TypeError):  # these functions are torch's own, and may change
+            torch.cuda.memory._record_memory_history(
+                "all", context=None, stacks="python", clear_history=True
+            )
+    except (AttributeError, TypeError):
+        # these functions are torch's own, and may change
         mine = False
     try:
         yield
@@ -203,16 +227,23 @@ def _requests(history: _History, stream: int) -> Iterator[Request]:
 
 
 def _captured(
-    run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, drawn_from: Sequence[torch.Generator], rooms: Rooms
+    run: Callable[[], Any],
+    stream: torch.cuda.Stream,
+    pool: Any,
+    drawn_from: Sequence[torch.Generator],
+    rooms: Rooms,
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The graph of a pass, and what it took of the device's memory beyond what its pool had, in bytes."""
+    """The graph of a pass, and what it took of the device's memory beyond what its pool had, in
+    bytes.
+    """
     graph = torch.cuda.CUDAGraph()
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_ERRORS)
         with _uncollected(), warnings.catch_warnings(), recording:
-            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")  # a layer of views alone
+            # a layer of views alone
+            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
             before = torch.cuda.memory_reserved(stream.device)
             _take_rooms(stream, rooms)
             run()
@@ -240,7 +271,9 @@ def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No collection by Python: what one would let go, graphs and memory of several streams, breaks a recording off."""
+    """No collection by Python: what one would let go, graphs and memory of several streams, breaks
+    a recording off.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -253,12 +286,14 @@ def _uncollected() -> Iterator[None]:
 def _end_allocating(device: torch.device, pool: Any) -> None:
     """Let a pool go whose recording failed.
 
-    Where a recording is broken off by what it may not do, torch never tells its allocator that it is over: the pool
-    would stay, and memory that several streams used would not be given back on this device any more.
+    Where a recording is broken off by what it may not do, torch never tells its allocator that it
+    is over: the pool would stay, and memory that several streams used would not be given back on
+    this device any more.
     """
     try:
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-    except RuntimeError:  # the recording ended as it should: the graph itself lets its pool go
+    except RuntimeError:
+        # the recording ended as it should: the graph itself lets its pool go
         return
     torch._C._cuda_releasePool(device.index or 0, pool)
 
@@ -266,15 +301,18 @@ def _end_allocating(device: torch.device, pool: Any) -> None:
 @contextmanager
 def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Give the stream to record on; a failure leaves the device as it was."""
-    with RECORDING, torch.cuda.device(device):  # a capture fails while another device is current
+    # a capture fails while another device is current
+    with RECORDING, torch.cuda.device(device):
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
         try:
             yield stream
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            torch.cuda.set_stream(before)  # a recording that fails may leave its own stream current
-            generator = torch.cuda.default_generators[device.index or 0]  # and random numbers expecting a recording
+            # a recording that fails may leave its own stream current
+            torch.cuda.set_stream(before)
+            # and random numbers expecting a recording
+            generator = torch.cuda.default_generators[device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())
             synchronise(device)
             raise
@@ -297,8 +335,8 @@ def recording() -> bool:
 def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Issue two pieces of work, of which neither reads what the other writes.
 
-    Where they are recorded they are branches of the CUDA graph, so that kernels of one run where those of the other
-    leave the device idle; else they run one after the other.
+    Where they are recorded they are branches of the CUDA graph, so that kernels of one run where
+    those of the other leave the device idle; else they run one after the other.
 
     Args:
         works: two at the most.
@@ -318,9 +356,11 @@ def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> N
 
 
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
-    """Run the passes three times on the stream that records; the last refuses what would spoil a recording.
+    """Run the passes three times on the stream that records; the last refuses what would spoil a
+    recording.
 
-    It would refuse that to other threads, too, who may wait for devices: where there are some, the recording tells.
+    It would refuse that to other threads, too, who may wait for devices: where there are some, the
+    recording tells.
     """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     mode = torch.cuda.get_sync_debug_mode()
@@ -339,5 +379,6 @@ def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that the mode does not detect everything: neither must it
+        # torch tells that the mode does not detect everything: neither must it
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)

@@ -1,4 +1,6 @@
-"""The state of random number generators: given back afterwards, or set so that a second pass draws the same again."""
+"""The state of random number generators: given back afterwards, or set so that a second pass draws
+the same again.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class Repeated:
         with repeated.first(): ...     # draws
         with repeated.again(): ...     # draws the same numbers; what is drawn afterwards knows nothing of it
 
-    A recorded pass cannot set a generator back. So the two passes are recorded with generators of their own, which are
-    given the same seed before each batch and then draw in step.
+    A recorded pass cannot set a generator back. So the two passes are recorded with generators of
+    their own, which are given the same seed before each batch and then draw in step.
 
     Args:
         device: where the passes run; numbers drawn on the host repeat too.
@@ -48,7 +50,9 @@ class Repeated:
             self.generators = [self._default.clone_state(), self._default.clone_state()]
 
     def seed(self) -> None:
-        """Let a batch that is replayed draw numbers of its own, which follow from the device's generator."""
+        """Let a batch that is replayed draw numbers of its own, which follow from the device's
+        generator.
+        """
         if self._default is None:
             return
         state = self._default.get_state()

@@ -1,9 +1,11 @@
-"""Which way bytes go between two devices: straight, or, where a link corrupts them, through the host's memory.
+"""Which way bytes go between two devices: straight, or, where a link corrupts them, through the
+host's memory.
 
     cuda:0 ──────────────────────────▶ cuda:1      straight: peer to peer
     cuda:0 ────▶ the host's memory ──▶ cuda:1      a detour
 
-Some machines corrupt copies between peers silently. A profile finds such links, and a placement made with it tells
+Some machines corrupt copies between peers silently. A profile finds such links, and a placement
+made with it tells
 which: this process then copies over none of them.
 """
 
@@ -30,8 +32,8 @@ def detour(source: torch.device, target: torch.device) -> None:
 def take_detours(links: Iterable[tuple[str, str]]) -> None:
     """Let what goes over these links go through the host's memory.
 
-    Args:
-        links: names of sources and targets, as in a placement; those of devices elsewhere make no difference here.
+    Args: links: names of sources and targets, as in a placement; those of devices elsewhere make no
+        difference here.
     """
     for source, target in links:
         try:

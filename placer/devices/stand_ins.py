@@ -1,4 +1,6 @@
-"""What ``placer.testing.logical_devices`` is told, and what it tells: where tensors are on CPU stand-ins."""
+"""What ``placer.testing.logical_devices`` is told, and what it tells: where tensors are on CPU
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ class Registry(Protocol):
         """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
 
     def answering(self) -> AbstractContextManager[None]:
-        """In it ``tensor.device`` is where the tensor is also in backward passes, where torch leaves that to nobody."""
+        """In it ``tensor.device`` is where the tensor is also in backward passes, where torch
+        leaves that to nobody.
+        """
 
 
 class Onlooker:
-    """A hook on a parameter that looks at its gradient and changes nothing, so that no work has to be left out for it.
+    """A hook on a parameter that looks at its gradient and changes nothing, so that no work has to
+    be left out for it.
 
     The user's own hooks may do anything, and run where autograd adds to the parameter itself.
     """
@@ -40,7 +45,8 @@ class Onlooker:
         raise NotImplementedError
 
 
-# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and who knows where tensors are.
+# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and who knows
+# where tensors are.
 stand_ins: list[int] = []
 
 
@@ -52,7 +58,9 @@ _observed: list[bool] = [True]
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Let ``logical_devices`` look away: what runs inside (capture, measuring) is no part of the user's computation."""
+    """Let ``logical_devices`` look away: what runs inside (capture, measuring) is no part of the
+    user's computation.
+    """
     _observed.append(False)
     try:
         yield

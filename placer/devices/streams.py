@@ -1,8 +1,8 @@
 """CUDA streams that the library makes: torch hands out the same 32 streams of a device repeatedly.
 
-Two lanes on one stream run one after the other, which only costs time. But work that one thread issues to a stream
-while another thread records on it would enter the recording or break it off. Therefore lanes and recordings share no
-stream, as long as the pool has others.
+Two lanes on one stream run one after the other, which only costs time. But work that one thread
+issues to a stream while another thread records on it would enter the recording or break it off.
+Therefore lanes and recordings share no stream, as long as the pool has others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ POOL = 32
 """Number of streams per device in torch's pool (c10/cuda/CUDAStream.cpp)."""
 
 _lock = threading.Lock()
-# By owner and not by stream: a weak reference to a torch.cuda.Stream crashes the process (torch 2.11).
+# By owner and not by stream: a weak reference to a torch.cuda.Stream crashes the process (torch
+# 2.11).
 _lanes: defaultdict[torch.device, WeakKeyDictionary[object, int]] = defaultdict(WeakKeyDictionary)
 _recordings: defaultdict[torch.device, set[int]] = defaultdict(set)
 

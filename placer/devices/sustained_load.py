@@ -38,10 +38,11 @@ _SIDE, _PRODUCTS = 4096, 16
 
 @cache
 def lasting_share(device: torch.device) -> float:
-    """What work at the power limit takes under a load that lasts, over what it takes after some tenths of a second.
+    """What work at the power limit takes under a load that lasts, over what it takes after some
+    tenths of a second.
 
-    At least 1; measured once, with large products, in about 2.5 s. It is 1 where there is no room for them, and of what
-    is no CUDA device.
+    At least 1; measured once, with large products, in about 2.5 s. It is 1 where there is no room
+    for them, and of what is no CUDA device.
     """
     if device.type != "cuda":
         return 1.0
@@ -54,18 +55,24 @@ def lasting_share(device: torch.device) -> float:
 
 
 def lasting_over_lowered(times_ms: Sequence[float]) -> float:
-    """The mean of the times of equal work over the median of those while clocks did not swing yet, at least 1.
+    """The mean of the times of equal work over the median of those while clocks did not swing yet,
+    at least 1.
 
     Args:
         times_ms: one after another, without a rest.
     """
     lasting = [(end, ms) for end, ms in _ends(times_ms) if end > _LOWERED_S]
     lowered = [ms for end, ms in lasting if end <= _SWINGING_S]
-    return max(1.0, statistics.fmean(ms for _, ms in lasting) / statistics.median(lowered)) if lowered else 1.0
+    return (
+        max(1.0, statistics.fmean(ms for _, ms in lasting) / statistics.median(lowered))
+        if lowered
+        else 1.0
+    )
 
 
 def is_at_limit(times_ms: Sequence[float]) -> bool:
-    """Whether equal work became slower while it ran for the first tenth of a second, as it does at the power limit.
+    """Whether equal work became slower while it ran for the first tenth of a second, as it does at
+    the power limit.
 
     Args:
         times_ms: one after another, without a rest, after a rest.

@@ -11,7 +11,15 @@ from torch.autograd import forward_ad
 from placer.devices.names import CPU, synchronise
 from placer.devices.routes import HOST, has_detour
 from placer.devices.stand_ins import registries, stand_ins
-from placer.devices.tensor_parts import USUAL, Known, is_plain, own_parts, parts, rebuilt, rebuilt_object
+from placer.devices.tensor_parts import (
+    USUAL,
+    Known,
+    is_plain,
+    own_parts,
+    parts,
+    rebuilt,
+    rebuilt_object,
+)
 
 
 def location(tensor: Tensor) -> torch.device:
@@ -20,12 +28,15 @@ def location(tensor: Tensor) -> torch.device:
         return registries[-1].device(tensor)
     if type(tensor) in USUAL:
         return tensor.device
-    inside = own_parts(tensor)  # of a wrapper, which may remember the device on which it was made
+    # of a wrapper, which may remember the device on which it was made
+    inside = own_parts(tensor)
     return inside[-1].device if inside else tensor.device
 
 
 def same(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one; outside ``logical_devices`` all CPU stand-ins hold each other's tensors."""
+    """Whether two devices are one; outside ``logical_devices`` all CPU stand-ins hold each other's
+    tensors.
+    """
     if a.type == CPU and b.type == CPU and not stand_ins:
         return True
     return a == b
@@ -44,12 +55,16 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether it stands for another one inside ``torch.func``, as ``vmap`` has it; such a one hides its gradient."""
+    """Whether it stands for another one inside ``torch.func``, as ``vmap`` has it; such a one hides
+    its gradient.
+    """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that this one stands for inside ``torch.func``, which has memory of its own; itself elsewhere."""
+    """The tensor that this one stands for inside ``torch.func``, which has memory of its own;
+    itself elsewhere.
+    """
     while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -61,20 +76,20 @@ def has_tangents() -> bool:
 
 
 def is_in_transform() -> bool:
-    """Whether torch.func or forward-mode derivatives are under way, which what is made now would be a part of."""
+    """Whether torch.func or forward-mode derivatives are under way, which what is made now would be
+    a part of.
+    """
     return has_tangents() or bool(torch._C._functorch.get_dynamic_layer_stack_depth())
 
 
 def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Tensor:
     """Return a copy of a tensor on a device, without a history.
 
-    A quantised weight, say, is copied with all that it consists of: a wrapper with the tensors inside it, and
-    attributes with the tensors in them.
+    A quantised weight, say, is copied with all that it consists of: a wrapper with the tensors
+    inside it, and attributes with the tensors in them.
 
-    Args:
-        tensor: any tensor.
-        device: of the copy.
-        known: copies of plain tensors made before, so that what shares memory does so again; see ``rebuilt``.
+    Args: tensor: any tensor. device: of the copy. known: copies of plain tensors made before, so
+        that what shares memory does so again; see ``rebuilt``.
     """
     if known is None and is_plain(tensor):
         return _copied(tensor, device)
@@ -82,7 +97,9 @@ def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Te
 
 
 def copied_object(value: Any, device: torch.device, known: Known | None = None) -> Any:
-    """Return a container or an object like this one with copies of its tensors on a device; see ``copy``."""
+    """Return a container or an object like this one with copies of its tensors on a device; see
+    ``copy``.
+    """
     return rebuilt_object(value, lambda part: _copied(part, device), known)
 
 
@@ -110,8 +127,9 @@ def add(summand: Tensor, total: Tensor) -> None:
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
     """What to write to a device in a tensor's place, so that the host goes on meanwhile.
 
-    A GPU copies from the host's memory on its own only where that is pinned: else the host waits until the GPU has come
-    to the copy. A tensor in other memory of the host is copied to pinned memory first; any other is given back.
+    A GPU copies from the host's memory on its own only where that is pinned: else the host waits
+    until the GPU has come to the copy. A tensor in other memory of the host is copied to pinned
+    memory first; any other is given back.
     """
     if device.type != "cuda" or tensor.device.type != CPU or tensor.is_pinned():
         return tensor
@@ -120,7 +138,9 @@ def staged(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if that is its end."""
+    """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if
+    that is its end.
+    """
     if not is_plain(target):
         for inner, given in zip(own_parts(target), own_parts(source), strict=True):
             fill(inner, given)
@@ -135,7 +155,9 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 def _copy_straight(tensor: Tensor, device: torch.device) -> Tensor:
     copied: Tensor = torch.ops.aten._to_copy.default(
-        tensor.detach(), device=device, non_blocking=device.type == "cuda" and tensor.device.type == "cuda"
+        tensor.detach(),
+        device=device,
+        non_blocking=device.type == "cuda" and tensor.device.type == "cuda",
     )
     if registries and device.type == CPU:
         registries[-1].land(copied, device)

@@ -1,4 +1,5 @@
-"""The plain tensors that hold a tensor's data, and a tensor like another one over other plain tensors.
+"""The plain tensors that hold a tensor's data, and a tensor like another one over other plain
+tensors.
 
 Not every weight is one block of numbers:
 
@@ -7,7 +8,8 @@ Not every weight is one block of numbers:
     wrapper subclass   inner tensors (``__tensor_flatten__``), perhaps wrappers again: a quantised weight
     with attributes    itself, and the tensors in its attributes: a quantisation state
 
-Counting bytes, telling where a weight is, copying it and moving it in place all work on these plain tensors.
+Counting bytes, telling where a weight is, copying it and moving it in place all work on these plain
+tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 USUAL = frozenset({Tensor, nn.Parameter})
 """The classes of tensors that are no wrappers."""
-_NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_NUMBERS = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
 MAX_DEPTH = 4
 """Objects and containers inside one another that are searched for attached tensors."""
 _MAX_ITEMS = 1_000
@@ -48,14 +52,17 @@ def is_block(tensor: Tensor) -> bool:
     kind = type(tensor)
     if tensor.layout != torch.strided:
         return False
-    # Of torch's own classes that do not wrap tensors, those that stand for tensors while a model is traced remain.
+    # Of torch's own classes that do not wrap tensors, those that stand for tensors while a model is
+    # traced remain.
     return kind in USUAL or (is_torchs(kind) and not is_traceable_wrapper_subclass(tensor))
 
 
 def dispatches(kind: type) -> bool:
-    """Return whether a tensor class defines what operations do with its tensors, as wrappers of quantised weights do.
+    """Return whether a tensor class defines what operations do with its tensors, as wrappers of
+    quantised weights do.
 
-    A mode that watches operations leaves such an operation to the class, and sees the operations that this makes of it.
+    A mode that watches operations leaves such an operation to the class, and sees the operations
+    that this makes of it.
     """
     return not is_torchs(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
@@ -104,13 +111,15 @@ def _attached(tensor: Tensor, seen: set[int]) -> Iterator[Tensor]:
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a container or an object, with their names in it.
 
-    Parameters, and tensors with a history, belong to somebody else. What refers to modules or optimizers is more than
-    the state of a weight, and has none here.
+    Parameters, and tensors with a history, belong to somebody else. What refers to modules or
+    optimizers is more than the state of a weight, and has none here.
     """
     return _named_tensors(value, "", 0, set())
 
 
-def _named_tensors(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(
+    value: Any, name: str, depth: int, seen: set[int]
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter) and value.grad_fn is None:
             yield name, value
@@ -120,7 +129,9 @@ def _named_tensors(value: Any, name: str, depth: int, seen: set[int]) -> Iterato
         if not any(isinstance(item, nn.Module | torch.optim.Optimizer) for item in inside.values()):
             for key, item in inside.items():
                 if type(item) not in _NUMBERS:
-                    yield from _named_tensors(item, f"{name}.{key}" if name else str(key), depth + 1, seen)
+                    yield from _named_tensors(
+                        item, f"{name}.{key}" if name else str(key), depth + 1, seen
+                    )
 
 
 def holds_tensors(value: Any) -> bool:
@@ -147,27 +158,30 @@ def with_tensors(value: Any, others: Mapping[int, Tensor]) -> Any:
 
 
 def take_over_object(value: Any, made: Any) -> None:
-    """Give a container or an object the tensors of another one, which ``rebuilt_object`` made of it."""
+    """Give a container or an object the tensors of another one, which ``rebuilt_object`` made of
+    it.
+    """
     _taken(value, made, set())
 
 
 def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tensor:
-    """Return a tensor like this one, of the same class and with the same attributes, over other plain tensors.
+    """Return a tensor like this one, of the same class and with the same attributes, over other
+    plain tensors.
 
-    Args:
-        tensor: any tensor; it is not changed.
-        change: is called once for each plain tensor; views of the same memory remain views of the same memory.
-        known: keeps what ``change`` returned for several calls.
+    Args: tensor: any tensor; it is not changed. change: is called once for each plain tensor; views
+        of the same memory remain views of the same memory. known: keeps what ``change`` returned
+        for several calls.
 
-    Returns:
-        The tensor, without a history. Tensors in attributes are replaced, too; other attributes are shared.
+    Returns: The tensor, without a history. Tensors in attributes are replaced, too; other
+        attributes are shared.
     """
     with unobserved(), torch.no_grad():
         return _Rebuilding(change, Known() if known is None else known).tensor(tensor)
 
 
 def take_over(tensor: Tensor, made: Tensor) -> None:
-    """Give a tensor the data and the attached state of another one, which ``rebuilt`` made of it; it remains the same.
+    """Give a tensor the data and the attached state of another one, which ``rebuilt`` made of it;
+    it remains the same.
 
     Objects in its attributes remain the same, too, since others may refer to them.
     """
@@ -190,16 +204,20 @@ class Known:
         key = memory_key(part)
         if key not in self._made:
             made = change(part)
-            self._made[key] = part, made  # the first one is kept: its memory must not become another tensor's
+            # the first one is kept: its memory must not become another tensor's
+            self._made[key] = part, made
             self.devices[part.device] = made.device
         return self._made[key][1]
 
 
 def memory_key(part: Tensor) -> tuple[Any, ...]:
-    """Return what tells the memory of a plain tensor from the memory of others, as long as it lives."""
+    """Return what tells the memory of a plain tensor from the memory of others, as long as it
+    lives.
+    """
     try:
         storage = part.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # it hides its memory, as tensors of oneDNN do
+    except (NotImplementedError, RuntimeError):
+        # it hides its memory, as tensors of oneDNN do
         return (id(part),)
     lies = part.storage_offset(), part.shape, part.stride()
     return storage, *lies, part.dtype, part.is_conj(), part.is_neg()
@@ -232,7 +250,8 @@ class _Rebuilding:
         if _is_wrapper(tensor):
             inner = {name: self.tensor(item) for name, item in _inner(tensor).items()}
             return _wrapped(tensor, inner, self._on_devices)
-        with torch._C.DisableTorchFunctionSubclass():  # a class may not implement what is called here
+        # a class may not implement what is called here
+        with torch._C.DisableTorchFunctionSubclass():
             own_data = [part.detach() for part in _components(tensor)]
             if type(tensor) not in USUAL and not is_block(tensor):
                 own_data = [part.as_subclass(Tensor) for part in own_data]
@@ -260,7 +279,9 @@ class _Rebuilding:
         return made
 
     def _on_devices(self, context: Any) -> Any:
-        """The same with each device that tensors came from replaced by the device that they went to."""
+        """The same with each device that tensors came from replaced by the device that they went
+        to.
+        """
         if isinstance(context, torch.device):
             return self._known.devices.get(context, context)
         if isinstance(context, dict):
@@ -268,7 +289,11 @@ class _Rebuilding:
         if type(context) in (list, tuple):
             return type(context)(map(self._on_devices, context))
         if dataclasses.is_dataclass(context) and not isinstance(context, type):
-            inside = {one.name: getattr(context, one.name) for one in dataclasses.fields(context) if one.init}
+            inside = {
+                one.name: getattr(context, one.name)
+                for one in dataclasses.fields(context)
+                if one.init
+            }
             named = {name: item for name, item in inside.items() if isinstance(item, torch.device)}
             return dataclasses.replace(context, **self._on_devices(named)) if named else context
         return context
@@ -276,7 +301,8 @@ class _Rebuilding:
 
 def _take_over(tensor: Tensor, made: Tensor) -> None:
     if tensor.layout in (*_BY_ROWS, *_BY_COLUMNS):
-        # Assigning to ``data`` does not replace the components of these layouts. Swapping takes the flag along.
+        # Assigning to ``data`` does not replace the components of these layouts. Swapping takes the
+        # flag along.
         made.requires_grad_(tensor.requires_grad)
         torch._C._swap_tensor_impl(tensor, made)
     else:
@@ -310,11 +336,15 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, and says what it wraps, or has it in its attributes."""
+    """Whether a tensor has no memory of its own, and says what it wraps, or has it in its
+    attributes.
+    """
     if type(tensor) in USUAL or is_traceable_wrapper_subclass(tensor):
         return type(tensor) not in USUAL
     with torch._C.DisableTorchFunctionSubclass():
-        is_theirs = not is_torchs(type(tensor)) and tensor.layout == torch.strided and not tensor.is_meta
+        is_theirs = (
+            not is_torchs(type(tensor)) and tensor.layout == torch.strided and not tensor.is_meta
+        )
         return is_theirs and tensor.numel() > 0 and tensor.data_ptr() == 0
 
 
@@ -323,7 +353,9 @@ def _inner(tensor: Tensor) -> dict[str, Tensor]:
     if not _is_wrapper(tensor):
         return {}
     if not is_traceable_wrapper_subclass(tensor):
-        return {name: item for name, item in _attributes(tensor).items() if isinstance(item, Tensor)}
+        return {
+            name: item for name, item in _attributes(tensor).items() if isinstance(item, Tensor)
+        }
     names, _ = tensor.__tensor_flatten__()
     return {name: item for name in names if isinstance(item := getattr(tensor, name), Tensor)}
 
@@ -336,7 +368,11 @@ def _wrapped(tensor: Tensor, inner: dict[str, Tensor], on_devices: Callable[[Any
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         return made
     made = torch.Tensor._make_wrapper_subclass(
-        type(tensor), tensor.size(), tensor.stride(), dtype=tensor.dtype, device=on_devices(tensor.device)
+        type(tensor),
+        tensor.size(),
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=on_devices(tensor.device),
     )
     vars(made).update(inner)
     return made
@@ -358,16 +394,29 @@ def _sparse(tensor: Tensor, components: Sequence[Tensor]) -> Tensor:
         indices, values = components
         coalesced = tensor.is_coalesced()
         return torch.sparse_coo_tensor(
-            indices, values, tensor.shape, is_coalesced=coalesced, check_invariants=False, device=values.device
+            indices,
+            values,
+            tensor.shape,
+            is_coalesced=coalesced,
+            check_invariants=False,
+            device=values.device,
         )
     compressed, plain, values = components
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=False, device=values.device
+        compressed,
+        plain,
+        values,
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
+        device=values.device,
     )
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """Plain data as a tensor of the same class; a parameter's without its class, as copies always are."""
+    """Plain data as a tensor of the same class; a parameter's without its class, as copies always
+    are.
+    """
     kind = type(tensor)
     if kind in USUAL or is_torchs(kind):
         # Attributes belong to this tensor only, although others may have the same data.
@@ -397,13 +446,20 @@ def put(holder: Any, key: Any, item: Any) -> None:
 def unwrapped_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors themselves if all are of the usual classes, else the parts of each.
 
-    Calls of a flow ask for it again and again, so that hundreds of usual tensors cost no step of Python each.
+    Calls of a flow ask for it again and again, so that hundreds of usual tensors cost no step of
+    Python each.
     """
-    return tensors if {*map(type, tensors)} <= USUAL else [part for tensor in tensors for part in parts(tensor)]
+    return (
+        tensors
+        if {*map(type, tensors)} <= USUAL
+        else [part for tensor in tensors for part in parts(tensor)]
+    )
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where the data of tensors are, for each of their parts; other numbers where one was moved or replaced."""
+    """Return where the data of tensors are, for each of their parts; other numbers where one was
+    moved or replaced.
+    """
     try:
         return [*map(Tensor.data_ptr, unwrapped_all(tensors))]
     except RuntimeError:  # one is sparse

@@ -1,4 +1,6 @@
-"""The times of copies between memories: one alone, several at once, and beside work that the devices do."""
+"""The times of copies between memories: one alone, several at once, and beside work that the
+devices do.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from placer.devices.lanes import Lane, Mark
 from placer.devices.names import synchronise
 from placer.devices.recording import recorder
 
-_ASLEEP_CYCLES = 4_000_000  # about two milliseconds: the queues fill before the first copy begins
+# about two milliseconds: the queues fill before the first copy begins
+_ASLEEP_CYCLES = 4_000_000
 _SIDE = 4096  # of the matrices that keep a device busy
 _MOST_PRODUCTS = 2_000
 
@@ -48,18 +51,19 @@ def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
 
 
 def copy_s(
-    shipments: Sequence[Shipment], repeats: int, computing: Sequence[torch.device] = (), lasting_s: float = 0.0
+    shipments: Sequence[Shipment],
+    repeats: int,
+    computing: Sequence[torch.device] = (),
+    lasting_s: float = 0.0,
 ) -> list[float]:
     """The median time of each copy while all of them go on at once.
 
-    Args:
-        shipments: each goes again and again, in a queue of its own. Between two host memories only one can.
-        repeats: how often, at least 3.
-        computing: GPUs that multiply matrices meanwhile.
-        lasting_s: about how long all of that takes, for how much they multiply.
+    Args: shipments: each goes again and again, in a queue of its own. Between two host memories
+        only one can. repeats: how often, at least 3. computing: GPUs that multiply matrices
+        meanwhile. lasting_s: about how long all of that takes, for how much they multiply.
 
-    Returns:
-        Seconds, in the order of the shipments; the first and last copies, which may go alone, are left out.
+    Returns: Seconds, in the order of the shipments; the first and last copies, which may go alone,
+        are left out.
     """
     if not any(end.type == "cuda" for item in shipments for end in (item.source, item.target)):
         return [_host_copy_s(item, repeats) for item in shipments]
@@ -105,7 +109,9 @@ def _median_s(marks: Sequence[torch.cuda.Event]) -> float:
 
 
 def _host_copy_s(item: Shipment, repeats: int) -> float:
-    """The shortest of several copies: what disturbs a copy inside one memory only ever makes it longer."""
+    """The shortest of several copies: what disturbs a copy inside one memory only ever makes it
+    longer.
+    """
     samples = []
     for _ in range(repeats):
         began = time.perf_counter()

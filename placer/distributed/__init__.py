@@ -7,7 +7,8 @@ In every process::
     loss = pipeline.step(inputs, target)
     optimizer.step()
 
-Read ``layer_functions.py`` first; ``stage_line.py`` has the stages, ``ranks.py`` the processes, ``pipeline.py`` what a user holds.
+Read ``layer_functions.py`` first; ``stage_line.py`` has the stages, ``ranks.py`` the processes,
+``pipeline.py`` what a user holds.
 """
 
 from placer.utils.extras import extra

@@ -1,4 +1,6 @@
-"""From a model and a placement to this process's part of a pipeline on torch.distributed.pipelining."""
+"""From a model and a placement to this process's part of a pipeline on
+torch.distributed.pipelining.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import DEFAULT, BatchLayout, Parameters, layout_of, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    DEFAULT,
+    BatchLayout,
+    Parameters,
+    layout_of,
+    refuse_no_options,
+)
 from placer.capture.batch_dims.batch_symbols import beside_batch
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
@@ -57,42 +65,50 @@ def build(
     weigh: Weigh | None = None,
     batch_options: BatchOptions | None = None,
 ) -> Pipeline:
-    """This process's stages of a placed model, and their schedule. Every process calls it with the same arguments.
+    """This process's stages of a placed model, and their schedule. Every process calls it with the
+    same arguments.
 
-    Args:
-        model: the whole model, on the CPU or on meta, equal in every process. What belongs to this process is moved to
-            its device (the same Parameter objects, but for a model on meta); the rest is left alone, and freed with
-            the model.
-        placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are named as ``cuda:0``
-            or, on several hosts, ``HOST/cuda:0``; as many processes as devices must run, see ``placer.distributed.
-            ranks``.
-        example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` say otherwise; None to run
-            forwards alone. Further values beside the loss are not returned.
+    Args: model: the whole model, on the CPU or on meta, equal in every process. What belongs to
+        this process is moved to
+            its device (the same Parameter objects, but for a model on meta); the rest is left
+            alone, and freed with the model.
+        placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are
+            named as ``cuda:0`` or, on several hosts, ``HOST/cuda:0``; as many processes as devices
+            must run, see ``placer.distributed. ranks``.
+        example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword
+        arguments.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` say
+            otherwise; None to run forwards alone. Further values beside the loss are not returned.
         chunks: micro-batches in a batch; what the placement says if None.
-        schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement says if None.
-        recompute: devices that keep of a micro-batch only what entered, and run forwards once more in its backward
-            pass; what the placement says if None.
+        schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement
+        says if None.
+        recompute: devices that keep of a micro-batch only what entered, and run forwards once more
+            in its backward pass; what the placement says if None.
         group: the processes of the pipeline, for those who run several; all if None.
-        weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for ``DataFlow.train_step``.
-        batch_options: where the samples of a batch lie, how results are joined and how the loss is reduced, as for
-            ``DataFlow``; what the placement says if None. Lists of samples cannot be sent from process to process.
+        weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for
+        ``DataFlow.train_step``.
+        batch_options: where the samples of a batch lie, how results are joined and how the loss is
+            reduced, as for ``DataFlow``; what the placement says if None. Lists of samples cannot
+            be sent from process to process.
 
     Returns:
         The stages, the schedule, and ``step``, which runs both.
 
-    Raises:
-        BatchError: micro-batches give other results than a whole batch.
-        InputError: no process group was made; chunks or the schedule are not possible; the processes' models differ;
+    Raises: BatchError: micro-batches give other results than a whole batch. InputError: no process
+        group was made; chunks or the schedule are not possible; the processes' models differ;
             there is nothing to train; or another process could not build its part.
         PlacementError: the placement does not fit the model or the processes.
         CaptureError: the model cannot be captured, so that it cannot be cut apart.
     """
     if not dist.is_initialized():
-        raise InputError("start with torchrun, and call torch.distributed.init_process_group() before build()")
+        raise InputError(
+            "start with torchrun, and call torch.distributed.init_process_group() before build()"
+        )
     _refuse_no_group(group)
     if dist.get_rank(group) < 0:
-        raise InputError(f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone")
+        raise InputError(
+            f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone"
+        )
     with together(group, "build its part"):
         refuse_no_module(model)
         placed = _Placed.of(placement, chunks, schedule, recompute, batch_options)
@@ -105,7 +121,9 @@ def build(
         exported = _captured(model, example_inputs, layout)
         beside = beside_batch(exported.module.graph, layout.dims)
         layout = layout.without(beside.intersection(layout.undeclared()))
-        graph = _without_leftovers(layer_graph(exported, model, tuple(placed.layer_devices)), exported)
+        graph = _without_leftovers(
+            layer_graph(exported, model, tuple(placed.layer_devices)), exported
+        )
         cut = line(graph, _places(graph, placed.layer_devices))
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
         if unknown := placed.recompute - set(cut.devices):
@@ -114,21 +132,29 @@ def build(
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
-    with together(group, "build its part"):  # all of them have a device before any of them waits for the others there
+    # all of them have a device before any of them waits for the others there
+    with together(group, "build its part"):
         device = _local(found[dist.get_rank(group)])
     owners = _owners(model, group)
     with together(group, "build its part"):
         shape = _shape(exported, graph, placed, example_inputs, layout)
         is_last = found[dist.get_rank(group)].device == cut.devices[-1]
         joining = _joining(model, example_inputs, layout, placed, is_last)
-    with together(group, "build its part"):  # the warm-up in it waits for all of them
+    # the warm-up in it waits for all of them
+    with together(group, "build its part"):
         rest = found, shape, device, group, owners, joining
         return _assemble(model, exported, graph, cut, placed, loss, sharing, *rest)
 
 
 def _refuse_no_group(group: object) -> None:
-    """What is no group is told by what it is; a process outside of a new group is given a value that stands for it."""
-    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
+    """What is no group is told by what it is; a process outside of a new group is given a value
+    that stands for it.
+    """
+    if (
+        group is None
+        or group == dist.GroupMember.NON_GROUP_MEMBER
+        or isinstance(group, dist.ProcessGroup)
+    ):
         return
     way_out = (
         "give the group of one of its dimensions: mesh.get_group('pp')"
@@ -165,13 +191,17 @@ class _Placed:
                 "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
             )
         if isinstance(recompute, str) or not isinstance(recompute, Collection | None):
-            raise InputError(f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']")
+            raise InputError(
+                f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']"
+            )
         if not isinstance(given, Placement) and "layer_devices" not in given:
             if not given:
                 raise PlacementError("the map places no layer; give {layer: device}")
             for name in given:
                 if not isinstance(name, str):
-                    raise PlacementError(f"the map has {name!r}, which is no layer's name; give {{layer: device}}")
+                    raise PlacementError(
+                        f"the map has {name!r}, which is no layer's name; give {{layer: device}}"
+                    )
             named = {name: str(place) for name, place in given.items()}
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
             return cls(named, *how, options or DEFAULT)
@@ -188,8 +218,11 @@ class _Placed:
         """What all processes must agree in, beside the model and its places."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        usual = DEFAULT.model_dump()  # without functions, which have another address in every process
-        shown = {name: value for name, value in self.options.model_dump().items() if value != usual[name]}
+        # without functions, which have another address in every process
+        usual = DEFAULT.model_dump()
+        shown = {
+            name: value for name, value in self.options.model_dump().items() if value != usual[name]
+        }
         if self.options.weigh is not None:
             shown["weigh"] = "a function"
         batch = f", batch options {shown}" if shown else ""
@@ -208,7 +241,9 @@ def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
     """What a training step needs beside a placement."""
     refuse_no_loss(loss_fn)
     if not model.training:
-        raise InputError("the model is in eval mode: call model.train() to build a pipeline that trains")
+        raise InputError(
+            "the model is in eval mode: call model.train() to build a pipeline that trains"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
@@ -225,12 +260,18 @@ def _refuse_lists(layout: BatchLayout) -> None:
         )
 
 
-def _joining(model: nn.Module, example_inputs: Any, layout: BatchLayout, placed: _Placed, is_last: bool) -> Joining:
-    """Return how results are joined, once the process with the last stage has seen that a batch may be cut.
+def _joining(
+    model: nn.Module, example_inputs: Any, layout: BatchLayout, placed: _Placed, is_last: bool
+) -> Joining:
+    """Return how results are joined, once the process with the last stage has seen that a batch may
+    be cut.
 
     A model on meta has no values to compare.
     """
-    options, is_meta = placed.options, any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    options, is_meta = (
+        placed.options,
+        any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())),
+    )
     declared = Joining.of(options, "give build(..., chunks=1)")
     if not is_last or placed.chunks == 1 or is_meta or not options.verify:
         return declared
@@ -238,11 +279,15 @@ def _joining(model: nn.Module, example_inputs: Any, layout: BatchLayout, placed:
     tensors, inputs = flatten_inputs(*call)
     if layout.size == 1:  # the example twice
         each = zip(tensors, layout.dims, strict=True)
-        call = inputs.unflatten([one if dim is None else torch.cat([one, one], dim) for one, dim in each])
+        call = inputs.unflatten(
+            [one if dim is None else torch.cat([one, one], dim) for one, dim in each]
+        )
         layout = replace(layout, size=2)
     sizes = [layout.size // 2] * 2
     checks, parameters = BatchChecks(model), Parameters.of(model)
-    found = checks.joining(call, parameters, layout, sizes, options, None, lambda some: model(*some[0], **some[1]))
+    found = checks.joining(
+        call, parameters, layout, sizes, options, None, lambda some: model(*some[0], **some[1])
+    )
     return replace(declared, found=found.found)
 
 
@@ -257,13 +302,16 @@ def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exp
 
 
 def _without_leftovers(graph: LayerGraph, exported: Exported) -> LayerGraph:
-    """Without what forward leaves in its inputs, behind the results: the process that was given those has no result."""
+    """Without what forward leaves in its inputs, behind the results: the process that was given
+    those has no result.
+    """
     return replace(graph, outputs=graph.outputs[: len(exported.outputs.paths)])
 
 
 def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
     """The device of every layer, by name."""
-    named = cast(Mapping[str, torch.device], layer_devices)  # the assignment only hands them on
+    # the assignment only hands them on
+    named = cast(Mapping[str, torch.device], layer_devices)
     first = next(iter(named.values()))
     return cast(list[str], Assignment(named, first).of_layers(graph))
 
@@ -283,10 +331,15 @@ def _assemble(
     owners: Mapping[str, int],
     joining: Joining,
 ) -> Pipeline:
-    ranks = [next(rank for rank, seat in enumerate(seated) if seat.device == name) for name in cut.devices]
+    ranks = [
+        next(rank for rank, seat in enumerate(seated) if seat.device == name)
+        for name in cut.devices
+    ]
     position = ranks.index(dist.get_rank(group))
     _warm_up(device, group)
-    everywhere = tuple(rank if group is None else dist.get_global_rank(group, rank) for rank in ranks)
+    everywhere = tuple(
+        rank if group is None else dist.get_global_rank(group, rank) for rank in ranks
+    )
     names = Names.of(model)
     sharing = sharing.with_owners(owners, everywhere)
     weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
@@ -311,21 +364,37 @@ def _assemble(
         for index, stage in enumerate(cut.stages)
         if index % len(cut.devices) == position
     }
-    stages = [_stage(module, index, len(cut.stages), training, group) for index, module in modules.items()]
+    stages = [
+        _stage(module, index, len(cut.stages), training, group) for index, module in modules.items()
+    ]
     leaves = modules[max(modules)].plan.leaves
     owned = nn.Module()
     plant(owned, weights.own, names)
     own = {id(parameter) for parameter in owned.parameters()}
     elsewhere = {id(item): name for name, item in model.named_parameters() if id(item) not in own}
-    head = Head(loss_fn, exported.outputs, leaves, joining, [shape.samples] * shape.chunks, device, elsewhere)
-    schedule = schedules.make(placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None)
-    return Pipeline(stages, schedule, owned, device, weights, head, shape, names, group, placed.options.verify)
+    head = Head(
+        loss_fn,
+        exported.outputs,
+        leaves,
+        joining,
+        [shape.samples] * shape.chunks,
+        device,
+        elsewhere,
+    )
+    schedule = schedules.make(
+        placed.schedule, stages, ranks, position, placed.chunks, head.loss if training else None
+    )
+    return Pipeline(
+        stages, schedule, owned, device, weights, head, shape, names, group, placed.options.verify
+    )
 
 
 def _seats(
     cut: Line, graph: LayerGraph, placed: _Placed, training: bool, group: dist.ProcessGroup | None
 ) -> list[Seat]:
-    """The device of every process, once all of them are seen to have cut the same model, to run it in the same way."""
+    """The device of every process, once all of them are seen to have cut the same model, to run it
+    in the same way.
+    """
     process = Process.here(dist.get_rank(group))
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
     stages = [(stage.device, stage.layers) for stage in cut.stages]
@@ -351,7 +420,9 @@ def _seats(
 
 
 def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Whom the model's tensors belong to since earlier pipelines of it, as far as any of the processes knows."""
+    """Whom the model's tensors belong to since earlier pipelines of it, as far as any of the
+    processes knows.
+    """
     found: dict[str, int] = {}
     for known in gathered(owners_of(model), group):
         for name, rank in known.items():
@@ -373,7 +444,9 @@ def _local(seat: Seat) -> torch.device:
 
 
 def _warm_up(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Let all processes connect at once: the first sends and receives among a few of them could wait for the others."""
+    """Let all processes connect at once: the first sends and receives among a few of them could
+    wait for the others.
+    """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -386,8 +459,12 @@ def _stage(
         index,
         count,
         plan.device,
-        input_args=_given(module) if plan.is_first else examples(plan.arrives, plan.marks_in, training),
-        output_args=_returned(module) if plan.is_last else examples(plan.leaves, bool(plan.marks_out), training),
+        input_args=_given(module)
+        if plan.is_first
+        else examples(plan.arrives, plan.marks_in, training),
+        output_args=_returned(module)
+        if plan.is_last
+        else examples(plan.leaves, bool(plan.marks_out), training),
         group=group,
         dw_builder=weight_pass(module) if plan.deferred is not None else None,
     )
@@ -396,7 +473,9 @@ def _stage(
 def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
     """Like the flat inputs of one micro-batch, as the library cuts them out of the batch."""
     values = [parcel.value for parcel in module.plan.arrives]
-    return tuple(torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values)
+    return tuple(
+        torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values
+    )
 
 
 def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
@@ -409,11 +488,17 @@ def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _shape(exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any, layout: BatchLayout) -> Shape:
+def _shape(
+    exported: Exported, graph: LayerGraph, placed: _Placed, example_inputs: Any, layout: BatchLayout
+) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
     cut = [place for place, dim in enumerate(layout.dims) if dim is not None]
     # Of one sample, that an input has one row says nothing: the first one is the batch.
-    known = set(cut) if layout.size > 1 else {*cut[:1], *(place for place in cut if layout.declared[place])}
+    known = (
+        set(cut)
+        if layout.size > 1
+        else {*cut[:1], *(place for place in cut if layout.declared[place])}
+    )
     args, kwargs = input_forms.split(example_inputs)
     return Shape(
         positional=len(args),

@@ -1,4 +1,6 @@
-"""What all processes of a group do or fail at together: one that failed alone would let the others wait for ever."""
+"""What all processes of a group do or fail at together: one that failed alone would let the others
+wait for ever.
+"""
 
 from __future__ import annotations
 

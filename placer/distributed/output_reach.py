@@ -1,7 +1,8 @@
-"""Which of the model's results each value leads to: what leads to none has no gradient, and none is sent back for it.
+"""Which of the model's results each value leads to: what leads to none has no gradient, and none is
+sent back for it.
 
-Zeros in its place would have weight decay and momentum change weights that the unsplit model leaves as they are, and
-0 times infinity is no number.
+Zeros in its place would have weight decay and momentum change weights that the unsplit model leaves
+as they are, and 0 times infinity is no number.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _DETACH = (torch.ops.aten.detach, torch.ops.aten.detach_)
 class Flows:
     """The values that gradients flow back through.
 
-    Attributes:
-        results: for each of them the model's results that a gradient may come from; empty without training.
+    Attributes: results: for each of them the model's results that a gradient may come from; empty
+        without training.
     """
 
     results: Mapping[str, frozenset[str]]
@@ -39,22 +40,30 @@ class Flows:
             graph: the layers.
             operations: what they were made of: a value has the name of the operation that gives it.
         """
-        found = _found(operations, {name for name in graph.outputs if graph.values[name].requires_grad})
+        found = _found(
+            operations, {name for name in graph.outputs if graph.values[name].requires_grad}
+        )
         differentiable = {name for name, value in graph.values.items() if value.requires_grad}
-        return cls({name: results for name, results in found.items() if results and name in differentiable})
+        return cls(
+            {name: results for name, results in found.items() if results and name in differentiable}
+        )
 
     def through(self, name: str) -> bool:
         """Whether a gradient flows back through that value."""
         return name in self.results
 
     def depend(self, names: Sequence[str]) -> bool:
-        """Whether it depends on the loss through which of these values gradients come: not all lead to every result."""
+        """Whether it depends on the loss through which of these values gradients come: not all lead
+        to every result.
+        """
         everything = frozenset[str]().union(*self.results.values())
         return any(self.results[name] != everything for name in names if self.through(name))
 
 
 def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]:
-    """By operation, the results that it leads to: more, but none too few, where operations write in place."""
+    """By operation, the results that it leads to: more, but none too few, where operations write in
+    place.
+    """
     nodes = list(operations.nodes)
     shared, homes = _storages(nodes)
     found: dict[fx.Node, set[str]] = {node: {node.name} & results for node in nodes}
@@ -64,7 +73,12 @@ def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]
         for node in reversed(nodes):
             ways = [user for user in node.users if _differentiable(user)]
             # What is written goes on in everything that has the same storage.
-            ways += [other for target in written(node) for home in homes[target] for other in shared[home]]
+            ways += [
+                other
+                for target in written(node)
+                for home in homes[target]
+                for other in shared[home]
+            ]
             more = set[str]().union(*(found[way] for way in ways)) - found[node]
             found[node] |= more
             changed = changed or bool(more)
@@ -83,8 +97,11 @@ def _differentiable(node: fx.Node) -> bool:
     )
 
 
-def _storages(nodes: Sequence[fx.Node]) -> tuple[dict[Any, list[fx.Node]], dict[fx.Node, list[Any]]]:
-    """The nodes that may share each storage, and the storages of each node; one of the state goes by its name.
+def _storages(
+    nodes: Sequence[fx.Node],
+) -> tuple[dict[Any, list[fx.Node]], dict[fx.Node, list[Any]]]:
+    """The nodes that may share each storage, and the storages of each node; one of the state goes
+    by its name.
 
     What is detached has a storage of its own: no gradient goes from one to the other.
     """
@@ -92,7 +109,9 @@ def _storages(nodes: Sequence[fx.Node]) -> tuple[dict[Any, list[fx.Node]], dict[
     shared: dict[Any, list[fx.Node]] = {}
     homes: dict[fx.Node, list[Any]] = {}
     for node in nodes:
-        homes[node] = [root.target if root.op == "get_attr" else root for root in roots.get(node, {node})]
+        homes[node] = [
+            root.target if root.op == "get_attr" else root for root in roots.get(node, {node})
+        ]
         for home in homes[node]:
             shared.setdefault(home, []).append(node)
     return shared, homes

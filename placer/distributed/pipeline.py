@@ -60,9 +60,9 @@ class Shape:
 class Pipeline:
     """This process's stages, their schedule, and the weights that belong to it.
 
-    Attributes:
-        stages: of this process, in the order of the line; more than one where the line goes round more than once.
-        schedule: the library's, over these stages. ``step`` drives it; who drives it alone brings copies of tied
+    Attributes: stages: of this process, in the order of the line; more than one where the line goes
+        round more than once. schedule: the library's, over these stages. ``step`` drives it; who
+        drives it alone brings copies of tied
             weights up to date himself.
         module: the parameters and buffers that belong to this process, under the model's own names.
         device: of this process.
@@ -89,7 +89,9 @@ class Pipeline:
         self.chunks = shape.chunks
         self._weights, self._head, self._shape = weights, head, shape
         self._names, self._group = names, group
-        self._frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        self._frozen = [
+            name for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
         self._failed = False
         self._verify = verify and shape.chunks > 1
         self._is_compared = not self._verify
@@ -110,7 +112,9 @@ class Pipeline:
         return bool(self.stages[-1].is_last)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that belong to this process, for its optimizer: over all processes, each once."""
+        """The parameters that belong to this process, for its optimizer: over all processes, each
+        once.
+        """
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -118,28 +122,35 @@ class Pipeline:
         return self.module.named_parameters()
 
     def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
-        """Run one batch forwards and backwards; gradients are added to the parameters', as ``loss.backward()`` does.
+        """Run one batch forwards and backwards; gradients are added to the parameters', as
+        ``loss.backward()`` does.
 
-        Args:
-            inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of keyword arguments.
+        Args: inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of
+            keyword arguments.
                 Other processes may give it too, or None.
-            target: what the loss compares with, where ``is_last``, the batch first; None where the loss needs none.
+            target: what the loss compares with, where ``is_last``, the batch first; None where the
+                loss needs none.
 
         Returns:
             The loss of the batch, detached, where ``is_last``; else None.
 
-        Raises:
-            BatchError: the loss of the batch is not that of its micro-batches: in the first step, in all processes; in
-                a later step whose micro-batches have, for the first time, unequal numbers of labels, where ``is_last``.
-            InputError: the pipeline was built without a loss; it is inference mode; the batch is not like the example,
-                or requires a gradient; a parameter trains that did not when the pipeline was built; the loss is no
-                number; or an earlier step failed.
+        Raises: BatchError: the loss of the batch is not that of its micro-batches: in the first
+            step, in all processes; in
+                a later step whose micro-batches have, for the first time, unequal numbers of
+                labels, where ``is_last``.
+            InputError: the pipeline was built without a loss; it is inference mode; the batch is
+                not like the example, or requires a gradient; a parameter trains that did not when
+                the pipeline was built; the loss is no number; or an earlier step failed.
             StageError: a layer or the loss failed.
         """
         if self.schedule._loss_fn is None:
-            raise InputError("this pipeline was built without a loss: give build(..., loss_fn=...) to train")
+            raise InputError(
+                "this pipeline was built without a loss: give build(..., loss_fn=...) to train"
+            )
         if torch.is_inference_mode_enabled():
-            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
+            raise InputError(
+                "inference mode makes no gradients: leave torch.inference_mode() for a training step"
+            )
         self._refuse_unready()
         arguments = self._arguments(inputs)
         self._refuse_untold(arguments)
@@ -158,7 +169,8 @@ class Pipeline:
                 self._head.compare(losses)
             self._head.collect(False)
             self._is_compared = True
-        elif is_compared_here:  # other processes do not know the target: they see that this one has failed
+        elif is_compared_here:
+            # other processes do not know the target: they see that this one has failed
             with self._noted_failure():
                 self._head.compare(losses)
             self._head.collect(False)
@@ -174,13 +186,15 @@ class Pipeline:
         Returns:
             What the model returns, where ``is_last``; else None.
 
-        Raises:
-            InputError: the pipeline was built for training; the batch is not like the example; or an earlier call
+        Raises: InputError: the pipeline was built for training; the batch is not like the example;
+            or an earlier call
                 failed.
             StageError: a layer failed.
         """
         if self.schedule._loss_fn is not None:
-            raise InputError("this pipeline was built to train: build another without loss_fn to run forwards alone")
+            raise InputError(
+                "this pipeline was built to train: build another without loss_fn to run forwards alone"
+            )
         self._refuse_unready()
         arguments = self._arguments(inputs)
         made: list[Any] = []
@@ -204,9 +218,15 @@ class Pipeline:
         Returns:
             The norm before, on this process's device.
         """
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self.parameters() if parameter.grad is not None
+        ]
         norms = [_square(gradient.detach()) for gradient in gradients]
-        total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64, device=self.device)
+        total = (
+            torch.stack(norms).sum()
+            if norms
+            else torch.zeros((), dtype=torch.float64, device=self.device)
+        )
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         for gradient in gradients:
@@ -231,8 +251,12 @@ class Pipeline:
         """
         size = dist.get_world_size(self._group)
         if rank not in range(size):
-            raise InputError(f"rank={rank!r} is no process of this pipeline; give one from 0 to {size - 1}")
-        return checkpoint.gather(self.state_dict(), self._names.saved, rank, self.device, self._group)
+            raise InputError(
+                f"rank={rank!r} is no process of this pipeline; give one from 0 to {size - 1}"
+            )
+        return checkpoint.gather(
+            self.state_dict(), self._names.saved, rank, self.device, self._group
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this process's part from the whole model's ``state_dict``.
@@ -240,8 +264,8 @@ class Pipeline:
         Args:
             state: with all keys of the model; more or fewer are an error.
 
-        Raises:
-            InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded then.
+        Raises: InputError: keys are missing or not known, or a tensor has another shape. Nothing
+            was loaded then.
         """
         checkpoint.take(self.module, state, self._names.saved)
         self._weights.empty = False
@@ -251,7 +275,8 @@ class Pipeline:
         path: str | PathLike[str],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Write a checkpoint that any number of processes, or the unsplit model, can load. Every process must call it.
+        """Write a checkpoint that any number of processes, or the unsplit model, can load. Every
+        process must call it.
 
         Args:
             path: of a folder that all processes see.
@@ -267,7 +292,8 @@ class Pipeline:
         path: str | PathLike[str],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Read a checkpoint that ``save`` wrote, on however many processes. Every process must call it.
+        """Read a checkpoint that ``save`` wrote, on however many processes. Every process must call
+        it.
 
         Args:
             path: of the folder.
@@ -330,9 +356,12 @@ class Pipeline:
         if not self.is_first:
             return ()
         if inputs is None:
-            raise InputError("this process has the first stage: give step(inputs, ...) the batch here")
+            raise InputError(
+                "this process has the first stage: give step(inputs, ...) the batch here"
+            )
         args, kwargs = input_forms.split(inputs)
-        given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs  # in any order
+        # in any order
+        given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs
         tensors, structure = flatten_inputs(args, given)
         if structure.key != self._shape.inputs.key:
             raise InputError(
@@ -341,16 +370,24 @@ class Pipeline:
                 f"{', '.join(self._shape.keywords) or '(none)'}"
             )
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
-            if tensor.dtype != dtype:  # what is sent on is received as what the example was
-                raise InputError(f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike")
-        return tuple(self._cut(*item) for item in zip(tensors, self._shape.shapes, self._shape.dims, strict=True))
+            # what is sent on is received as what the example was
+            if tensor.dtype != dtype:
+                raise InputError(
+                    f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike"
+                )
+        return tuple(
+            self._cut(*item)
+            for item in zip(tensors, self._shape.shapes, self._shape.dims, strict=True)
+        )
 
     def _cut(self, tensor: Tensor, shape: tuple[int, ...], dim: int | None) -> Tensor:
-        """A batch as the library expects it, its micro-batches behind one another along the first dimension.
+        """A batch as the library expects it, its micro-batches behind one another along the first
+        dimension.
 
         What is no batch is repeated, once for each micro-batch.
         """
-        along = 0 if dim is None and shape else dim  # a batch of one sample says nothing of what is one
+        # a batch of one sample says nothing of what is one
+        along = 0 if dim is None and shape else dim
         wanted = shape
         if along is not None:
             wanted = (*shape[:along], shape[along] * self.chunks, *shape[along + 1 :])
@@ -375,9 +412,15 @@ class Pipeline:
 
     @contextmanager
     def _allocated(self) -> Iterator[None]:
-        """Where weight gradients are a pass of their own, they are added to what must be there, and goes if none is."""
+        """Where weight gradients are a pass of their own, they are added to what must be there, and
+        goes if none is.
+        """
         made: dict[int, nn.Parameter] = {}
-        queues = [stage.submod.plan.deferred for stage in self.stages if isinstance(stage.submod, StageModule)]
+        queues = [
+            stage.submod.plan.deferred
+            for stage in self.stages
+            if isinstance(stage.submod, StageModule)
+        ]
         reached = set[int]()
 
         def note(key: int, gradient: Tensor | None) -> None:
@@ -389,7 +432,11 @@ class Pipeline:
                 queue.reached.clear()
                 parameters = list(stage.submod.parameters())
                 queue.idle = any(is_hooked(item) for item in parameters)
-                made |= {id(item): item for item in parameters if item.requires_grad and item.grad is None}
+                made |= {
+                    id(item): item
+                    for item in parameters
+                    if item.requires_grad and item.grad is None
+                }
         watches = [item.register_hook(partial(note, key)) for key, item in made.items()]  # type: ignore[no-untyped-call]
         for item in made.values():
             item.grad = torch.zeros_like(item)
@@ -410,11 +457,14 @@ def _square(gradient: Tensor) -> Tensor:
 
 
 def _own(output: Any, stage: nn.Module) -> Any:
-    """An output that merely passed through the last stage is copied out of the buffer that it was received in."""
+    """An output that merely passed through the last stage is copied out of the buffer that it was
+    received in.
+    """
     assert isinstance(stage, StageModule)
     plan = stage.plan
     passed = {parcel.value.name for parcel in plan.arrives}
     flat = [output] if isinstance(output, Tensor) else list(output)
     return [
-        value.clone() if parcel.value.name in passed else value for parcel, value in zip(plan.leaves, flat, strict=True)
+        value.clone() if parcel.value.name in passed else value
+        for parcel, value in zip(plan.leaves, flat, strict=True)
     ]

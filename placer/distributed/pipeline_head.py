@@ -67,25 +67,31 @@ class Head:
         if len(self._sizes) > 1:
             self._loss_fn.tell_of_labels(goals.leaves)
         self._now = uneven(goals.leaves, goals.layout, self._sizes)
-        leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves]
+        leaves = [
+            leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves
+        ]
         self._goals = goals._replace(leaves=leaves)
         nest = goals.structure.unflatten(leaves)
-        parts = goals.layout.cut_values({"": nest}, self._sizes) if len(self._sizes) > 1 else [{"": nest}]
+        parts = (
+            goals.layout.cut_values({"": nest}, self._sizes)
+            if len(self._sizes) > 1
+            else [{"": nest}]
+        )
         self.targets = [part[""] for part in parts]
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return a micro-batch's share of the batch's loss.
 
-        Args:
-            output: of the last stage.
-            target: the number of the micro-batch, or, where a user drives the schedule, its part of the target.
+        Args: output: of the last stage. target: the number of the micro-batch, or, where a user
+            drives the schedule, its part of the target.
 
-        Raises:
-            InputError: the loss is no number, no gradient comes from it, or it reads what is trained elsewhere.
-            StageError: it failed.
+        Raises: InputError: the loss is no number, no gradient comes from it, or it reads what is
+            trained elsewhere. StageError: it failed.
         """
         assert self._loss_fn is not None
-        number, goal = (0, target) if self.targets is None else (int(target), self.targets[int(target)])
+        number, goal = (
+            (0, target) if self.targets is None else (int(target), self.targets[int(target)])
+        )
         try:
             result = self.result(output)
             loss, values = self._loss_fn(result, goal)
@@ -103,7 +109,9 @@ class Head:
         self._made = [] if wanted else None
 
     def has_other_labels(self) -> bool:
-        """Return whether the micro-batches of a target have unequal numbers of labels, as in no batch before."""
+        """Return whether the micro-batches of a target have unequal numbers of labels, as in no
+        batch before.
+        """
         return not self._now <= self._uneven
 
     def compare(self, losses: Sequence[Tensor]) -> None:
@@ -112,13 +120,28 @@ class Head:
         Raises:
             BatchError: it is another.
         """
-        if losses and self._loss_fn is not None and self._goals is not None and self._made is not None:
+        if (
+            losses
+            and self._loss_fn is not None
+            and self._goals is not None
+            and self._made is not None
+        ):
             loss = torch.stack([loss.detach() for loss in losses]).sum()
-            compare_losses(self._loss_fn, self._goals, self._sizes, self._joining, loss, self._made, LabelWatch())
+            compare_losses(
+                self._loss_fn,
+                self._goals,
+                self._sizes,
+                self._joining,
+                loss,
+                self._made,
+                LabelWatch(),
+            )
             self._uneven |= self._now
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
-        """Once: what a loss reads by itself of another process's parameters is neither up to date nor trained."""
+        """Once: what a loss reads by itself of another process's parameters is neither up to date
+        nor trained.
+        """
         known, self._elsewhere = self._elsewhere, None
         if known is not None:
             name = next((known[id(item)] for item in parameters(loss) if id(item) in known), None)

@@ -1,14 +1,16 @@
-"""Which process has which device: the devices of a placement, and the processes that torchrun started.
+"""Which process has which device: the devices of a placement, and the processes that torchrun
+started.
 
     placement made for several hosts        processes                       mapping
     host0/cuda:0  host0/cuda:1              rank 0, 1 on the first node     rank 0: cuda:0   rank 1: cuda:1
     host1/cuda:0  host1/cuda:1              rank 2, 3 on the second         rank 2: cuda:0   rank 3: cuda:1
 
-A device is named ``HOST/DEVICE``, or, where all are of one host, ``DEVICE``. Hosts are matched with nodes by name where
-every host of the placement is the name of a node, else in order: the first host by name (numbers counted as numbers)
-is the node with the lowest rank. On a node, the device with the lowest index belongs to the process with the lowest
-rank. So where a placement uses all devices, rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``. Where
-only some of a node's processes run the pipeline, and others its replicas, each takes ``cuda:LOCAL_RANK`` itself.
+A device is named ``HOST/DEVICE``, or, where all are of one host, ``DEVICE``. Hosts are matched with
+nodes by name where every host of the placement is the name of a node, else in order: the first host
+by name (numbers counted as numbers) is the node with the lowest rank. On a node, the device with
+the lowest index belongs to the process with the lowest rank. So where a placement uses all devices,
+rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``. Where only some of a node's
+processes run the pipeline, and others its replicas, each takes ``cuda:LOCAL_RANK`` itself.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Process(NamedTuple):
 
     @classmethod
     def here(cls, rank: int) -> Process:
-        """This process, by what torchrun tells it; without torchrun all processes of a machine are one node."""
+        """This process, by what torchrun tells it; without torchrun all processes of a machine are
+        one node.
+        """
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(hardware.host_name(), int(os.environ.get("GROUP_RANK", 0)), local_rank)
 
@@ -113,7 +117,8 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
 
 
 def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
-    """Raise a PlacementError, the same in every process, if one does not see the GPU that it is given.
+    """Raise a PlacementError, the same in every process, if one does not see the GPU that it is
+    given.
 
     Args:
         seated: the device of every process.
@@ -132,19 +137,28 @@ def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
 def _without_hosts(
     devices: Sequence[str], processes: Sequence[Process], nodes: Sequence[tuple[int, ...]]
 ) -> list[Seat]:
-    """Devices in order of index, processes in order of rank; over several nodes, counted through all of them."""
+    """Devices in order of index, processes in order of rank; over several nodes, counted through
+    all of them.
+    """
     ordered = sorted(devices, key=_natural)
     if len(nodes) == 1:
         found = _on_a_node(ordered, nodes[0], processes)
         return [found[rank] for rank in range(len(processes))]
-    return [Seat(device, _own(device, process)) for device, process in zip(ordered, processes, strict=True)]
+    return [
+        Seat(device, _own(device, process))
+        for device, process in zip(ordered, processes, strict=True)
+    ]
 
 
-def _on_a_node(devices: Sequence[str], ranks: Sequence[int], processes: Sequence[Process]) -> dict[int, Seat]:
+def _on_a_node(
+    devices: Sequence[str], ranks: Sequence[int], processes: Sequence[Process]
+) -> dict[int, Seat]:
     """The devices of a host, in order of index, for the processes of a node."""
     everyone = sorted(processes[rank].local_rank for rank in ranks) == list(range(len(ranks)))
     return {
-        rank: Seat(device, device.rpartition(SEPARATOR)[2] if everyone else _own(device, processes[rank]))
+        rank: Seat(
+            device, device.rpartition(SEPARATOR)[2] if everyone else _own(device, processes[rank])
+        )
         for rank, device in zip(ranks, devices, strict=True)
     }
 
@@ -168,4 +182,8 @@ def _processes(found: Sequence[object]) -> str:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts ``host2`` before ``host10``."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    ]

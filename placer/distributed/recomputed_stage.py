@@ -1,7 +1,8 @@
-"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in its backward pass.
+"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in
+its backward pass.
 
-Random numbers and buffers are in the second pass what they were in the first. A stage that keeps its activations has
-no second pass, and its backward pass reads buffers as they were in the first.
+Random numbers and buffers are in the second pass what they were in the first. A stage that keeps
+its activations has no second pass, and its backward pass reads buffers as they were in the first.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
@@ -21,7 +22,9 @@ StateTable = tuple[dict[str, Tensor | None], str]
 
 
 def recomputed(
-    compute: Callable[[Sequence[Any]], list[Any]], inputs: Sequence[Any], changed: Sequence[StateTable]
+    compute: Callable[[Sequence[Any]], list[Any]],
+    inputs: Sequence[Any],
+    changed: Sequence[StateTable],
 ) -> list[Any]:
     """``compute(inputs)``, whose activations are made again when the backward pass needs them.
 
@@ -47,7 +50,8 @@ def recomputed(
 def kept_apart(changed: Sequence[StateTable]) -> Iterator[None]:
     """Let a micro-batch have copies of buffers, and write back what it changes in them.
 
-    Its backward pass may read them, when micro-batches behind it will have changed the buffers further.
+    Its backward pass may read them, when micro-batches behind it will have changed the buffers
+    further.
 
     Args:
         changed: the buffers that it changes.

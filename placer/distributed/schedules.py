@@ -6,8 +6,8 @@
     interleaved   -                               ScheduleInterleaved1F1B
     zero-bubble   ScheduleInterleavedZeroBubble   ScheduleInterleavedZeroBubble
 
-The library puts stage ``i`` into process ``i % processes`` of its group. Where the devices of the line are in another
-order than the processes, its stages are told so.
+The library puts stage ``i`` into process ``i % processes`` of its group. Where the devices of the
+line are in another order than the processes, its stages are told so.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ def make(
 ) -> LibrarySchedule:
     """The library's schedule over this process's stages.
 
-    Args:
-        schedule: one of ``SCHEDULES``.
-        stages: of this process, in the order of the line.
-        ranks: the group rank of each device in the line.
-        position: of this process's device in the line.
-        chunks: micro-batches in a batch.
-        loss: from the last stage's output and a target to a number whose sum over micro-batches is the batch's loss;
+    Args: schedule: one of ``SCHEDULES``. stages: of this process, in the order of the line. ranks:
+        the group rank of each device in the line. position: of this process's device in the line.
+        chunks: micro-batches in a batch. loss: from the last stage's output and a target to a
+        number whose sum over micro-batches is the batch's loss;
             None to run forwards alone.
 
     Raises:
@@ -63,8 +60,12 @@ def make(
     """
     check(schedule, chunks, len(ranks), len(stages))
     many = len(stages) > 1 or (splits(schedule) and loss is not None)
-    library: Any = _several(schedule, loss is not None) if many else _single(schedule, chunks, len(ranks))
-    made = library(list(stages) if many else stages[0], n_microbatches=chunks, loss_fn=loss, scale_grads=False)
+    library: Any = (
+        _several(schedule, loss is not None) if many else _single(schedule, chunks, len(ranks))
+    )
+    made = library(
+        list(stages) if many else stages[0], n_microbatches=chunks, loss_fn=loss, scale_grads=False
+    )
     where = {index: ranks[index % len(ranks)] for index in range(stages[0].num_stages)}
     for stage in stages:
         stage.stage_index_to_group_rank = where
@@ -80,11 +81,17 @@ def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
         raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
     refuse_no_chunks(chunks)
     if schedule == "interleaved" and rounds == 1:
-        raise InputError("schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'")
+        raise InputError(
+            "schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'"
+        )
     interleaved = splits(schedule) or (schedule != "fill-drain" and rounds > 1)
     turns = max(1, chunks // devices)
     if interleaved and chunks % turns:
-        fitting = [count for count in range(1, 2 * chunks + devices) if count % max(1, count // devices) == 0]
+        fitting = [
+            count
+            for count in range(1, 2 * chunks + devices)
+            if count % max(1, count // devices) == 0
+        ]
         below, above = max(c for c in fitting if c < chunks), min(c for c in fitting if c > chunks)
         raise InputError(
             f"schedule {schedule!r} on {devices} devices cannot have {chunks} micro-batches; "

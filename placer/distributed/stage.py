@@ -24,7 +24,8 @@ from placer.executor.segments import read_back
 from placer.executor.stage_errors import Trail
 
 MARK = torch.float32
-"""The type of what crosses in place of values that need not: the same in all processes, whatever their default is."""
+"""The type of what crosses in place of values that need not: the same in all processes, whatever
+their default is."""
 
 
 class Deferred(Queue):
@@ -59,20 +60,16 @@ class Work:
 class Plan:
     """What a stage does.
 
-    Attributes:
-        works: its layers in execution order.
-        arrives: what it is sent; of the first stage, the model's inputs.
-        marks_in: whether marks arrive behind that, by which it tells what the loss depends on.
-        leaves: what it sends; of the last stage, the model's outputs.
-        marks_out: the positions of those whose gradients it is told of by marks that it sends behind; none without.
-        is_first: whether it is given the batch.
-        is_last: whether it makes the model's outputs.
-        copied: whether what is sent is copied as soon as it is made.
-        device: where it runs.
-        deferred: weight gradients that a backward pass left for later, where the schedule splits it.
-        recomputes: whether it keeps of a micro-batch only what entered it.
-        private: buffers that its layers change, and may read again in their backward passes.
-        trail: which of its layers runs.
+    Attributes: works: its layers in execution order. arrives: what it is sent; of the first stage,
+        the model's inputs. marks_in: whether marks arrive behind that, by which it tells what the
+        loss depends on. leaves: what it sends; of the last stage, the model's outputs. marks_out:
+        the positions of those whose gradients it is told of by marks that it sends behind; none
+        without. is_first: whether it is given the batch. is_last: whether it makes the model's
+        outputs. copied: whether what is sent is copied as soon as it is made. device: where it
+        runs. deferred: weight gradients that a backward pass left for later, where the schedule
+        splits it. recomputes: whether it keeps of a micro-batch only what entered it. private:
+        buffers that its layers change, and may read again in their backward passes. trail: which of
+        its layers runs.
     """
 
     works: tuple[Work, ...]
@@ -93,18 +90,13 @@ class Plan:
 class StageModule(nn.Module):
     """One stage. Its parameters and buffers go by the names that they have in the model.
 
-    Args:
-        graph: the model's layers.
-        stage: which of them run here, and what arrives and leaves.
-        index: of the stage in the line.
-        count: of stages in the line.
-        lookup: the tensors that are used here, by name.
-        names: of the model's tensors.
-        device: where it runs.
-        flows: the values that gradients flow back through; none without training.
-        copied: whether what is sent is copied as soon as it is made.
-        split: whether weight gradients are a pass of their own.
-        recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient is left for later.
+    Args: graph: the model's layers. stage: which of them run here, and what arrives and leaves.
+        index: of the stage in the line. count: of stages in the line. lookup: the tensors that are
+        used here, by name. names: of the model's tensors. device: where it runs. flows: the values
+        that gradients flow back through; none without training. copied: whether what is sent is
+        copied as soon as it is made. split: whether weight gradients are a pass of their own.
+        recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient
+        is left for later.
     """
 
     def __init__(
@@ -128,7 +120,9 @@ class StageModule(nn.Module):
         plant(self, {name: lookup(name) for name in dict.fromkeys(used)}, names)
         constants = {name: graph.state[name].detach().to(device) for name in graph.constants}
         state = [
-            tuple((constants, name) if name in constants else slot(self, name) for name in layer.state)
+            tuple(
+                (constants, name) if name in constants else slot(self, name) for name in layer.state
+            )
             for layer in layers
         ]
         forget = _forget(layers, stage.leaves)
@@ -136,9 +130,13 @@ class StageModule(nn.Module):
         # One attribute for everything: a child module of the model may have any name.
         self._plan = Plan(
             works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
-            arrives=tuple(Parcel.of(graph.values[name], flows.through(name)) for name in stage.arrives),
+            arrives=tuple(
+                Parcel.of(graph.values[name], flows.through(name)) for name in stage.arrives
+            ),
             marks_in=index > 0 and flows.depend(stage.arrives),
-            leaves=tuple(Parcel.of(graph.values[name], flows.through(name)) for name in stage.leaves),
+            leaves=tuple(
+                Parcel.of(graph.values[name], flows.through(name)) for name in stage.leaves
+            ),
             marks_out=_marked(stage.leaves, flows) if index < count - 1 else (),
             is_first=index == 0,
             is_last=index == count - 1,
@@ -161,8 +159,8 @@ class StageModule(nn.Module):
         Args:
             arrived: of the first stage the model's flat inputs; else what the stage before sent.
 
-        Returns:
-            What is sent to the next stage; of the last stage the model's flat outputs, a single one by itself.
+        Returns: What is sent to the next stage; of the last stage the model's flat outputs, a
+            single one by itself.
         """
         plan = self._plan
         token, inputs = _received(plan, arrived)
@@ -174,7 +172,8 @@ class StageModule(nn.Module):
 
 
 def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
-    """For ``PipelineStage(dw_builder=...)``: called after a backward pass, it gives what adds up its weight gradients.
+    """For ``PipelineStage(dw_builder=...)``: called after a backward pass, it gives what adds up
+    its weight gradients.
 
     Args:
         stage: one that was made with ``split``.
@@ -197,7 +196,8 @@ def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
 
 
 def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[Tensor, ...]:
-    """Tensors on meta like those that cross between two stages, so that the library need not run the stages to know.
+    """Tensors on meta like those that cross between two stages, so that the library need not run
+    the stages to know.
 
     Args:
         parcels: the values that cross.
@@ -214,13 +214,22 @@ def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[T
 def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
     if plan.is_first:
         wanted = [parcel.value.shape for parcel in plan.arrives]
-        # Parts of one batch count their changes together; a layer that writes in place would spoil the other parts'.
-        inputs = [tensor.data if shape else tensor.data[0] for tensor, shape in zip(arrived, wanted, strict=True)]
-        return torch.zeros((), dtype=MARK, device=plan.device), [tensor.to(plan.device) for tensor in inputs]
+        # Parts of one batch count their changes together; a layer that writes in place would spoil
+        # the other parts'.
+        inputs = [
+            tensor.data if shape else tensor.data[0]
+            for tensor, shape in zip(arrived, wanted, strict=True)
+        ]
+        return torch.zeros((), dtype=MARK, device=plan.device), [
+            tensor.to(plan.device) for tensor in inputs
+        ]
     flows = [parcel.flows for parcel in plan.arrives]
-    flows += [False] * (len(arrived) - len(flows))  # marks, or what is sent where nothing crosses
+    # marks, or what is sent where nothing crosses
+    flows += [False] * (len(arrived) - len(flows))
     token, inside = enter(arrived, flows, plan.marks_in)
-    return token, [parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)]
+    return token, [
+        parcel.unpack(tensor) for parcel, tensor in zip(plan.arrives, inside, strict=False)
+    ]
 
 
 def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
@@ -274,13 +283,18 @@ def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -
 
 def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
     if not plan.is_last:
-        packed = [parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)]
+        packed = [
+            parcel.pack(value, plan.device) for parcel, value in zip(plan.leaves, made, strict=True)
+        ]
         if plan.marks_out or not packed:
             packed.append(torch.zeros(max(1, len(plan.marks_out)), dtype=MARK, device=plan.device))
         return tuple(leave(token, packed, plan.marks_out))
-    # In the type that was agreed, as between stages: some versions of the library insist where autocast made another.
+    # In the type that was agreed, as between stages: some versions of the library insist where
+    # autocast made another.
     outputs = [
-        value.to(parcel.value.dtype).contiguous() if isinstance(value, Tensor) else parcel.pack(value, plan.device)
+        value.to(parcel.value.dtype).contiguous()
+        if isinstance(value, Tensor)
+        else parcel.pack(value, plan.device)
         for parcel, value in zip(plan.leaves, made, strict=True)
     ]
     # Each by itself: one that the loss does not use lets nothing flow back to what made it.
@@ -290,7 +304,11 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
 
 def _marked(names: Sequence[str], flows: Flows) -> tuple[int, ...]:
     """The positions of the values that marks speak of."""
-    return tuple(index for index, name in enumerate(names) if flows.through(name)) if flows.depend(names) else ()
+    return (
+        tuple(index for index, name in enumerate(names) if flows.through(name))
+        if flows.depend(names)
+        else ()
+    )
 
 
 def _clone(value: Any) -> Any:
@@ -299,7 +317,9 @@ def _clone(value: Any) -> Any:
 
 def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, ...]]:
     """For each layer the values that nothing reads after it."""
-    last = {name: index for index, layer in enumerate(layers) for name in (*layer.reads, *layer.writes)}
+    last = {
+        name: index for index, layer in enumerate(layers) for name in (*layer.reads, *layer.writes)
+    }
     forget: list[list[str]] = [[] for _ in layers]
     for name in last.keys() - set(leaves):
         forget[last[name]].append(name)

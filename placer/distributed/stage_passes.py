@@ -1,4 +1,6 @@
-"""The library's stage, whose passes say where they fail: the library hides what a layer raised behind its own error."""
+"""The library's stage, whose passes say where they fail: the library hides what a layer raised
+behind its own error.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class TellingStage(PipelineStage):
                 return error
             assert isinstance(self.submod, StageModule)
             plan = self.submod.plan
-            place = Place(micro_batch, phase, self.stage_index, self.num_stages, plan.device, plan.trail.layer)
+            place = Place(
+                micro_batch, phase, self.stage_index, self.num_stages, plan.device, plan.trail.layer
+            )
             return explain(error.__cause__ or error, place)
 
         return ErrorTranslation(explained)

@@ -1,7 +1,9 @@
-"""What crosses from stage to stage, as tensors that torch.distributed.pipelining can send and differentiate by.
+"""What crosses from stage to stage, as tensors that torch.distributed.pipelining can send and
+differentiate by.
 
-The library wants every value that crosses to be a tensor that a gradient comes back for; whole numbers, masks and
-sizes are none. They cross as their bytes, read as float32, and a gradient of zeros comes back:
+The library wants every value that crosses to be a tensor that a gradient comes back for; whole
+numbers, masks and sizes are none. They cross as their bytes, read as float32, and a gradient of
+zeros comes back:
 
     differentiable     crosses as it is (complex numbers as pairs)
     everything else    bytes ─▶ float32 ─▶ bytes
@@ -46,7 +48,9 @@ class Parcel:
         """A tensor on meta like the one that crosses."""
         shape, dtype = self.value.shape, self.value.dtype
         if not self.flows or dtype is None:
-            return torch.empty(self._words(), dtype=torch.float32, device="meta", requires_grad=requires_grad)
+            return torch.empty(
+                self._words(), dtype=torch.float32, device="meta", requires_grad=requires_grad
+            )
         if dtype.is_complex:
             shape, dtype = (*shape, 2), dtype.to_real()
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
@@ -64,7 +68,8 @@ class Parcel:
                 f"value {self.value.name!r} has shape {tuple(value.shape)}, and the stages were built for "
                 f"{self.value.shape}; give batches whose micro-batches are like the example, or build for this shape"
             )
-        value = value.to(self.value.dtype)  # under autocast a layer may make another
+        # under autocast a layer may make another
+        value = value.to(self.value.dtype)
         if self.flows:
             return (torch.view_as_real(value) if value.is_complex() else value).contiguous()
         return self._to_words(value.detach())
@@ -101,7 +106,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in its own memory where they lie there one after another."""
     flat = tensor.contiguous().reshape(-1)
     # One element counts as contiguous whatever its stride, as that of what was expanded is.
-    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+    return (
+        flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    ).view(torch.uint8)
 
 
 def _encode(number: Any) -> bytes:

@@ -1,4 +1,6 @@
-"""One call of a flow: micro-batches through the segments, or through hooks, and their results joined."""
+"""One call of a flow: micro-batches through the segments, or through hooks, and their results
+joined.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,18 @@ def call_captured(
 ) -> list[list[Any]]:
     """Run every micro-batch through its segments.
 
-    Args:
-        plans: the graph and the segments of each (a last, smaller one may have been captured apart).
-        parts: the flattened inputs of each.
-        target: where results go.
-        deferred_batch_norm: whether running statistics follow the whole batch.
-        returned: how many of the outputs the model returns; those behind them, which it leaves in its inputs, stay
+    Args: plans: the graph and the segments of each (a last, smaller one may have been captured
+        apart). parts: the flattened inputs of each. target: where results go. deferred_batch_norm:
+        whether running statistics follow the whole batch. returned: how many of the outputs the
+        model returns; those behind them, which it leaves in its inputs, stay
             where they were made. If None all are brought to where results go.
 
     Returns:
         The flattened results of each.
     """
-    batches = [MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)]
+    batches = [
+        MicroBatch(graph.inputs, part) for (graph, _), part in zip(plans, parts, strict=True)
+    ]
     pipeline = [segments for _, segments in plans]
     if deferred_batch_norm and len(parts) > 1:
         statistics = BatchStatistics(plans[0][0].state)
@@ -48,7 +50,12 @@ def call_captured(
     results = []
     for (graph, _), batch in zip(plans, batches, strict=True):
         stay = set() if returned is None else {*graph.outputs[returned:]}
-        results.append([batch.made(name) if name in stay else batch.read(name, target) for name in graph.outputs])
+        results.append(
+            [
+                batch.made(name) if name in stay else batch.read(name, target)
+                for name in graph.outputs
+            ]
+        )
     return results
 
 
@@ -60,7 +67,8 @@ def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
         module: any.
         call: what takes its arguments; it may run the module by its ``_call_impl``.
     """
-    own, name = module.__dict__, "_compiled_call_impl"  # where ``module.compile()`` puts its own
+    # where ``module.compile()`` puts its own
+    own, name = module.__dict__, "_compiled_call_impl"
     was = {name: own[name]} if name in own else {}
     own[name] = call
     try:
@@ -94,4 +102,6 @@ def joined(
         count = len(exported.outputs.paths)
         nests.append(exported.outputs.unflatten(leaves[:count]))
         left.append(leaves[count:])
-    return join(nests, sizes, joining, weights), join(left, sizes, Joining(dim=joining.dim), weights)
+    return join(nests, sizes, joining, weights), join(
+        left, sizes, Joining(dim=joining.dim), weights
+    )

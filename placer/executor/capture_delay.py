@@ -17,7 +17,9 @@ _KNOWN_KINDS = 1000
 
 @dataclass
 class _Calls:
-    """Calls of one kind: the shapes of the first, the dimensions of other sizes in later ones, and the time of all."""
+    """Calls of one kind: the shapes of the first, the dimensions of other sizes in later ones, and
+    the time of all.
+    """
 
     first: list[torch.Size | None]
     free: list[set[int]]
@@ -27,12 +29,18 @@ class _Calls:
         """Note the sizes of one more."""
         for shape, dims, tensor in zip(self.first, self.free, tensors, strict=True):
             if shape is not None:
-                dims |= {dim for dim, (was, now) in enumerate(zip(shape, tensor.shape, strict=True)) if was != now}
+                dims |= {
+                    dim
+                    for dim, (was, now) in enumerate(zip(shape, tensor.shape, strict=True))
+                    if was != now
+                }
 
 
 @dataclass
 class Waiting:
-    """The calls of one model that wait for a capture, by kind: what tells them apart but the sizes of tensors."""
+    """The calls of one model that wait for a capture, by kind: what tells them apart but the sizes
+    of tensors.
+    """
 
     _kinds: dict[Hashable, _Calls] = field(default_factory=dict)
     _now: _Calls | None = None
@@ -54,7 +62,8 @@ class Waiting:
         calls.look(tensors)
         self._now = calls if calls.seconds < capture_s else None
         if self._now is None:
-            calls.seconds = 0.0  # should the capture be of no use to others, they wait anew
+            # should the capture be of no use to others, they wait anew
+            calls.seconds = 0.0
         return self._now is not None
 
     def note(self, seconds: float) -> None:

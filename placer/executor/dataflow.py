@@ -51,38 +51,39 @@ __all__ = ["DataFlow"]
 class DataFlow(PlacedCalls):
     """Runs an unmodified module with each of its layers on the device that ``layer_gpus`` names.
 
-    The module's source is never rewritten. Its Parameters stay the same objects, so an optimizer made before stays
-    valid, and the keys of its ``state_dict`` never change.
+    The module's source is never rewritten. Its Parameters stay the same objects, so an optimizer
+    made before stays valid, and the keys of its ``state_dict`` never change.
 
-    Args:
-        module: the model.
-        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that are available if
+    Args: module: the model. device_ids: devices that layers may run on: indices, strings or
+        ``torch.device``; all that are available if
             None. What a map or a placement names beside them is added.
         output_device: where results go; the first of ``device_ids`` if None.
         inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
         clear_cache: give cached device memory back after layers were moved.
         fine_grained: ``layer_gpus`` names every leaf module; else the module's named children.
-        enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For inference: under
-            gradients it refuses, since the clones would not be trained.
-        deferred_batch_norm: let the running statistics of batch normalisation follow whole batches, each once, as on
-            the unsplit model; else every micro-batch updates them. Normalised is by micro-batch either way.
+        enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For
+            inference: under gradients it refuses, since the clones would not be trained.
+        deferred_batch_norm: let the running statistics of batch normalisation follow whole batches,
+            each once, as on the unsplit model; else every micro-batch updates them. Normalised is
+            by micro-batch either way.
 
-    Attributes:
-        module: the model.
-        device_ids: the index of each device.
-        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to be edited. A later
+    Attributes: module: the model. device_ids: the index of each device. layer_gpus: layer name ->
+        device index (or anything that names a device); ordered, free to be edited. A later
             call of a module follows the first one, unless it is named itself: ``relu@1``.
         chunks: micro-batches that a call is cut into when it does not say.
-        batch_options: where the samples of a batch lie, how results are joined and how the loss is reduced, for calls
-            and steps that do not say; see ``BatchOptions``. Free to be edited.
-        recompute: devices that in a training step keep no activations, but run forwards once more in the backward
-            pass: less memory for more time. Free to be edited, as ``layer_gpus`` is.
-        in_flight: for how many micro-batches each segment of a training step has room under ``zero-bubble`` and
-            ``interleaved``, in order; as many as the order has a use for where there are other segments than so many.
-            Under ``zero-bubble`` fewer take less memory and make the step longer: of S segments, number p has a use for
-            2 S, and runs with S - p (p from 0) in about the memory of 1F1B. Free to be edited.
+        batch_options: where the samples of a batch lie, how results are joined and how the loss is
+            reduced, for calls and steps that do not say; see ``BatchOptions``. Free to be edited.
+        recompute: devices that in a training step keep no activations, but run forwards once more
+            in the backward pass: less memory for more time. Free to be edited, as ``layer_gpus``
+            is.
+        in_flight: for how many micro-batches each segment of a training step has room under
+            ``zero-bubble`` and ``interleaved``, in order; as many as the order has a use for where
+            there are other segments than so many. Under ``zero-bubble`` fewer take less memory and
+            make the step longer: of S segments, number p has a use for 2 S, and runs with S - p (p
+            from 0) in about the memory of 1F1B. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
-        not_captured_because: why the model runs through hooks in its latest mode; empty where it was captured.
+        not_captured_because: why the model runs through hooks in its latest mode; empty where it
+        was captured.
         lock: held by the thread whose call or stream runs; one for all flows of the model.
         copies: of the model's state, on devices that read it and do not own it.
     """
@@ -111,7 +112,9 @@ class DataFlow(PlacedCalls):
         self.lock = _lock_of(module)
         self._devices = devices.resolve(device_ids)
         self.device_ids = [device.index for device in self._devices]
-        self.output_device = self._devices[0] if output_device is None else self._device(output_device)
+        self.output_device = (
+            self._devices[0] if output_device is None else self._device(output_device)
+        )
         self.inference_only = inference_only
         self.clear_cache = clear_cache
         self.fine_grained = fine_grained
@@ -152,24 +155,28 @@ class DataFlow(PlacedCalls):
     ) -> None:
         """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
 
-        After an error everything is as before the call: the model and its optimizers, the map and the other settings.
+        After an error everything is as before the call: the model and its optimizers, the map and
+        the other settings.
 
-        Args:
-            placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the schedule, ``recompute``,
-                ``in_flight``, and the links over which copies go through the host's memory. None leaves them as they
-                are.
-            optimizer: one that already holds state for the parameters, or a list of them; its state moves with them,
-                now and later, as the state of the optimizers of training steps does.
+        Args: placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
+            schedule, ``recompute``,
+                ``in_flight``, and the links over which copies go through the host's memory. None
+                leaves them as they are.
+            optimizer: one that already holds state for the parameters, or a list of them; its state
+                moves with them, now and later, as the state of the optimizers of training steps
+                does.
 
-        Raises:
-            PlacementError: the placement has no layers, or names layers or devices that are not there, or there is no
+        Raises: PlacementError: the placement has no layers, or names layers or devices that are not
+            there, or there is no
                 room.
             InputError: ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizers_of(optimizer)
         for one in given:
             if not isinstance(one, torch.optim.Optimizer):
-                raise InputError(f"optimizer is {one!r}; give the torch.optim.Optimizer whose state is to move")
+                raise InputError(
+                    f"optimizer is {one!r}; give the torch.optim.Optimizer whose state is to move"
+                )
         with self.lock:
             settings, detours = self._settings_of(placement)
             self._hooks.refuse_standing()
@@ -189,8 +196,11 @@ class DataFlow(PlacedCalls):
                 before.restore()
                 raise
 
-    def _settings_of(self, placement: Placement | Mapping[str, Any] | None) -> tuple[dict[str, Any], list[Any]]:
-        """Return the attributes that the flow is to have, and the links that bytes are not to go over straight.
+    def _settings_of(
+        self, placement: Placement | Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Return the attributes that the flow is to have, and the links that bytes are not to go
+        over straight.
 
         Args:
             placement: None keeps ``layer_gpus`` and what belongs to it.
@@ -210,7 +220,9 @@ class DataFlow(PlacedCalls):
             detours = list(found.through_host)
         layer_gpus = settings["layer_gpus"]
         if not isinstance(layer_gpus, Mapping):
-            raise PlacementError(f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices")
+            raise PlacementError(
+                f"layer_gpus is {layer_gpus!r}; give a map of layer names to devices"
+            )
         places = {name: self._device(place) for name, place in layer_gpus.items()}
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         used = list(dict.fromkeys([*self._devices, *places.values()]))
@@ -227,7 +239,9 @@ class DataFlow(PlacedCalls):
         optimizers: Collection[torch.optim.Optimizer],
         given: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Move the model's state, and the optimizers', to where a map says; with clones, copy it to devices without."""
+        """Move the model's state, and the optimizers', to where a map says; with clones, copy it to
+        devices without.
+        """
         if self._clones is not None:
             self._clones.cover(assignment.devices)
             return
@@ -239,7 +253,8 @@ class DataFlow(PlacedCalls):
             devices.release_cache()
 
     def undo(self) -> None:
-        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was made.
+        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was
+        made.
 
         Raises:
             InputError: the flow is applied at the moment.
@@ -267,14 +282,16 @@ class DataFlow(PlacedCalls):
             layer_gpus: its map; this flow's if None.
             module: a copy of the model whose attributes it is to show; this flow's module if None.
 
-        Returns:
-            A module that runs like this one, with its own ``layer_gpus``; weights are shared with this flow's clones.
+        Returns: A module that runs like this one, with its own ``layer_gpus``; weights are shared
+            with this flow's clones.
 
         Raises:
             InputError: this flow was made without ``enable_clone``.
         """
         if self._clones is None:
-            raise InputError("construct_module shares clones: make the flow with DataFlow(model, enable_clone=True)")
+            raise InputError(
+                "construct_module shares clones: make the flow with DataFlow(model, enable_clone=True)"
+            )
         built = copy.copy(self)
         built.__dict__ = dict(self.__dict__)
         built._modules = {"module": self.module if module is None else module}
@@ -286,8 +303,14 @@ class DataFlow(PlacedCalls):
         return built
 
     def _bring_back(self) -> None:
-        """Move state to its layers again that somebody else moved: another flow of the model, or ``model.to``."""
-        if self._clones is None and self._assignment is not None and self._places != self._places_now():
+        """Move state to its layers again that somebody else moved: another flow of the model, or
+        ``model.to``.
+        """
+        if (
+            self._clones is None
+            and self._assignment is not None
+            and self._places != self._places_now()
+        ):
             move_state(self.module, self._assignment.of_state, self._optimizers)
             self._program.accept_changes()
             self._plans.clear()
@@ -305,25 +328,32 @@ class DataFlow(PlacedCalls):
     def recomputed(self) -> frozenset[torch.device]:
         """The devices that run forwards once more in their backward passes."""
         if isinstance(self.recompute, str):
-            raise InputError(f"flow.recompute is {self.recompute!r}; give a list of devices, [{self.recompute!r}]")
+            raise InputError(
+                f"flow.recompute is {self.recompute!r}; give a list of devices, [{self.recompute!r}]"
+            )
         places = frozenset(self._device(place) for place in self.recompute)
         if unknown := places.difference(self._devices):
             known = ", ".join(map(str, self._devices))
-            raise InputError(f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}")
+            raise InputError(
+                f"flow.recompute has {min(map(str, unknown))}; the flow's devices are {known}"
+            )
         return places
 
     def captured(self, part: Part, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks.
 
-        Args:
-            part: the inputs.
-            needed: False lets it run so, too, where call after call would need a capture of its own.
+        Args: part: the inputs. needed: False lets it run so, too, where call after call would need
+            a capture of its own.
         """
         captures = self._program.captures([part], needed or self._needs_captures)
         return None if captures is None else captures[0]
 
     def cut(
-        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+        self,
+        call: Call,
+        options: BatchOptions,
+        sizes_of: Callable[[int], list[int]],
+        weigh: Weights,
     ) -> MicroBatches:
         """Cut a call into micro-batches; see ``Cutter.cut``."""
         return self._cutter.cut(call, options, sizes_of, weigh, self._needs_captures)
@@ -336,7 +366,9 @@ class DataFlow(PlacedCalls):
             options: what was declared of the batch; the flow's if None.
         """
         tensors, inputs = flatten_inputs(*call)
-        layout = self._program.layout(call, tensors, inputs, self.batch_options if options is None else options)
+        layout = self._program.layout(
+            call, tensors, inputs, self.batch_options if options is None else options
+        )
         return Part(tensors, inputs, layout.dims)
 
     def holds(self, capture: Capture) -> bool:
@@ -344,7 +376,8 @@ class DataFlow(PlacedCalls):
         return self._program.holds(capture)
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """The layers of a capture, those of each device together where that can be, and the device of each.
+        """The layers of a capture, those of each device together where that can be, and the device
+        of each.
 
         Their state is in place.
         """
@@ -352,7 +385,8 @@ class DataFlow(PlacedCalls):
         graph = self._program.graph(capture, self._granularity)
         graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
         if self._clones is None:
-            if self._places != self._places_now():  # by somebody else: nothing is known to be in place
+            # by somebody else: nothing is known to be in place
+            if self._places != self._places_now():
                 self._plans.clear()
                 self._settled.clear()
             settle(graph, places, self._optimizers, self._settled)
@@ -367,8 +401,11 @@ class DataFlow(PlacedCalls):
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
         """The segments of a capture under the present map, made once."""
         if capture not in self._plans:
-            if not all(map(self.holds, self._plans)):  # the model has changed: what was made of it before is not kept
-                self._plans = {known: plan for known, plan in self._plans.items() if self.holds(known)}
+            # the model has changed: what was made of it before is not kept
+            if not all(map(self.holds, self._plans)):
+                self._plans = {
+                    known: plan for known, plan in self._plans.items() if self.holds(known)
+                }
                 self._repeated.keep_only(self.holds)
             graph, places = self.layers(capture)
             parts = segments(graph, places, state_lookup(graph, self._clones), self.copies.get)
@@ -376,7 +413,9 @@ class DataFlow(PlacedCalls):
         return self._plans[capture]
 
     def _no_plans(self) -> dict[str, Any]:
-        """Return the attributes of a flow whose state has just been moved, and that has not run since."""
+        """Return the attributes of a flow whose state has just been moved, and that has not run
+        since.
+        """
         return {
             "_plans": {},
             "_settled": set(),
@@ -398,7 +437,9 @@ class DataFlow(PlacedCalls):
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         one_kind = len({place.type for place in (*self._devices, *places.values())}) == 1
         has_rooms = placement.training and placement.schedule in ("interleaved", "zero-bubble")
-        stated = placement.in_flight or (placement.step.in_flight if placement.step is not None else ())
+        stated = placement.in_flight or (
+            placement.step.in_flight if placement.step is not None else ()
+        )
         return {
             "_assumed": placement,
             "layer_gpus": OrderedDict(
@@ -407,7 +448,9 @@ class DataFlow(PlacedCalls):
             "_granularity": tuple(places),
             "chunks": placement.chunks,
             # What was declared here stays where the placement declares nothing.
-            "batch_options": self.batch_options if placement.batch_options == DEFAULT else placement.batch_options,
+            "batch_options": self.batch_options
+            if placement.batch_options == DEFAULT
+            else placement.batch_options,
             "schedule": placement.schedule,
             "recompute": list(placement.recompute),
             "in_flight": stated if has_rooms else (),
@@ -425,7 +468,9 @@ class DataFlow(PlacedCalls):
     def _tell_of_edits(self) -> None:
         if self.layer_gpus and not self._has_told and len(set(self.layer_gpus.values())) > 1:
             self._has_told = True
-            warn("layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it to be followed")
+            warn(
+                "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it to be followed"
+            )
 
     def _default_map(self) -> OrderedDict[str, DeviceLike]:
         """Every layer on the output device."""
@@ -434,9 +479,13 @@ class DataFlow(PlacedCalls):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the flow makes its own graphs."""
-        raise InputError("a flow is not compiled as a whole: give compile=True to flow.train_step and flow.stream")
+        raise InputError(
+            "a flow is not compiled as a whole: give compile=True to flow.train_step and flow.stream"
+        )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """As torch's, with the flow's keys (``module.`` in front) or the model's own."""
         own = {f"module.{name}" for name in self.module.state_dict()}
         if not any(name in own for name in state_dict):
@@ -453,8 +502,12 @@ class DataFlow(PlacedCalls):
     def __getstate__(self) -> dict[str, Any]:
         """Without captures and clones, which are made again when needed."""
         state = dict(self.__dict__)
-        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state["_streams"] = None
-        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = state["copies"] = None
+        state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state[
+            "_streams"
+        ] = None
+        state["_repeated"] = state["lock"] = state["_optimizers"] = state["_cutter"] = state[
+            "copies"
+        ] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

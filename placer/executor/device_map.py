@@ -1,7 +1,9 @@
-"""What tells transformers and accelerate that a model has its devices: they neither move nor wrap it then.
+"""What tells transformers and accelerate that a model has its devices: they neither move nor wrap
+it then.
 
-Their ``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel where they see several
-GPUs, unless the model has an attribute ``hf_device_map``, as one that was loaded with ``device_map=`` has.
+Their ``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel where
+they see several GPUs, unless the model has an attribute ``hf_device_map``, as one that was loaded
+with ``device_map=`` has.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
         attributes.enter_context(_set(module, "hf_device_map", device_map(module, assignment)))
         encoder = _encoder(module)
         if encoder is not None and not hasattr(encoder, "_hf_hook"):
-            # For a model with such a map ``generate`` puts a hook of accelerate on an encoder that has none, and leaves
-            # it there. Results go where they are needed without one.
-            attributes.enter_context(_set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True)))
+            # For a model with such a map ``generate`` puts a hook of accelerate on an encoder that
+            # has none, and leaves it there. Results go where they are needed without one.
+            attributes.enter_context(
+                _set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True))
+            )
         yield
 
 
@@ -47,11 +51,13 @@ def _encoder(module: nn.Module) -> nn.Module | None:
 
 
 def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
-    """Return the devices of a model as accelerate writes them: by the path of each module that has tensors of its own.
+    """Return the devices of a model as accelerate writes them: by the path of each module that has
+    tensors of its own.
 
-    ``Trainer`` takes a map with one value for a model that may be replicated, and ``Accelerator`` moves a model whose
-    map has one entry. So the first entry, which stands for all that is not named, is a ``torch.device``, and the others
-    are numbers of GPUs or names: there are always two values, and two entries if the model has a tensor.
+    ``Trainer`` takes a map with one value for a model that may be replicated, and ``Accelerator``
+    moves a model whose map has one entry. So the first entry, which stands for all that is not
+    named, is a ``torch.device``, and the others are numbers of GPUs or names: there are always two
+    values, and two entries if the model has a tensor.
 
     Args:
         module: the model.
@@ -59,14 +65,22 @@ def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
     """
     found: dict[str, Place] = {"": assignment.of_path("") or assignment.default}
     for path, child in module.named_modules():
-        own = [name for name, _ in (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))]
+        own = [
+            name
+            for name, _ in (
+                *child.named_parameters(recurse=False),
+                *child.named_buffers(recurse=False),
+            )
+        ]
         for name in own[:1] if path else own:
             found[path or name] = _spelled(assignment.of_state(f"{path}.{name}" if path else name))
     return found
 
 
 def _spelled(device: torch.device) -> Place:
-    """A device as a map has it. A CPU has its number: ``"cpu"`` would mean weights that are brought when needed."""
+    """A device as a map has it. A CPU has its number: ``"cpu"`` would mean weights that are brought
+    when needed.
+    """
     return device.index if device.type == "cuda" else f"{device.type}:{device.index or 0}"
 
 

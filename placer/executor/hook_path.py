@@ -25,7 +25,8 @@ Standing = Callable[[], AbstractContextManager[Any]]
 
 
 class HookPath:
-    """The hooks of one model; there are none but while it runs, forwards or again in a backward pass.
+    """The hooks of one model; there are none but while it runs, forwards or again in a backward
+    pass.
 
     Args:
         module: the model.
@@ -38,7 +39,8 @@ class HookPath:
         self._module = module
         self._standing: Alignment | None = None
         self._thread = self._thread_again = 0
-        self._turn_again = RLock()  # each device has a thread of its own for backward passes
+        # each device has a thread of its own for backward passes
+        self._turn_again = RLock()
         self.runs = False
 
     def run(
@@ -51,9 +53,8 @@ class HookPath:
             parts: the inputs of each.
             target: where results go; where the last module ran if None.
 
-        Returns:
-            The flattened results of each, their structures, what the last one was given, as the model left it, and
-            where its results are.
+        Returns: The flattened results of each, their structures, what the last one was given, as
+            the model left it, and where its results are.
 
         Raises:
             CaptureError: a module allows no hooks.
@@ -74,15 +75,17 @@ class HookPath:
         return results, structures, (args, kwargs), place
 
     def call(
-        self, assignment: Assignment, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device | None
+        self,
+        assignment: Assignment,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: torch.device | None,
     ) -> tuple[Any, torch.device]:
         """Run the model, in ``standing``, on the caller's own lists and objects.
 
-        Args:
-            assignment: the devices of the modules, whose state is there.
-            args: what it takes.
-            kwargs: the same.
-            target: where results go, but for what it was given: a cache has its tensors where they are needed. Where
+        Args: assignment: the devices of the modules, whose state is there. args: what it takes.
+            kwargs: the same. target: where results go, but for what it was given: a cache has its
+            tensors where they are needed. Where
                 the last module ran if None.
 
         Returns:
@@ -122,7 +125,9 @@ class HookPath:
                 yield
             return
         refuse_scripts(self._module)
-        alignment = Alignment(renewal=partial(self._renewed, again or partial(self.standing, assignment)))
+        alignment = Alignment(
+            renewal=partial(self._renewed, again or partial(self.standing, assignment))
+        )
         arrivals = Arrivals(self._places(assignment), alignment)
         self._standing, self._thread = alignment, get_ident()
         try:
@@ -134,16 +139,21 @@ class HookPath:
 
     @contextmanager
     def _renewed(self, again: Standing) -> Iterator[Alignment]:
-        """What a backward pass runs again finds the hooks of the pass before; one thread of autograd at a time."""
+        """What a backward pass runs again finds the hooks of the pass before; one thread of
+        autograd at a time.
+        """
         with self._turn_again, nullcontext() if self.stand else again():
             outer, self._thread_again = self._thread_again, get_ident()
             try:
-                yield self._standing or Alignment()  # layers are at home if the flow was undone meanwhile
+                # layers are at home if the flow was undone meanwhile
+                yield self._standing or Alignment()
             finally:
                 self._thread_again = outer
 
     def paused(self) -> AbstractContextManager[None]:
-        """In it operations are left as they are: those of a captured graph have all they need where they run."""
+        """In it operations are left as they are: those of a captured graph have all they need where
+        they run.
+        """
         return nullcontext() if self._standing is None else self._standing.paused()
 
     @property
@@ -158,13 +168,17 @@ class HookPath:
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether another thread is in ``standing``, and this one does not run a part of its backward pass."""
+        """Whether another thread is in ``standing``, and this one does not run a part of its
+        backward pass.
+        """
         return self.stand and self._thread != get_ident() and not self.run_again
 
     def refuse_standing(self) -> None:
         """Raise an InputError in ``standing``, whose hooks know where modules were when it began."""
         if self.stand:
-            raise InputError("layers move only when the flow is not applied: leave `with flow.applied():` first")
+            raise InputError(
+                "layers move only when the flow is not applied: leave `with flow.applied():` first"
+            )
 
     def _places(self, assignment: Assignment) -> dict[nn.Module, torch.device]:
         return {

@@ -39,9 +39,14 @@ AnyStage = TrainingStage | Stage
 
 
 def measure_step(
-    step: TrainStep, inputs: Any, target: Any, chunks: int | None = None, profile: Profile | None = None
+    step: TrainStep,
+    inputs: Any,
+    target: Any,
+    chunks: int | None = None,
+    profile: Profile | None = None,
 ) -> Measurement:
-    """Forward and backward passes of a training step; the optimizer rests, and buffers are put back.
+    """Forward and backward passes of a training step; the optimizer rests, and buffers are put
+    back.
 
     Args:
         step: from ``DataFlow.train_step``.
@@ -50,8 +55,8 @@ def measure_step(
         chunks: as for a step.
         profile: the prediction is made from it.
 
-    Raises:
-        InputError: the model runs through hooks, the profile is of other layers, or gradients of an earlier step wait.
+    Raises: InputError: the model runs through hooks, the profile is of other layers, or gradients
+        of an earlier step wait.
     """
     if step.flow.gradients_wait:
         raise InputError(
@@ -75,7 +80,11 @@ class MeasuredFlow(Flow, Protocol):
     """What a measurement needs of a ``DataFlow``."""
 
     def cut(
-        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+        self,
+        call: Call,
+        options: BatchOptions,
+        sizes_of: Callable[[int], list[int]],
+        weigh: Weights,
     ) -> MicroBatches:
         """Cut a call into micro-batches."""
 
@@ -100,12 +109,14 @@ def measure_stream(
         profile: the prediction is made from it.
         backend: of ``torch.compile``; None to leave segments as they are.
 
-    Raises:
-        InputError: the flow is not placed, the model runs through hooks, or the profile is of other layers.
+    Raises: InputError: the flow is not placed, the model runs through hooks, or the profile is of
+        other layers.
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
-    found = flow.cut(input_forms.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None)
+    found = flow.cut(
+        input_forms.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None
+    )
     calls = [part.inputs.unflatten(part.tensors) for part in found.parts]
     batches = [kwargs if kwargs else args for args, kwargs in calls]
 
@@ -113,11 +124,14 @@ def measure_stream(
         for _ in streams.open(batches, backend=backend, options=options):
             pass
 
-    kept = Kept(flow.module.buffers(), {devices.location(tensor) for tensor in flow.module.parameters()})
+    kept = Kept(
+        flow.module.buffers(), {devices.location(tensor) for tensor in flow.module.parameters()}
+    )
     kept.save()
     try:
         if flow.captured(found.parts[0]) is None:
-            run()  # where the inputs are wrong, the layer that cannot take them tells
+            # where the inputs are wrong, the layer that cannot take them tells
+            run()
             raise _not_captured(flow)
         for _ in range(WARM_UPS):
             run()
@@ -126,14 +140,24 @@ def measure_stream(
         kept.restore()
     pipeline = streams.pipelines()[-1]
     places = {stage.device: index for index, stage in enumerate(pipeline.stages)}
-    order = plan("fill-drain", [places[stage.device] for stage in pipeline.stages], len(batches), training=False)
+    order = plan(
+        "fill-drain",
+        [places[stage.device] for stage in pipeline.stages],
+        len(batches),
+        training=False,
+    )
     cut = "one micro-batch" if len(batches) == 1 else f"a stream of {len(batches)} micro-batches"
     title = f"Inference of {pipeline.graph.model}: {cut}"
     return _measurement(title, pipeline.stages, rows, order, profile, found.sizes[0])
 
 
 def _measurement(
-    title: str, stages: Sequence[AnyStage], rows: tuple[Row, ...], order: Plan, profile: Profile | None, size: int
+    title: str,
+    stages: Sequence[AnyStage],
+    rows: tuple[Row, ...],
+    order: Plan,
+    profile: Profile | None,
+    size: int,
 ) -> Measurement:
     parts = [stage.segment for stage in stages]
     notes = [
@@ -145,21 +169,32 @@ def _measurement(
         if stage.compiled:
             notes.append(f"segment {index} on {stage.device} is compiled: {stage.compiled}")
         elif stage.not_compiled_because:
-            notes.append(f"segment {index} on {stage.device} is not compiled: {stage.not_compiled_because}")
+            notes.append(
+                f"segment {index} on {stage.device} is not compiled: {stage.not_compiled_because}"
+            )
     if parts[0].device.type == devices.CPU:
-        notes.append("stand-ins on one processor run one after another: their idle time is not that of devices")
+        notes.append(
+            "stand-ins on one processor run one after another: their idle time is not that of devices"
+        )
     if profile is not None and profile.batch_size != size:
-        notes.append(f"the profile is of micro-batches of {profile.batch_size}, these are of {size}")
+        notes.append(
+            f"the profile is of micro-batches of {profile.batch_size}, these are of {size}"
+        )
     names = tuple(dict.fromkeys(str(part.device) for part in parts))
     guess = () if profile is None else predicted(profile, parts, order)
     return Measurement(title, names, rows, guess, tuple(notes))
 
 
 def _traced(
-    pipelines: Sequence[AnyPipeline], courier: Courier, homes: Sequence[torch.device], run: Callable[[], Any]
+    pipelines: Sequence[AnyPipeline],
+    courier: Courier,
+    homes: Sequence[torch.device],
+    run: Callable[[], Any],
 ) -> tuple[Row, ...]:
     """What is issued while something runs, by start; results go to ``homes``."""
-    places = list(dict.fromkeys(stage.device for pipeline in pipelines for stage in pipeline.stages))
+    places = list(
+        dict.fromkeys(stage.device for pipeline in pipelines for stage in pipeline.stages)
+    )
     passes: list[Issued] = []
     deliveries: list[Delivery] = []
     clock = Clock([*places, *homes])
@@ -181,11 +216,15 @@ def _traced(
 
 def _pass(item: Issued, clock: Clock) -> Row:
     device, stage, phase, number, began, ended = item
-    return Row(str(device), phase, stage, None, number, clock.ms(began, device), clock.ms(ended, device))
+    return Row(
+        str(device), phase, stage, None, number, clock.ms(began, device), clock.ms(ended, device)
+    )
 
 
 def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> Row:
-    """A copy between stages, whose devices are ``stages``; from the caller, or to it, where it names no stage."""
+    """A copy between stages, whose devices are ``stages``; from the caller, or to it, where it
+    names no stage.
+    """
     source, target, phase, number = item.label
     kind: Kind = "gradients" if phase == "backward" else "values"
     if source is None:

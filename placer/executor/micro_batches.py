@@ -1,4 +1,6 @@
-"""A call, or a training step's batch, cut into micro-batches: where its samples lie, and how results are joined."""
+"""A call, or a training step's batch, cut into micro-batches: where its samples lie, and how
+results are joined.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch
 from torch import Tensor
 
 from placer.capture import autocast
-from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, Part, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    BatchLayout,
+    Call,
+    Parameters,
+    Part,
+    refuse_no_options,
+)
 from placer.capture.export import nested_ops
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError, kind_of
@@ -54,7 +62,8 @@ class MicroBatches:
 
 
 class Cutter:
-    """What cuts the calls of one flow; it knows the kinds of batches that were compared with their micro-batches.
+    """What cuts the calls of one flow; it knows the kinds of batches that were compared with their
+    micro-batches.
 
     Args:
         flow: the flow.
@@ -74,12 +83,10 @@ class Cutter:
     ) -> MicroBatches:
         """Cut a call, once it is seen that calls of its kind may be cut.
 
-        Args:
-            call: positional and keyword arguments.
-            options: what was declared of the batch.
-            sizes_of: from the number of samples to those of each micro-batch.
-            weigh: from the number of samples to the weight of each in a mean; None if all weigh alike.
-            needed: whether to capture the model in any case where that tells what is no part of the batch.
+        Args: call: positional and keyword arguments. options: what was declared of the batch.
+            sizes_of: from the number of samples to those of each micro-batch. weigh: from the
+            number of samples to the weight of each in a mean; None if all weigh alike. needed:
+            whether to capture the model in any case where that tells what is no part of the batch.
 
         Raises:
             BatchError: micro-batches give something else than the batch.
@@ -92,12 +99,18 @@ class Cutter:
         sizes = sizes_of(layout.size)
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
-            return MicroBatches(layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters)
-        dims = layout.dims  # open in a graph, also of what turns out to be no part of the batch
+            return MicroBatches(
+                layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters
+            )
+        # open in a graph, also of what turns out to be no part of the batch
+        dims = layout.dims
         layout = program.narrowed(layout, tensors, inputs, needed)
         parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
         known = call, program.parameters, layout, sizes, options
-        mode, can_be_run = (program.module.training, autocast.state()), partial(self._can_be_run, parts[0])
+        mode, can_be_run = (
+            (program.module.training, autocast.state()),
+            partial(self._can_be_run, parts[0]),
+        )
         joining = self._checks.joining(*known, mode, self._flow.run_compared, weigh, can_be_run)
         return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
 
@@ -107,7 +120,8 @@ class Cutter:
 
     def _can_be_run(self, part: Part) -> bool:
         """Return whether no operation of the model compiles what it is given, as torch.cond does."""
-        with torch.inference_mode(False):  # inside it, constants could not be trained with later
+        # inside it, constants could not be trained with later
+        with torch.inference_mode(False):
             captures = self._flow._program.captures([part], needed=False) or []
         return not any(nested_ops.has_bodies(capture.exported.module) for capture in captures)
 
@@ -130,8 +144,11 @@ class Cutter:
         return self._flow._program.layout(call, *flatten_inputs(*call), options)
 
 
-def weights_of(options: BatchOptions, inputs: Any, target: Any, size: int, advice: str = "") -> Tensor | None:
-    """Return the weight of each sample in the loss, shape ``(N,)``, in float64; None if all weigh alike.
+def weights_of(
+    options: BatchOptions, inputs: Any, target: Any, size: int, advice: str = ""
+) -> Tensor | None:
+    """Return the weight of each sample in the loss, shape ``(N,)``, in float64; None if all weigh
+    alike.
 
     Args:
         options: what was declared of the batch.
@@ -154,7 +171,13 @@ def weights_of(options: BatchOptions, inputs: Any, target: Any, size: int, advic
     if weights is None and getattr(options.weigh, "may_give_none", False):
         return None
     if not isinstance(weights, Tensor) or weights.shape != (size,):
-        given = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else kind_of(weights)
-        raise InputError(f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples")
+        given = (
+            f"a tensor of shape {tuple(weights.shape)}"
+            if isinstance(weights, Tensor)
+            else kind_of(weights)
+        )
+        raise InputError(
+            f"weigh gave {given}; let it give a tensor of a number for each of the {size} samples"
+        )
     with torch.no_grad():
         return weights.detach().double()

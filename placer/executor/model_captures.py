@@ -1,4 +1,6 @@
-"""The captures of one model: one for each mode and each shape that an earlier one does not cover, made when needed."""
+"""The captures of one model: one for each mode and each shape that an earlier one does not cover,
+made when needed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import autocast
-from placer.capture.batch_dims.batch_layout import DEFAULT, BatchLayout, Parameters, Part, layout_of_inputs
+from placer.capture.batch_dims.batch_layout import (
+    DEFAULT,
+    BatchLayout,
+    Parameters,
+    Part,
+    layout_of_inputs,
+)
 from placer.capture.batch_dims.batch_symbols import beside_batch
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
@@ -32,7 +40,8 @@ _OFTEN = 3
 _KNOWN_SHAPES = 1000
 _KEPT_CAPTURES = 200
 _PATIENCE = 5.0
-"""How many times as long as the first capture one with open sizes may take; the first is taken to last a second."""
+"""How many times as long as the first capture one with open sizes may take; the first is taken to
+last a second."""
 _IN_VAIN = 4
 """So many calls in a row may each have the model captured."""
 _CAPTURE_S = 0.008
@@ -52,11 +61,11 @@ class Capture:
 class Program:
     """What is known of a model's graph so far.
 
-    Attributes:
-        module: the user's model.
-        compare: given a new capture and inputs that it holds for, tells in what the graph differs from the model; an
+    Attributes: module: the user's model. compare: given a new capture and inputs that it holds for,
+        tells in what the graph differs from the model; an
             empty string if it does not.
-        refused: why torch.export refused it, or in what the graph differs, by mode; those modes run through hooks.
+        refused: why torch.export refused it, or in what the graph differs, by mode; those modes run
+            through hooks.
     """
 
     module: nn.Module
@@ -69,7 +78,8 @@ class Program:
     _looks: int = 0
     _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
-    _second: dict[Hashable, bool] = field(default_factory=dict)  # whether a mode's second look is still to come
+    # whether a mode's second look is still to come
+    _second: dict[Hashable, bool] = field(default_factory=dict)
     _whole: dict[Hashable, frozenset[int]] = field(default_factory=dict)
     _layouts: dict[Hashable, BatchLayout] = field(default_factory=dict)
     _made: int = 0
@@ -81,7 +91,9 @@ class Program:
     _has_told: bool = False
 
     def mode(self) -> Hashable:
-        """What the graph depends on beside shapes: which modules train, which have hooks, and the caller's autocast."""
+        """What the graph depends on beside shapes: which modules train, which have hooks, and the
+        caller's autocast.
+        """
         return self._mode_in(self._look())
 
     def _mode_in(self, census: Census) -> Hashable:
@@ -92,13 +104,15 @@ class Program:
         """The model's parameters and buffers, as of the last look, or of one now if there was none."""
         return (self._census or self._look()).state
 
-    def captures(self, parts: Sequence[Part], needed: bool = True, waits: bool = False) -> list[Capture] | None:
-        """Return the captures that cover the micro-batches of one call, for which the model is looked at once.
+    def captures(
+        self, parts: Sequence[Part], needed: bool = True, waits: bool = False
+    ) -> list[Capture] | None:
+        """Return the captures that cover the micro-batches of one call, for which the model is
+        looked at once.
 
-        Args:
-            parts: the inputs of each micro-batch.
-            needed: whether to capture in any case; else not if call after call would need a capture of its own.
-            waits: whether to capture only when calls of the kind have spent as long on hooks as that takes.
+        Args: parts: the inputs of each micro-batch. needed: whether to capture in any case; else
+            not if call after call would need a capture of its own. waits: whether to capture only
+            when calls of the kind have spent as long on hooks as that takes.
 
         Returns:
             The capture of each, or None if the model must, or had better, run through hooks.
@@ -120,12 +134,17 @@ class Program:
             captures: of the micro-batches.
             parts: the inputs of each.
         """
-        if not (torch.is_grad_enabled() and any(capture.exported.stops_gradients for capture in captures)):
+        if not (
+            torch.is_grad_enabled()
+            and any(capture.exported.stops_gradients for capture in captures)
+        ):
             return False
         given = (tensor for part in parts for tensor in part.tensors if isinstance(tensor, Tensor))
         return any(item.requires_grad for item in (*self.module.parameters(), *given))
 
-    def layout(self, call: Any, tensors: Sequence[Any], inputs: Structure, options: BatchOptions) -> BatchLayout:
+    def layout(
+        self, call: Any, tensors: Sequence[Any], inputs: Structure, options: BatchOptions
+    ) -> BatchLayout:
         """Return where the samples of a call's inputs lie, as far as sizes and options tell.
 
         Args:
@@ -149,7 +168,8 @@ class Program:
     def narrowed(
         self, layout: BatchLayout, tensors: Sequence[Any], inputs: Structure, needed: bool = True
     ) -> BatchLayout:
-        """Return a layout without tensors that are no part of the batch, though as long: a mask, or a table.
+        """Return a layout without tensors that are no part of the batch, though as long: a mask, or
+        a table.
 
         A capture of the whole call tells. Without one, sizes alone do.
 
@@ -163,7 +183,8 @@ class Program:
             return layout
         key = (inputs.key, shapes(tensors), layout)
         if key not in self._whole:
-            with torch.inference_mode(False):  # inside it, constants could not be trained with later
+            # inside it, constants could not be trained with later
+            with torch.inference_mode(False):
                 found = self.captures([Part(list(tensors), inputs, layout.dims)], needed)
             if found is None:
                 return layout
@@ -173,7 +194,8 @@ class Program:
         return layout.without(self._whole[key].intersection(layout.undeclared()))
 
     def captures_before(self, parts: Sequence[Part]) -> list[Capture] | None:
-        """Return what ``captures`` returns if the model is as it was at the last look; None if it would capture.
+        """Return what ``captures`` returns if the model is as it was at the last look; None if it
+        would capture.
 
         Args:
             parts: the inputs of each micro-batch.
@@ -208,7 +230,9 @@ class Program:
                 if mode in self.refused and not self._second.get(mode):
                     return None
                 kind = mode, inputs.key, _kinds(tensors)
-                if not needed and (self._had_better_pass(key) or (waits and self._waits(kind, tensors))):
+                if not needed and (
+                    self._had_better_pass(key) or (waits and self._waits(kind, tensors))
+                ):
                     return None
                 try:
                     refuse_hooks(self.module)
@@ -222,7 +246,8 @@ class Program:
                 self.refused.pop(mode, None)
                 known.append(fitting)
                 self._attributes.add(fitting.exported.attributes, fitting.exported.looked_at)
-            if len(self._seen) >= _KNOWN_SHAPES:  # a cache that grows by a token a call has a shape for each
+            # a cache that grows by a token a call has a shape for each
+            if len(self._seen) >= _KNOWN_SHAPES:
                 self._seen.clear()
             self._seen[key] = fitting
         return self._seen[key]
@@ -231,7 +256,9 @@ class Program:
         begun = time.monotonic()
         patience = _PATIENCE * max([1.0, *(capture.seconds for capture in known[:1])])
         args, kwargs = part.inputs.unflatten(part.tensors)
-        exported = export(self.module, args, kwargs, part.dims, _free(known, part.tensors, more), patience)
+        exported = export(
+            self.module, args, kwargs, part.dims, _free(known, part.tensors, more), patience
+        )
         self._made += 1
         self._capture_s = time.monotonic() - begun
         return Capture(exported, self._capture_s)
@@ -241,7 +268,8 @@ class Program:
         return self._waiting.waits(kind, tensors, capture_s)
 
     def _had_better_pass(self, key: Hashable) -> bool:
-        """Whether a call goes through hooks, as the last ones needed a capture each: a counter is given along, say.
+        """Whether a call goes through hooks, as the last ones needed a capture each: a counter is
+        given along, say.
 
         It is captured when its like has spent as long there as a capture takes.
         """
@@ -267,7 +295,9 @@ class Program:
             self._passing = None
 
     def _look(self) -> Census:
-        """The model as it is now; what is known of one with another module, parameter, buffer or constant is not."""
+        """The model as it is now; what is known of one with another module, parameter, buffer or
+        constant is not.
+        """
         before = self._census
         if before is None or not before.holds():
             self._census = Census(self.module)
@@ -281,7 +311,9 @@ class Program:
         return self._census
 
     def accept_changes(self) -> None:
-        """Forget all captures if attributes have changed, without a warning: the flow itself moved what they hold."""
+        """Forget all captures if attributes have changed, without a warning: the flow itself moved
+        what they hold.
+        """
         if not self._attributes.hold():
             self._forget()
 
@@ -310,20 +342,31 @@ class Program:
             )
 
     def doubt_refusal(self) -> None:
-        """The model itself failed on what was given: that torch.export failed on it too says nothing of the mode."""
+        """The model itself failed on what was given: that torch.export failed on it too says
+        nothing of the mode.
+        """
         self.refused.pop(self.mode(), None)
 
     def graph(self, capture: Capture, granularity: Granularity) -> LayerGraph:
-        """The capture, cut into layers; which values gradients flow through depends on what is frozen now."""
+        """The capture, cut into layers; which values gradients flow through depends on what is
+        frozen now.
+        """
         frozen = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        key: Hashable = (granularity if isinstance(granularity, Hashable) else tuple(granularity), frozen)
+        key: Hashable = (
+            granularity if isinstance(granularity, Hashable) else tuple(granularity),
+            frozen,
+        )
         if key not in capture.graphs:
             capture.graphs[key] = layer_graph(capture.exported, self.module, granularity)
         return capture.graphs[key]
 
 
-def _free(known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[int]]) -> list[set[int]]:
-    """For each input, the dimensions that were of several sizes so far: who gives two lengths will give more."""
+def _free(
+    known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[int]]
+) -> list[set[int]]:
+    """For each input, the dimensions that were of several sizes so far: who gives two lengths will
+    give more.
+    """
     if any(capture.exported.is_closed for capture in known):
         return [set() for _ in tensors]
     free = list(map(set, more))
@@ -335,7 +378,10 @@ def _free(known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[i
 
 def _kinds(tensors: Sequence[Any]) -> Hashable:
     """What tells inputs apart but their sizes."""
-    return tuple((tensor.dim(), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor) for tensor in tensors)
+    return tuple(
+        (tensor.dim(), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
+        for tensor in tensors
+    )
 
 
 def _key(mode: Hashable, part: Part) -> Hashable:
@@ -344,4 +390,6 @@ def _key(mode: Hashable, part: Part) -> Hashable:
 
 def shapes(tensors: Sequence[Any]) -> Hashable:
     """What tells captures and recordings of one model and mode apart."""
-    return tuple((tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
+    return tuple(
+        (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors
+    )

@@ -2,9 +2,9 @@
 
     results of micro-batches ──▶ join(): each value by its rule ──▶ result of the batch
 
-A rule is what ``BatchOptions.outputs`` declares; else what ``find_rules`` sees when it compares a small batch with its
-micro-batches; else the convention: a tensor with a sample along the batch dimension is concatenated, and the mean is
-taken of a number.
+A rule is what ``BatchOptions.outputs`` declares; else what ``find_rules`` sees when it compares a
+small batch with its micro-batches; else the convention: a tensor with a sample along the batch
+dimension is concatenated, and the mean is taken of a number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Compare = Callable[[Any, Any], bool]
 """Whether two values are equal up to rounding."""
 
 Share = float | Tensor
-"""How much a micro-batch counts in a mean; a tensor is a number on some device, which the host does not read."""
+"""How much a micro-batch counts in a mean; a tensor is a number on some device, which the host does
+not read."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Joining:
         """Return the joining of results that nothing was found of yet."""
         outputs = options.outputs
         declared = dict(outputs) if isinstance(outputs, dict) else {OTHERS: outputs}
-        return cls(declared, dim=options.inputs if isinstance(options.inputs, int) else 0, way_out=way_out)
+        return cls(
+            declared, dim=options.inputs if isinstance(options.inputs, int) else 0, way_out=way_out
+        )
 
     def rule(self, name: str) -> Join | None:
         """Return the rule of a value; None where the convention decides."""
@@ -85,7 +88,12 @@ class Difference:
     joined: Any
 
 
-def join(parts: Sequence[Any], sizes: Sequence[int], joining: Joining, weights: Sequence[Share] | None = None) -> Any:
+def join(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    joining: Joining,
+    weights: Sequence[Share] | None = None,
+) -> Any:
     """Join the results of all micro-batches of a batch.
 
     Args:
@@ -94,8 +102,8 @@ def join(parts: Sequence[Any], sizes: Sequence[int], joining: Joining, weights: 
         joining: the rules.
         weights: of each in a mean; ``sizes`` if None.
 
-    Raises:
-        InputError: a value cannot be joined; the message names it and the declaration that says how.
+    Raises: InputError: a value cannot be joined; the message names it and the declaration that says
+        how.
     """
     return parts[0] if len(parts) == 1 else _Walk(sizes, joining, weights).over([*parts], "")
 
@@ -118,13 +126,17 @@ def find_rules(
         equal: whether two values are equal up to rounding.
         weights: of each micro-batch in a mean; ``sizes`` if None.
 
-    Returns:
-        The joining with the rules that were found; the values for which no rule holds; and whether another batch has
-        to decide between several rules that hold, as where all values are zero.
+    Returns: The joining with the rules that were found; the values for which no rule holds; and
+        whether another batch has to decide between several rules that hold, as where all values are
+        zero.
     """
     walk = _Search(sizes, joining, equal, weights)
     walk.over([*parts, whole], "")
-    return dataclasses.replace(joining, found={**joining.found, **walk.rules}), walk.differences, walk.is_undecided
+    return (
+        dataclasses.replace(joining, found={**joining.found, **walk.rules}),
+        walk.differences,
+        walk.is_undecided,
+    )
 
 
 class _Walk:
@@ -136,18 +148,26 @@ class _Walk:
         weights: of each in a mean; ``sizes`` if None.
     """
 
-    def __init__(self, sizes: Sequence[int], joining: Joining, weights: Sequence[Share] | None = None) -> None:
+    def __init__(
+        self, sizes: Sequence[int], joining: Joining, weights: Sequence[Share] | None = None
+    ) -> None:
         self._sizes, self._joining = list(sizes), joining
         self._shares = _shares_of(weights or self._sizes)
 
     def over(self, nests: list[Any], name: str, in_object: bool = False) -> Any:
-        """Join nests that have this name in their results; ``in_object``: as attributes of an object."""
+        """Join nests that have this name in their results; ``in_object``: as attributes of an
+        object.
+        """
         first, rule = nests[0], self._joining.rule(name)
         if rule == "list" or callable(rule):
             return self.leaf(nests, name, rule)
         if isinstance(first, Tensor) or (_is_number(first) and not in_object):
             return self.leaf(nests, name, rule)
-        if isinstance(first, (list, tuple)) and not hasattr(first, "_fields") and self.is_of_samples(nests, name, rule):
+        if (
+            isinstance(first, (list, tuple))
+            and not hasattr(first, "_fields")
+            and self.is_of_samples(nests, name, rule)
+        ):
             return self.items(nests, name)
         found = [parts_of(nest) for nest in nests]
         if None in found:
@@ -155,7 +175,9 @@ class _Walk:
         labels = [one[0] for one in found if one is not None]
         if any(other != labels[0] for other in labels):
             return self.unlike(nests, name)
-        columns = zip(labels[0], zip(*(one[1] for one in found if one is not None), strict=True), strict=True)
+        columns = zip(
+            labels[0], zip(*(one[1] for one in found if one is not None), strict=True), strict=True
+        )
         inside = not isinstance(first, (tuple, list, dict)) and not dataclasses.is_dataclass(first)
         made = [self.over([*column], below(name, label), inside) for label, column in columns]
         last = found[len(self._sizes) - 1]
@@ -175,13 +197,21 @@ class _Walk:
 
     def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
         """Join what has no parts: words, flags, functions, objects; the last one stands for all."""
-        if isinstance(nests[0], (bool, str)) and not in_object and any(nest != nests[0] for nest in nests):
-            raise self.refusal(name, f"is {nests[0]!r} for one micro-batch and something else for another")
+        if (
+            isinstance(nests[0], (bool, str))
+            and not in_object
+            and any(nest != nests[0] for nest in nests)
+        ):
+            raise self.refusal(
+                name, f"is {nests[0]!r} for one micro-batch and something else for another"
+            )
         return nests[len(self._sizes) - 1]
 
     def unlike(self, nests: list[Any], name: str) -> Any:
         """Refuse nests of unlike structure."""
-        raise self.refusal(name, f"is {_shown(nests[0])} for one micro-batch and of another structure for another")
+        raise self.refusal(
+            name, f"is {_shown(nests[0])} for one micro-batch and of another structure for another"
+        )
 
     def convention(self, nests: list[Any], name: str) -> Join:
         """Return the rule where nothing is declared or was found."""
@@ -189,13 +219,18 @@ class _Walk:
         if isinstance(first, Tensor) and first.dim():
             for dim in dict.fromkeys((self._joining.dim, 0)):
                 sized = zip(nests, self._sizes, strict=True)
-                if all(isinstance(one, Tensor) and one.dim() > dim and one.shape[dim] == size for one, size in sized):
+                if all(
+                    isinstance(one, Tensor) and one.dim() > dim and one.shape[dim] == size
+                    for one, size in sized
+                ):
                     return dim
         elif _is_float(first):
             return "mean"
         if all(_is_equal(one, first) for one in nests):
             return "same"
-        raise self.refusal(name, f"is {_shown(first)} for the first micro-batch, which has no batch dimension")
+        raise self.refusal(
+            name, f"is {_shown(first)} for the first micro-batch, which has no batch dimension"
+        )
 
     def joined(self, parts: list[Any], name: str, rule: Join) -> Any:
         """Join tensors or numbers by a rule."""
@@ -206,20 +241,31 @@ class _Walk:
         if isinstance(rule, int):
             return self._concatenated(parts, name, rule)
         if rule == "same" and not all(_is_equal(part, parts[0]) for part in parts):
-            raise self.refusal(name, f"is {_shown(parts[0])} for the first micro-batch and differs for another")
+            raise self.refusal(
+                name, f"is {_shown(parts[0])} for the first micro-batch and differs for another"
+            )
         if rule == "same" or (rule != "sum" and all(part is parts[0] for part in parts)):
             return parts[0]
         if rule == "items":
             raise self.refusal(name, f"is declared as 'items', and is {_shown(parts[0])}, no list")
-        shares = self._shares if rule != _SAMPLES_MEAN else [size / sum(self._sizes) for size in self._sizes]
+        shares = (
+            self._shares
+            if rule != _SAMPLES_MEAN
+            else [size / sum(self._sizes) for size in self._sizes]
+        )
         return _reduced("mean" if rule == _SAMPLES_MEAN else rule, parts, shares)
 
     def _concatenated(self, parts: list[Any], name: str, dim: int) -> Tensor:
         shapes = [tuple(part.shape) if isinstance(part, Tensor) else () for part in parts]
         first = shapes[0]
         for shape in shapes:
-            if len(shape) <= dim or shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]:
-                raise self.refusal(name, f"has shape {first} for one micro-batch and {shape} for another")
+            if (
+                len(shape) <= dim
+                or shape[:dim] + shape[dim + 1 :] != first[:dim] + first[dim + 1 :]
+            ):
+                raise self.refusal(
+                    name, f"has shape {first} for one micro-batch and {shape} for another"
+                )
         return torch.cat(parts, dim)
 
     def refusal(self, name: str, why: str) -> InputError:
@@ -232,7 +278,8 @@ class _Walk:
 
 
 class _Search(_Walk):
-    """A walk through the results of all micro-batches and, behind them, that of the batch, for the rules that hold.
+    """A walk through the results of all micro-batches and, behind them, that of the batch, for the
+    rules that hold.
 
     Attributes:
         rules: that hold, by name.
@@ -240,7 +287,13 @@ class _Search(_Walk):
         is_undecided: whether unlike rules hold for a value, because it is zero.
     """
 
-    def __init__(self, sizes: Sequence[int], joining: Joining, equal: Compare, weights: Sequence[Share] | None) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        joining: Joining,
+        equal: Compare,
+        weights: Sequence[Share] | None,
+    ) -> None:
         super().__init__(sizes, joining, weights)
         self._equal = equal
         self.rules: dict[str, Join] = {}
@@ -252,7 +305,11 @@ class _Search(_Walk):
         *parts, whole = nests
         if rule == "list":
             return whole
-        holding = [one for one in self._candidates(parts, whole, rule) if self._holds(parts, whole, name, one)]
+        holding = [
+            one
+            for one in self._candidates(parts, whole, rule)
+            if self._holds(parts, whole, name, one)
+        ]
         if not holding:
             self.differences.append(Difference(name, whole, self._nearest(parts, name, rule)))
         elif rule is None:
@@ -261,7 +318,9 @@ class _Search(_Walk):
         return whole
 
     def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
-        """Return whether these lists have samples for items: then the micro-batches' add up to the batch's."""
+        """Return whether these lists have samples for items: then the micro-batches' add up to the
+        batch's.
+        """
         *parts, whole = nests
         if not all(type(part) is type(whole) for part in parts):
             return False
@@ -280,7 +339,11 @@ class _Search(_Walk):
 
     def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
         """Compare words and flags."""
-        if isinstance(nests[0], (bool, str)) and not in_object and any(nest != nests[0] for nest in nests):
+        if (
+            isinstance(nests[0], (bool, str))
+            and not in_object
+            and any(nest != nests[0] for nest in nests)
+        ):
             self.differences.append(Difference(name, nests[-1], nests[:-1]))
         return nests[-1]
 
@@ -292,7 +355,8 @@ class _Search(_Walk):
     def _candidates(self, parts: list[Any], whole: Any, declared: Join | None) -> list[Join]:
         if declared is not None:
             return [declared]
-        # Not the largest or the smallest: a result of the first samples alone may be that by chance.
+        # Not the largest or the smallest: a result of the first samples alone may be that by
+        # chance.
         if not isinstance(whole, Tensor) or not whole.dim():
             return ["mean", _SAMPLES_MEAN, "sum"] if _is_float(whole) else ["same", "sum"]
         dims = sorted(range(whole.dim()), key=lambda dim: dim != self._joining.dim)
@@ -304,7 +368,9 @@ class _Search(_Walk):
     def _holds(self, parts: list[Any], whole: Any, name: str, rule: Join) -> bool:
         if rule == "same":  # up to rounding
             return all(self._equal(part, whole) for part in parts)
-        if rule in ("max", "min") and (_is_complex(whole) or not isinstance(whole, (Tensor, int, float))):
+        if rule in ("max", "min") and (
+            _is_complex(whole) or not isinstance(whole, (Tensor, int, float))
+        ):
             return False
         try:
             return self._are_equal(self.joined(parts, name, rule), whole)
@@ -327,18 +393,26 @@ class _Search(_Walk):
 
 
 def _adds_up(parts: list[Any], whole: Tensor, dim: int) -> bool:
-    """Return whether the parts' sizes along a dimension add up to the whole's, and all others are the same."""
+    """Return whether the parts' sizes along a dimension add up to the whole's, and all others are
+    the same.
+    """
     if not all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts):
         return False
     rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in (*parts, whole)]
-    return sum(part.shape[dim] for part in parts) == whole.shape[dim] and rest.count(rest[0]) == len(rest)
+    return sum(part.shape[dim] for part in parts) == whole.shape[dim] and rest.count(
+        rest[0]
+    ) == len(rest)
 
 
 def _shares_of(weights: Sequence[Share]) -> list[Share]:
-    """Return weights divided by their sum; 0 where that is 0. Tensors are not read: the host would wait for them."""
+    """Return weights divided by their sum; 0 where that is 0. Tensors are not read: the host would
+    wait for them.
+    """
     total = sum(weights)
     if isinstance(total, Tensor):
-        return [torch.where(total == 0, torch.zeros_like(total), weight / total) for weight in weights]
+        return [
+            torch.where(total == 0, torch.zeros_like(total), weight / total) for weight in weights
+        ]
     return [weight / total if total else 0.0 for weight in weights]
 
 
@@ -362,7 +436,9 @@ def _weighted(part: Any, share: Share) -> Any:
     """
     if not isinstance(share, Tensor) or not isinstance(part, Tensor):
         return part * float(share) if share else None
-    share = devices.move(share, devices.location(part)).to(part.dtype if _is_float(part) else torch.float32)
+    share = devices.move(share, devices.location(part)).to(
+        part.dtype if _is_float(part) else torch.float32
+    )
     return torch.where(share == 0, torch.zeros_like(part), part * share)
 
 
@@ -382,7 +458,9 @@ def _is_complex(value: Any) -> bool:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other)))
+        return one is other or (
+            one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+        )
     return bool(one == other)
 
 

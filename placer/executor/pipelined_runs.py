@@ -1,4 +1,6 @@
-"""What a placed flow can do beside a call: training steps, streams of batches, and a look at either with a clock."""
+"""What a placed flow can do beside a call: training steps, streams of batches, and a look at either
+with a clock.
+"""
 
 from __future__ import annotations
 
@@ -57,45 +59,52 @@ class PipelinedRuns(nn.Module):
     ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
-        Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless ``batch_options`` say
-                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``. It runs on the
-                device of the last layer, where tensors of its own belong; its buffers are brought. It becomes a part
-                of the passes when they are made: what changes from step to step, such as a weight, has to be in the
-                target. For a loss that does something else from now on, make another step.
-            optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or a list of them,
-                stepped in its order; None to leave that to the caller, who finds the gradients in place. Their state
-                moves with the parameters, wherever the flow moves these. A warning says so where it needs other memory
-                than the placement assumed.
-            schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"`` computes weight
-                gradients apart, while a device would wait. Where a device holds several segments, ``"interleaved"``
-                runs them in turn, and all others are fill-drain.
-            scaler: for training in float16: scales the loss, and skips the step where a gradient overflowed on any
-                device.
+        Args: loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless
+            ``batch_options`` say
+                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``.
+                It runs on the device of the last layer, where tensors of its own belong; its
+                buffers are brought. It becomes a part of the passes when they are made: what
+                changes from step to step, such as a weight, has to be in the target. For a loss
+                that does something else from now on, make another step.
+            optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or
+                a list of them, stepped in its order; None to leave that to the caller, who finds
+                the gradients in place. Their state moves with the parameters, wherever the flow
+                moves these. A warning says so where it needs other memory than the placement
+                assumed.
+            schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"``
+                computes weight gradients apart, while a device would wait. Where a device holds
+                several segments, ``"interleaved"`` runs them in turn, and all others are
+                fill-drain.
+            scaler: for training in float16: scales the loss, and skips the step where a gradient
+                overflowed on any device.
             max_norm: clip the gradients to this norm over all parameters on all devices.
-            compile: let torch.compile make one function of each segment, and one of the loss, where that is faster;
-                ``step.compiled`` tells what it gained and ``step.not_compiled_because`` why it did not. True, or a
-                backend.
+            compile: let torch.compile make one function of each segment, and one of the loss, where
+                that is faster; ``step.compiled`` tells what it gained and
+                ``step.not_compiled_because`` why it did not. True, or a backend.
             weigh: ``weigh(inputs, target)``, the weight of each sample of a batch in the loss, shape ``(N,)``: its
                 number of labels, for instance, where the loss is a mean over these. The same as ``BatchOptions(weigh=
                 ...)``. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` need none: the labels that they count are weighed.
-            batch_options: where the samples of the batch lie, whether the loss is a mean or a sum, how results are
-                joined; the flow's own if None.
+            batch_options: where the samples of the batch lie, whether the loss is a mean or a sum,
+                how results are joined; the flow's own if None.
 
-        Returns:
-            ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last layer. ``inputs`` is one
-            tensor, a tuple of positional or a dict of keyword arguments. With ``update=False`` a step leaves its
-            gradients to the next one; with ``outputs=True`` it returns the model's result as well.
+        Returns: ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last
+            layer. ``inputs`` is one tensor, a tuple of positional or a dict of keyword arguments.
+            With ``update=False`` a step leaves its gradients to the next one; with ``outputs=True``
+            it returns the model's result as well.
 
         Raises:
             InputError: an argument cannot be used; the message says which, and what can.
         """
         update = Update(optimizer, scaler, max_norm)
         order = self.schedule if schedule is None else schedule
-        step = TrainStep(cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh)
+        step = TrainStep(
+            cast(Flow, self), loss_fn, update, order, backend_of(compile), batch_options, weigh
+        )
         flow = step.flow
         if self._assumed is not None and flow.assignment is not None:
-            warn_of_other_memory(self._assumed, update.optimizers, flow.module, flow.assignment.of_state)
+            warn_of_other_memory(
+                self._assumed, update.optimizers, flow.module, flow.assignment.of_state
+            )
         return step
 
     def follow(self, optimizer: Any) -> None:
@@ -115,7 +124,9 @@ class PipelinedRuns(nn.Module):
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
-        """For each segment that runs without torch.compile in a stream, though it was asked for: why."""
+        """For each segment that runs without torch.compile in a stream, though it was asked for:
+        why.
+        """
         return {place: why for place, (_, why) in self._streams.compiling().items() if why}
 
     def stream(
@@ -126,34 +137,39 @@ class PipelinedRuns(nn.Module):
         compile: bool | Backend = False,
         batch_options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
-        """Run batch after batch without gradients: each enters the first device while earlier ones are in later ones.
+        """Run batch after batch without gradients: each enters the first device while earlier ones
+        are in later ones.
 
         Do not change the model or its map while a stream is open; close it, or exhaust it, before.
 
-        Args:
-            batches: an iterable of batches, each one tensor, a tuple or list of positional, or a dict of keyword
-                arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes for the second
-                time.
-            in_flight: batches that are taken from the source before the first result is handed out, and so the most
-                that take memory; two more than there are segments if None. 1 takes none ahead.
-            compile: let torch.compile make one function of each segment, where that is faster, when a shape comes for
-                the second time; ``flow.compiled`` tells what it gained and ``flow.not_compiled_because`` why it did
-                not. True, or a backend, the same one each time. The latest eight shapes are kept, and one that comes
-                back later is compiled again. Layers that draw random numbers draw others than without it.
-            batch_options: where the samples of a batch lie, so that batches of other sizes need no capture of their
-                own; the flow's if None. Batches are not cut.
+        Args: batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
+            dict of keyword
+                arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes
+                for the second time.
+            in_flight: batches that are taken from the source before the first result is handed out,
+                and so the most that take memory; two more than there are segments if None. 1 takes
+                none ahead.
+            compile: let torch.compile make one function of each segment, where that is faster, when
+                a shape comes for the second time; ``flow.compiled`` tells what it gained and
+                ``flow.not_compiled_because`` why it did not. True, or a backend, the same one each
+                time. The latest eight shapes are kept, and one that comes back later is compiled
+                again. Layers that draw random numbers draw others than without it.
+            batch_options: where the samples of a batch lie, so that batches of other sizes need no
+                capture of their own; the flow's if None. Batches are not cut.
 
-        Returns:
-            A generator of what the model returns for each batch, in their order, on ``output_device``.
+        Returns: A generator of what the model returns for each batch, in their order, on
+            ``output_device``.
 
-        Raises:
-            InputError: these are no batches, ``in_flight`` is no count, or torch knows no such backend.
-            StageError: from the generator, when it comes to a batch on which a layer failed; results before are whole.
+        Raises: InputError: these are no batches, ``in_flight`` is no count, or torch knows no such
+            backend. StageError: from the generator, when it comes to a batch on which a layer
+            failed; results before are whole.
         """
         return self._streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     def streamed(self, batch: Known) -> list[Stage]:
-        """The stages of a stream over batches like this one, as they run once the shape has come twice."""
+        """The stages of a stream over batches like this one, as they run once the shape has come
+        twice.
+        """
         return self._streams.stages(batch)
 
     def measure(
@@ -169,37 +185,47 @@ class PipelinedRuns(nn.Module):
     ) -> Measurement:
         """Measure when every device works on which micro-batch, beside what was predicted.
 
-        It runs the batch three times and changes nothing but gradients: the optimizer rests, buffers are put back.
+        It runs the batch three times and changes nothing but gradients: the optimizer rests,
+        buffers are put back.
 
-        Args:
-            inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
-            target: the target of a training step; None where its loss needs none.
-            step: from ``train_step``: its forward and backward passes are measured. None measures inference, the
+        Args: inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: the target of a training step; None where its loss needs none. step: from
+            ``train_step``: its forward and backward passes are measured. None measures inference,
+            the
                 micro-batches streamed.
             chunks: micro-batches; what the placement says if None.
             profile: what the placement was solved from, for the prediction; None leaves that out.
             compile: in inference, as for ``stream``; a step runs as it was made.
-            batch_options: in inference, where the samples of the batch lie; the flow's if None. A step has its own.
+            batch_options: in inference, where the samples of the batch lie; the flow's if None. A
+                step has its own.
 
         Returns:
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
 
-        Raises:
-            InputError: the flow is not placed, or the model runs through hooks, or the profile is of other layers; or
-                there is a target without a step, or ``step`` is none; ``chunks`` is more than the samples; or torch
-                knows no such backend.
+        Raises: InputError: the flow is not placed, or the model runs through hooks, or the profile
+            is of other layers; or
+                there is a target without a step, or ``step`` is none; ``chunks`` is more than the
+                samples; or torch knows no such backend.
         """
         if step is None and target is not None:
-            raise InputError("to measure a training step give its target and step=; for inference, neither")
+            raise InputError(
+                "to measure a training step give its target and step=; for inference, neither"
+            )
         is_asked = chunks is not None
         chunks = self.chunks if chunks is None else chunks
         refuse_no_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
-            raise InputError(f"profile is {kind_of(profile)}; give the Profile, such as profile() returned")
+            raise InputError(
+                f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
+            )
         if step is not None and not isinstance(step, TrainStep):
-            raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
+            raise InputError(
+                f"step is {kind_of(step)}; give what this flow's train_step(...) returned"
+            )
         if step is not None and cast(Any, step.flow) is not self:
-            raise InputError("step is one of another flow; give one that this flow's train_step made")
+            raise InputError(
+                "step is one of another flow; give one that this flow's train_step made"
+            )
         backend = backend_of(compile)
         if step is not None and backend is not None:
             raise InputError(
@@ -218,4 +244,6 @@ class PipelinedRuns(nn.Module):
             refuse_more_chunks(chunks, samples)
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
-        return measure_stream(cast(MeasuredFlow, self), self._streams, inputs, chunks, options, profile, backend)
+        return measure_stream(
+            cast(MeasuredFlow, self), self._streams, inputs, chunks, options, profile, backend
+        )

@@ -1,4 +1,6 @@
-"""Calls of a placed flow: through a captured graph's segments or through hooks, recorded where they come again."""
+"""Calls of a placed flow: through a captured graph's segments or through hooks, recorded where they
+come again.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,10 @@ from placer.schema import BatchOptions
 class PlacedCalls(PipelinedRuns):
     """The part of a ``DataFlow`` that runs calls of the model.
 
-    Attributes:
-        module: the model.
-        lock: held while a call runs.
-        output_device: where results go.
-        enable_clone: whether the weights are on every device.
-        deferred_batch_norm: whether running statistics follow whole batches.
-        batch_options: where the samples of a batch lie, and how results are joined, for calls that do not say.
+    Attributes: module: the model. lock: held while a call runs. output_device: where results go.
+        enable_clone: whether the weights are on every device. deferred_batch_norm: whether running
+        statistics follow whole batches. batch_options: where the samples of a batch lie, and how
+        results are joined, for calls that do not say.
     """
 
     module: nn.Module
@@ -65,20 +64,26 @@ class PlacedCalls(PipelinedRuns):
 
     @property
     def not_captured_because(self) -> str:
-        """Why the model runs through hooks in its present mode; empty where it was, or will be, captured."""
+        """Why the model runs through hooks in its present mode; empty where it was, or will be,
+        captured.
+        """
         with self.lock:
             return self._program.refused.get(self._program.mode(), "")
 
     def forward(
-        self, *args: Any, chunks: int | None = None, batch_options: BatchOptions | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        chunks: int | None = None,
+        batch_options: BatchOptions | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run the model; before the first ``update_flow``, just as it is.
 
-        Args:
-            args: as the model takes them, on any device.
-            chunks: cut the batch into so many micro-batches, which follow one another through the devices; what the
+        Args: args: as the model takes them, on any device. chunks: cut the batch into so many
+            micro-batches, which follow one another through the devices; what the
                 placement says if None. Batch norm then sees micro-batches, as in any pipeline.
-            batch_options: where the samples of the batch lie, and how results are joined; the flow's own if None.
+            batch_options: where the samples of the batch lie, and how results are joined; the
+            flow's own if None.
             kwargs: as the model takes them.
 
         Returns:
@@ -89,10 +94,15 @@ class PlacedCalls(PipelinedRuns):
             InputError: the options do not fit the call, or it cannot be cut.
         """
         options = self.batch_options if batch_options is None else batch_options
-        return self._call((args, kwargs), self.chunks if chunks is None else chunks, options, self.output_device)[0]
+        return self._call(
+            (args, kwargs), self.chunks if chunks is None else chunks, options, self.output_device
+        )[0]
 
-    def called_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.device]:
-        """Run the model on one micro-batch; results stay where the last layer runs, as a loss of them runs there.
+    def called_for_loss(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.device]:
+        """Run the model on one micro-batch; results stay where the last layer runs, as a loss of
+        them runs there.
 
         Args:
             args: as the model takes them, on any device.
@@ -120,7 +130,11 @@ class PlacedCalls(PipelinedRuns):
             weigh = partial(self._weigh, options, args, kwargs)
             cut = self._cutter.cut(call, options, partial(even_sizes, chunks=chunks), weigh)
             each = weigh(cut.layout.size) if len(cut.sizes) > 1 else None
-            weights = None if each is None else [float(part.sum()) for part in torch.split(each, cut.sizes)]
+            weights = (
+                None
+                if each is None
+                else [float(part.sum()) for part in torch.split(each, cut.sizes)]
+            )
             captures, results = self._run_recorded(cut.parts, cut.sizes)
             if captures is None:
                 return self._run_hooked(call, cut, weights, target)
@@ -128,7 +142,8 @@ class PlacedCalls(PipelinedRuns):
             place = target or plans[0][1][-1].device
             if results is None:
                 deferred = self.deferred_batch_norm and self.module.training
-                # While the flow is applied, what is left in a cache stays with the layers that will read it.
+                # While the flow is applied, what is left in a cache stays with the layers that will
+                # read it.
                 returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
                 parts = [part.tensors for part in cut.parts]
                 looks = self._repeated.looked_at(captures, parts, cut.sizes, self._devices)
@@ -141,13 +156,16 @@ class PlacedCalls(PipelinedRuns):
         return result, place
 
     @staticmethod
-    def _weigh(options: BatchOptions, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Tensor | None:
+    def _weigh(
+        options: BatchOptions, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> Tensor | None:
         """Return the weight of each sample in results that are means; None if all weigh alike."""
         inputs = kwargs if not args else args[0] if len(args) == 1 and not kwargs else args
         return weights_of(options, inputs, None, size, "; in a call the target is None")
 
     def run_compared(self, call: Call) -> Any:
-        """Run the model as it is placed: through hooks, or, where it has clones or allows no hooks, captured.
+        """Run the model as it is placed: through hooks, or, where it has clones or allows no hooks,
+        captured.
 
         Args:
             call: positional and keyword arguments.
@@ -156,26 +174,33 @@ class PlacedCalls(PipelinedRuns):
         part = self.laid_out(call)
         if self._clones is None and not self._has_scripts():
             self._bring_back()
-            (leaves,), (structure,), *_ = self._hooks.run(self._assignment, [part], self.output_device)
+            (leaves,), (structure,), *_ = self._hooks.run(
+                self._assignment, [part], self.output_device
+            )
             return structure.unflatten(leaves)
         captures = self._program.captures([part])
         if captures is None:
             raise InputError(f"the model cannot be captured: {self.not_captured_because}")
-        (results,) = call_captured(self._planned(captures), [part.tensors], self.output_device, False)
+        (results,) = call_captured(
+            self._planned(captures), [part.tensors], self.output_device, False
+        )
         return joined([results], [captures[0].exported], [1], Joining())[0]
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model itself runs as it is placed, for a while: its call as the flow's, other methods through hooks.
+        """The model itself runs as it is placed, for a while: its call as the flow's, other methods
+        through hooks.
 
             with flow.applied() as model:
                 ids = model.generate(ids, max_new_tokens=20)
 
-        In this thread; other threads' calls of the flow wait until it is over, and those of the model raise. Operations
-        of the caller's own code are aligned meanwhile, too: tensors of two devices are brought to one. A call is one
-        micro-batch. What checkpoints run again in a backward pass, which may come later, runs as it did in here.
+        In this thread; other threads' calls of the flow wait until it is over, and those of the
+        model raise. Operations of the caller's own code are aligned meanwhile, too: tensors of two
+        devices are brought to one. A call is one micro-batch. What checkpoints run again in a
+        backward pass, which may come later, runs as it did in here.
 
-        transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither move nor wrap the
+        transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither
+        move nor wrap the
         model: it has an attribute ``hf_device_map`` meanwhile.
 
         Returns:
@@ -190,7 +215,9 @@ class PlacedCalls(PipelinedRuns):
             yield self.module
             return
         if self._clones is not None:
-            raise InputError("the model's own methods know no clones: make the flow without enable_clone")
+            raise InputError(
+                "the model's own methods know no clones: make the flow without enable_clone"
+            )
         with self.lock:
             self._bring_back()
             hooks = self._hooks.standing(self._assignment, again=self.applied)
@@ -198,13 +225,16 @@ class PlacedCalls(PipelinedRuns):
                 yield self.module
 
     def _calls(self) -> AbstractContextManager[None]:
-        """In it calls of the model are the flow's, unless its class has its own, which may do more: another method."""
+        """In it calls of the model are the flow's, unless its class has its own, which may do more:
+        another method.
+        """
         is_torchs = type(self.module).__call__.__module__.startswith("torch.")
         return calls_instead(self.module, self._called) if is_torchs else nullcontext()
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """What a call of the model is while the flow is applied to it."""
-        if self._hooks.runs or not devices.observed():  # the flow itself runs it, or captures it
+        # the flow itself runs it, or captures it
+        if self._hooks.runs or not devices.observed():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._hooks.are_elsewhere:
             raise InputError(
@@ -219,23 +249,36 @@ class PlacedCalls(PipelinedRuns):
         return self.enable_clone or self.deferred_batch_norm
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """The lock, but for what runs again in a backward pass: who waits for that has it, or nobody."""
+        """The lock, but for what runs again in a backward pass: who waits for that has it, or
+        nobody.
+        """
         return nullcontext() if self._hooks.run_again else self.lock
 
-    def _run_recorded(self, parts: list[Part], sizes: list[int]) -> tuple[list[Capture] | None, list[list[Any]] | None]:
-        """Return the captures of a call, None where it runs through hooks; and its results, if it is recorded."""
+    def _run_recorded(
+        self, parts: list[Part], sizes: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """Return the captures of a call, None where it runs through hooks; and its results, if it
+        is recorded.
+        """
         captures, results = self._run_ahead(parts, sizes)
         if results is None:
-            with torch.inference_mode(False):  # inside it, constants could not be trained with later
-                captures = self._program.captures(parts, self._needs_captures, waits=self._hooks.stand)
+            # inside it, constants could not be trained with later
+            with torch.inference_mode(False):
+                captures = self._program.captures(
+                    parts, self._needs_captures, waits=self._hooks.stand
+                )
         if captures is not None and self._program.stops_gradients(captures, parts):
             return None, None
         if results is None and captures is not None and self._can_be_streamed(sizes):
             results = self._repeated.run(captures, [part.tensors for part in parts], sizes)
         return captures, results
 
-    def _run_ahead(self, parts: list[Part], sizes: list[int]) -> tuple[list[Capture] | None, list[list[Any]] | None]:
-        """Run a call that is recorded, and look meanwhile whether the model has changed; no results if so."""
+    def _run_ahead(
+        self, parts: list[Part], sizes: list[int]
+    ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
+        """Run a call that is recorded, and look meanwhile whether the model has changed; no results
+        if so.
+        """
         captures = self._program.captures_before(parts) if self._can_be_streamed(sizes) else None
         if captures is None:
             return None, None
@@ -243,7 +286,8 @@ class PlacedCalls(PipelinedRuns):
         return captures, self._repeated.ahead(captures, tensors, sizes, self._program.is_unchanged)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
-        """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a while.
+        """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a
+        while.
 
         One that is not cut may be on GPUs alone: a processor would gain nothing.
         """
@@ -265,7 +309,11 @@ class PlacedCalls(PipelinedRuns):
         return plans
 
     def _run_hooked(
-        self, call: Call, cut: MicroBatches, weights: list[float] | None, target: torch.device | None
+        self,
+        call: Call,
+        cut: MicroBatches,
+        weights: list[float] | None,
+        target: torch.device | None,
     ) -> tuple[Any, torch.device]:
         """Run through hooks, micro-batches one after another."""
         if self._clones is not None:
@@ -287,7 +335,11 @@ class PlacedCalls(PipelinedRuns):
         return result
 
     def _through_hooks(
-        self, call: Call, cut: MicroBatches, weights: list[float] | None, target: torch.device | None
+        self,
+        call: Call,
+        cut: MicroBatches,
+        weights: list[float] | None,
+        target: torch.device | None,
     ) -> tuple[Any, torch.device]:
         assert self._assignment is not None
         if self._hooks.stand and len(cut.parts) == 1:
@@ -295,11 +347,15 @@ class PlacedCalls(PipelinedRuns):
         results, structures, after, place = self._hooks.run(self._assignment, cut.parts, target)
         if len(cut.parts) == 1:
             give_back(call, after)
-        nests = [structure.unflatten(leaves) for leaves, structure in zip(results, structures, strict=True)]
+        nests = [
+            structure.unflatten(leaves)
+            for leaves, structure in zip(results, structures, strict=True)
+        ]
         return join(nests, cut.sizes, cut.joining, weights), place
 
     def compare_capture(self, capture: Capture, part: Part) -> str:
-        """Return in what a new graph differs from the model, run as it is placed; an empty string if in nothing.
+        """Return in what a new graph differs from the model, run as it is placed; an empty string
+        if in nothing.
 
         Args:
             capture: the graph.

@@ -1,4 +1,6 @@
-"""What a profile says that a batch will do: its layers' times summed up by segment, and the schedule simulated."""
+"""What a profile says that a batch will do: its layers' times summed up by segment, and the
+schedule simulated.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def predicted(profile: Profile, parts: Sequence[Segment], plan: Plan) -> tuple[R
     return _rows(timeline, [str(part.device) for part in parts])
 
 
-def _pipeline(profile: Profile, parts: Sequence[Segment], places: Sequence[int], training: bool) -> Pipeline:
+def _pipeline(
+    profile: Profile, parts: Sequence[Segment], places: Sequence[int], training: bool
+) -> Pipeline:
     """The segments' times and what passes between them."""
     known = {layer.name: layer for layer in profile.layers}
     forward, backward, weights = [], [], []
     for part in parts:
         kind = _type_of(profile, part.device)
         names = [step.layer.name for step in part.steps]
-        missing = [name for name in names if name not in known or kind not in known[name].forward_ms]
+        missing = [
+            name for name in names if name not in known or kind not in known[name].forward_ms
+        ]
         if missing:
             raise InputError(
                 f"the profile has no times of layer {missing[0]!r} on {kind!r}; "
@@ -44,7 +50,9 @@ def _pipeline(profile: Profile, parts: Sequence[Segment], places: Sequence[int],
             )
         layers = [known[name] for name in names]
         forward.append(sum(layer.forward_ms[kind] for layer in layers))
-        backward.append(sum(layer.backward_ms.get(kind, 0.0) for layer in layers) if training else 0.0)
+        backward.append(
+            sum(layer.backward_ms.get(kind, 0.0) for layer in layers) if training else 0.0
+        )
         weights.append(sum(layer.weight_half_ms(kind) for layer in layers) if training else 0.0)
     transfers = _transfers(profile, parts, training)
     return Pipeline(tuple(places), tuple(forward), tuple(backward), tuple(weights), transfers)
@@ -53,11 +61,15 @@ def _pipeline(profile: Profile, parts: Sequence[Segment], places: Sequence[int],
 def _type_of(profile: Profile, device: torch.device) -> str:
     """The device type by which the profile has its times."""
     found = profile.cluster.devices if profile.cluster is not None else ()
-    return next((item.type for item in found if item.name == str(device)), None) or devices.type_name(device)
+    return next(
+        (item.type for item in found if item.name == str(device)), None
+    ) or devices.type_name(device)
 
 
 def _transfers(profile: Profile, parts: Sequence[Segment], training: bool) -> tuple[Transfer, ...]:
-    """What passes between segments on two devices, all values together; free where no link was measured."""
+    """What passes between segments on two devices, all values together; free where no link was
+    measured.
+    """
     stage_of = {step.layer.name: index for index, part in enumerate(parts) for step in part.steps}
     times: dict[tuple[int, int], tuple[float, float | None]] = {}
     for edge in profile.edges:
@@ -69,9 +81,13 @@ def _transfers(profile: Profile, parts: Sequence[Segment], training: bool) -> tu
             there, back = str(parts[source].device), str(parts[target].device)
             forward_ms += _link_ms(profile, there, back, edge.bytes)
             if training and edge.gradient_bytes:
-                gradient_ms = (gradient_ms or 0.0) + _link_ms(profile, back, there, edge.gradient_bytes)
+                gradient_ms = (gradient_ms or 0.0) + _link_ms(
+                    profile, back, there, edge.gradient_bytes
+                )
             times[source, target] = (forward_ms, gradient_ms)
-    return tuple(Transfer(source, target, *both) for (source, target), both in sorted(times.items()))
+    return tuple(
+        Transfer(source, target, *both) for (source, target), both in sorted(times.items())
+    )
 
 
 def _link_ms(profile: Profile, source: str, target: str, size_bytes: int) -> float:
@@ -80,8 +96,15 @@ def _link_ms(profile: Profile, source: str, target: str, size_bytes: int) -> flo
 
 
 def _rows(timeline: Timeline, lanes: Sequence[str]) -> tuple[Row, ...]:
-    rows = [Row(lanes[stage], phase, stage, None, number, a, b) for stage, phase, number, a, b, _ in timeline.tasks]
+    rows = [
+        Row(lanes[stage], phase, stage, None, number, a, b)
+        for stage, phase, number, a, b, _ in timeline.tasks
+    ]
     for source, target, phase, number, start_ms, end_ms in timeline.transfers:
         kind: Kind = "gradients" if phase == "backward" else "values"
-        rows.append(Row(f"{lanes[source]} → {lanes[target]}", kind, source, target, number, start_ms, end_ms))
+        rows.append(
+            Row(
+                f"{lanes[source]} → {lanes[target]}", kind, source, target, number, start_ms, end_ms
+            )
+        )
     return from_first_start(rows)

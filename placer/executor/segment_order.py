@@ -1,9 +1,11 @@
-"""The layers of each device together, where that can be: a device is then one stage, as the solver reckons it.
+"""The layers of each device together, where that can be: a device is then one stage, as the solver
+reckons it.
 
     layers on devices 0 to 3, in execution order      0 | 1 | 2 | 1 | 2 | 3       two branches, in turn
     the same, stage by stage                          0 | 1   1 | 2   2 | 3
 
-A schedule such as 1F1B needs one stage a device; segments that only interleave would otherwise be run as fill-drain.
+A schedule such as 1F1B needs one stage a device; segments that only interleave would otherwise be
+run as fill-drain.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from placer.capture.layers import LayerGraph
 Arcs = set[tuple[int, int]]
 
 
-def stage_by_stage(graph: LayerGraph, places: Sequence[torch.device]) -> tuple[LayerGraph, list[torch.device]]:
+def stage_by_stage(
+    graph: LayerGraph, places: Sequence[torch.device]
+) -> tuple[LayerGraph, list[torch.device]]:
     """A layer graph with the layers of each device one after another, and their devices.
 
-    Where values, or state that layers change, go from a device to another and back, it stays as it is.
+    Where values, or state that layers change, go from a device to another and back, it stays as it
+    is.
 
     Args:
         graph: the layers, in execution order.
@@ -35,12 +40,17 @@ def stage_by_stage(graph: LayerGraph, places: Sequence[torch.device]) -> tuple[L
     if order is None:
         return graph, list(places)
     rank = {device: position for position, device in enumerate(order)}
-    layers = sorted(range(len(places)), key=lambda layer: rank[number[layer]])  # stable: in execution order there
-    return replace(graph, layers=[graph.layers[layer] for layer in layers]), [places[layer] for layer in layers]
+    # stable: in execution order there
+    layers = sorted(range(len(places)), key=lambda layer: rank[number[layer]])
+    return replace(graph, layers=[graph.layers[layer] for layer in layers]), [
+        places[layer] for layer in layers
+    ]
 
 
 def _needs(graph: LayerGraph) -> Arcs:
-    """Pairs of layers, the second of which must run after the first: it reads what that made, changed or reads."""
+    """Pairs of layers, the second of which must run after the first: it reads what that made,
+    changed or reads.
+    """
     made: dict[str, int] = {}
     users: dict[str, list[int]] = {}
     changed = {name for layer in graph.layers for name in layer.mutated}
@@ -55,7 +65,9 @@ def _needs(graph: LayerGraph) -> Arcs:
 
 
 def _topological(count: int, arcs: Arcs) -> list[int] | None:
-    """The devices so that all arcs run forwards, by their first layers otherwise; None if they go round."""
+    """The devices so that all arcs run forwards, by their first layers otherwise; None if they go
+    round.
+    """
     waiting = [sum(target == device for _, target in arcs) for device in range(count)]
     ready = [device for device in range(count) if not waiting[device]]
     order: list[int] = []

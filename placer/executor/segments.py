@@ -1,4 +1,6 @@
-"""From a layer graph and a device for every layer to segments: what runs where, and what it reads and forgets."""
+"""From a layer graph and a device for every layer to segments: what runs where, and what it reads
+and forgets.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,11 @@ MakeCopy = Callable[[Tensor, torch.device], StateCopy]
 class Step:
     """One layer on its device.
 
-    Attributes:
-        layer: what runs.
-        device: where.
-        state: its parameters, buffers and constants; one that is elsewhere is moved for every micro-batch.
-        foreign: positions in ``state`` of those that are elsewhere.
-        make_copy: copies state that is elsewhere to the device, once; None to move it for every micro-batch.
-        private: positions of buffers that the layer changes and may read again in its backward pass, when later
+    Attributes: layer: what runs. device: where. state: its parameters, buffers and constants; one
+        that is elsewhere is moved for every micro-batch. foreign: positions in ``state`` of those
+        that are elsewhere. make_copy: copies state that is elsewhere to the device, once; None to
+        move it for every micro-batch. private: positions of buffers that the layer changes and may
+        read again in its backward pass, when later
             micro-batches will have changed them further: each micro-batch has a copy.
         forget: values that nothing reads after this step.
     """
@@ -68,7 +68,10 @@ class Step:
             for index in self.foreign:
                 state[index] = self._brought(index, values)
         if self.private:
-            state = [tensor.clone() if index in self.private else tensor for index, tensor in enumerate(state)]
+            state = [
+                tensor.clone() if index in self.private else tensor
+                for index, tensor in enumerate(state)
+            ]
         reads = [values.read(name, device) for name in layer.reads]
         with devices.current(device):
             writes = layer.function(device, state, reads)
@@ -130,11 +133,15 @@ class Segment:
         return [step for step in self.steps if step.foreign]
 
     def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
-        """While it runs in this, its backward pass leaves what gradients of weights it can to a queue."""
+        """While it runs in this, its backward pass leaves what gradients of weights it can to a
+        queue.
+        """
         return DeferWeights(queue)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """While it runs in this, its counters of batches wait, and are counted on together at the end."""
+        """While it runs in this, its counters of batches wait, and are counted on together at the
+        end.
+        """
         return counted_together(self._counted)
 
     @cached_property
@@ -149,7 +156,8 @@ class Segment:
 
 
 class MicroBatch:
-    """The values of one micro-batch: where they were made, and a copy on each device that reads them, sent once.
+    """The values of one micro-batch: where they were made, and a copy on each device that reads
+    them, sent once.
 
     Args:
         names: of the values that are given.
@@ -157,7 +165,9 @@ class MicroBatch:
         trail: is told which layer runs.
     """
 
-    def __init__(self, names: Iterable[str], tensors: Iterable[Any], trail: Trail | None = None) -> None:
+    def __init__(
+        self, names: Iterable[str], tensors: Iterable[Any], trail: Trail | None = None
+    ) -> None:
         self.trail = Trail() if trail is None else trail
         self._made: dict[str, Any] = dict(zip(names, tensors, strict=True))
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
@@ -172,7 +182,9 @@ class MicroBatch:
         return self._made[name]
 
     def state(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        """State that belongs to another device, on this one; a gradient flows back to where it belongs."""
+        """State that belongs to another device, on this one; a gradient flows back to where it
+        belongs.
+        """
         return self._on(f"state {name}", tensor, device)
 
     def _on(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
@@ -195,17 +207,22 @@ class MicroBatch:
 
 
 def segments(
-    graph: LayerGraph, places: Sequence[torch.device], lookup: StateLookup, make_copy: MakeCopy | None = None
+    graph: LayerGraph,
+    places: Sequence[torch.device],
+    lookup: StateLookup,
+    make_copy: MakeCopy | None = None,
 ) -> list[Segment]:
     """Cut a layer graph into segments.
 
-    Args:
-        graph: the layers, in execution order.
-        places: the device of each.
-        lookup: gives the tensors of a layer's state.
-        make_copy: copies state that is elsewhere to a device, once; None to move it for every micro-batch.
+    Args: graph: the layers, in execution order. places: the device of each. lookup: gives the
+        tensors of a layer's state. make_copy: copies state that is elsewhere to a device, once;
+        None to move it for every micro-batch.
     """
-    last_read = {name: index for index, layer in enumerate(graph.layers) for name in (*layer.writes, *layer.reads)}
+    last_read = {
+        name: index
+        for index, layer in enumerate(graph.layers)
+        for name in (*layer.writes, *layer.reads)
+    }
     kept = set(graph.outputs)
     forget: list[list[str]] = [[] for _ in graph.layers]
     for name, index in last_read.items():
@@ -218,19 +235,26 @@ def segments(
             result.append(Segment(device))
         state = [lookup(name, device) for name in layer.state]
         foreign = tuple(
-            index for index, tensor in enumerate(state) if not devices.same(devices.location(tensor), device)
+            index
+            for index, tensor in enumerate(state)
+            if not devices.same(devices.location(tensor), device)
         )
         private = tuple(
             index
             for index, name in enumerate(layer.state)
-            if name in layer.mutated and index not in foreign and (name in spread or name not in layer.statistics)
+            if name in layer.mutated
+            and index not in foreign
+            and (name in spread or name not in layer.statistics)
         )
-        result[-1].steps.append(Step(layer, device, state, foreign, private, tuple(names), make_copy))
+        result[-1].steps.append(
+            Step(layer, device, state, foreign, private, tuple(names), make_copy)
+        )
     return result
 
 
 def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str, set[torch.device]]:
-    """State that layers change and that several devices use, each with those devices; it belongs to one of them.
+    """State that layers change and that several devices use, each with those devices; it belongs to
+    one of them.
 
     Args:
         graph: the layers.
@@ -245,17 +269,24 @@ def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str,
 
 
 def read_back(layers: Sequence[Layer]) -> set[str]:
-    """State that layers change and that one of them reads for itself, perhaps in its backward pass, by name.
+    """State that layers change and that one of them reads for itself, perhaps in its backward pass,
+    by name.
 
     Args:
         layers: all of a graph.
     """
     changed = {name for layer in layers for name in layer.mutated}
-    return {name for layer in layers for name in changed.intersection(layer.state) if name not in layer.statistics}
+    return {
+        name
+        for layer in layers
+        for name in changed.intersection(layer.state)
+        if name not in layer.statistics
+    }
 
 
 def taken_in_turn(parts: Sequence[Segment], gathered: bool = False) -> str | None:
-    """State that a segment changes and another one uses, by name: no micro-batch may begin before the last one's end.
+    """State that a segment changes and another one uses, by name: no micro-batch may begin before
+    the last one's end.
 
     Else it would find there what later micro-batches left.
 
@@ -267,7 +298,9 @@ def taken_in_turn(parts: Sequence[Segment], gathered: bool = False) -> str | Non
         The name of one; None where there is none.
     """
     layers = [step.layer for part in parts for step in part.steps]
-    changed = read_back(layers) if gathered else {name for layer in layers for name in layer.mutated}
+    changed = (
+        read_back(layers) if gathered else {name for layer in layers for name in layer.mutated}
+    )
     if not changed:
         return None
     users: dict[str, set[int]] = {}
@@ -286,10 +319,15 @@ def borders(
         parts: the segments of a graph.
         outputs: names of the values that the model returns.
 
-    Returns:
-        For each segment the names that it reads and others made, and, by name that it makes, the segments that read it.
+    Returns: For each segment the names that it reads and others made, and, by name that it makes,
+        the segments that read it.
     """
-    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
+    made_by = {
+        name: index
+        for index, part in enumerate(parts)
+        for step in part.steps
+        for name in step.layer.writes
+    }
     reads: list[tuple[str, ...]] = []
     for index, part in enumerate(parts):
         names = [name for step in part.steps for name in step.layer.reads]

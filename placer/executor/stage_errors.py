@@ -69,7 +69,9 @@ class Trail:
         self.layer = layer
 
     def leave(self, layer: str, made: Sequence[Any]) -> None:
-        """A layer's forward pass is over; the gradient of what it made is where its backward pass begins."""
+        """A layer's forward pass is over; the gradient of what it made is where its backward pass
+        begins.
+        """
         if not self._backwards:
             return
         for value in made:
@@ -96,7 +98,9 @@ def explain(error: BaseException, place: Place) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError):
         kind = StageMemoryError
         help = "; place fewer layers there, or cut the batch into more micro-batches"
-    text = f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
+    text = (
+        f"{place.unit} {place.micro_batch} failed in {place}: {type(error).__name__}: {error}{help}"
+    )
     found = kind(text, str(place.device), place.layer, place.micro_batch)
     found.__cause__ = error
     return found
@@ -108,12 +112,15 @@ def raise_explained(error: BaseException, place: Place) -> NoReturn:
     try:
         raise found
     finally:
-        del found, error  # they hold this call, which would hold them, and with them all that the pass had made
+        # they hold this call, which would hold them, and with them all that the pass had made
+        del found, error
 
 
 @contextmanager
 def nothing_held() -> Iterator[None]:
-    """Let an error for want of memory hold none: what the calls that it passed through had made is let go of."""
+    """Let an error for want of memory hold none: what the calls that it passed through had made is
+    let go of.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -122,7 +129,8 @@ def nothing_held() -> Iterator[None]:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Forget the local variables of the calls that an error passed through, and of their callers, that are over.
+    """Forget the local variables of the calls that an error passed through, and of their callers,
+    that are over.
 
     Args:
         error: its causes are included; None does nothing.
@@ -130,7 +138,8 @@ def clear_frames(error: BaseException | None) -> None:
     while error is not None:
         for call, _ in traceback.walk_tb(error.__traceback__):
             frame: FrameType | None = call
-            with suppress(RuntimeError):  # of a call that is not over, and so are its callers not
+            # of a call that is not over, and so are its callers not
+            with suppress(RuntimeError):
                 while frame is not None:
                     frame.clear()
                     frame = frame.f_back
@@ -138,9 +147,11 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def failed_module(error: BaseException, root: nn.Module) -> str | None:
-    """Return the path of the innermost module of a model in whose code an error was raised; None if in none.
+    """Return the path of the innermost module of a model in whose code an error was raised; None if
+    in none.
 
-    The call that caught the error is not looked at. Up to Python 3.12 a look at the variables of a call is kept with
+    The call that caught the error is not looked at. Up to Python 3.12 a look at the variables of a
+    call is kept with
     it: there the error itself is one, and would be kept by its own traceback.
     """
     names = {id(module): name for name, module in root.named_modules() if name}

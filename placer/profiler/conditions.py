@@ -1,7 +1,9 @@
-"""What a measurement depends on beside the layer: device, driver, libraries, settings, and how Placer measures.
+"""What a measurement depends on beside the layer: device, driver, libraries, settings, and how
+Placer measures.
 
-Two runs under equal conditions may share their measurements. What is not here makes no difference to a layer's time, or
-cannot be told (see ``devices.speed_facts``): then ``placer cache clear``, or ``cache=False``.
+Two runs under equal conditions may share their measurements. What is not here makes no difference
+to a layer's time, or cannot be told (see ``devices.speed_facts``): then ``placer cache clear``, or
+``cache=False``.
 """
 
 from __future__ import annotations
@@ -67,7 +69,11 @@ def _settings(device: torch.device) -> dict[str, Callable[[], Any]]:
         "matmul_precision": torch.get_float32_matmul_precision,
         "matmul_tf32": torch._C._get_cublas_allow_tf32,
         "cudnn_tf32": torch._C._get_cudnn_allow_tf32,
-        "fp32_precision": lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        "fp32_precision": lambda: (
+            matmul.fp32_precision,
+            cudnn.conv.fp32_precision,
+            cudnn.rnn.fp32_precision,
+        ),
         "half_sums": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
         "bfloat16_sums": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
         "fp16_accumulation": lambda: matmul.allow_fp16_accumulation,
@@ -78,7 +84,9 @@ def _settings(device: torch.device) -> dict[str, Callable[[], Any]]:
         "math": attention.math_sdp_enabled,
         "cudnn_attention": attention.cudnn_sdp_enabled,
         "deterministic": torch.are_deterministic_algorithms_enabled,
-        "autocast": lambda: torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        "autocast": lambda: (
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        ),
         "autocast_cache": torch.is_autocast_cache_enabled,
     }
 
@@ -86,12 +94,15 @@ def _settings(device: torch.device) -> dict[str, Callable[[], Any]]:
 def _setting(read: Callable[[], Any]) -> str:
     try:
         return repr(read())
-    except Exception:  # torch refuses to read an old switch once a new one was set, and lacks some in some versions
+    except Exception:
+        # torch refuses to read an old switch once a new one was set, and lacks some in some
+        # versions
         return "not told"
 
 
 def optimizer_facts(optimizer: OptimizerLike) -> Any:
-    """What the time of an optimizer's step depends on, as a fact for a key; None where that cannot be told.
+    """What the time of an optimizer's step depends on, as a fact for a key; None where that cannot
+    be told.
 
     Numbers count as zero or not: a learning rate changes no kernel, momentum or none does.
     """
@@ -99,7 +110,11 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
         return [str(optimizer).lower()]
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = [
-            {name: _option(value) for name, value in group.items() if name not in ("params", "param_names")}
+            {
+                name: _option(value)
+                for name, value in group.items()
+                if name not in ("params", "param_names")
+            }
             for group in optimizer.param_groups
         ]
         of_kind = optimizer_facts(type(optimizer))
@@ -119,7 +134,11 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
     try:
         return [
             name,
-            *(inspect.getsource(kind) for kind in optimizer.__mro__ if kind.__module__ == optimizer.__module__),
+            *(
+                inspect.getsource(kind)
+                for kind in optimizer.__mro__
+                if kind.__module__ == optimizer.__module__
+            ),
         ]
     except (OSError, TypeError):  # typed in by hand
         return None

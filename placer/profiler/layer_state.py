@@ -1,4 +1,6 @@
-"""What the layers of a graph hold all the time: parameters, gradients, the optimizer's state, and buffers."""
+"""What the layers of a graph hold all the time: parameters, gradients, the optimizer's state, and
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from placer.schema import TiedParameters
 __all__ = ["owned_shares", "state_bytes", "ties"]
 
 
-def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) -> dict[str, dict[str, int]]:
-    """The bytes of each layer's state by kind; what several layers share counts in the first of them."""
+def state_bytes(
+    graph: LayerGraph, training: bool, optimizer: OptimizerState
+) -> dict[str, dict[str, int]]:
+    """The bytes of each layer's state by kind; what several layers share counts in the first of
+    them.
+    """
     counted: set[int] = set()
     memory: set[Any] = set()
     held = {}
@@ -30,13 +36,19 @@ def state_bytes(graph: LayerGraph, training: bool, optimizer: OptimizerState) ->
             "param_bytes": sum(tensor_bytes(tensor, memory) for tensor in parameters),
             "grad_bytes": sum(map(_gradient_bytes, trained)),
             "optimizer_bytes": sum(optimizer.bytes(tensor) for tensor in trained),
-            "buffer_bytes": sum(tensor_bytes(tensor, memory) for tensor in own if not isinstance(tensor, nn.Parameter)),
+            "buffer_bytes": sum(
+                tensor_bytes(tensor, memory)
+                for tensor in own
+                if not isinstance(tensor, nn.Parameter)
+            ),
         }
     return held
 
 
 def owned_shares(graph: LayerGraph) -> dict[str, float]:
-    """The share of each layer's trained parameters, in bytes, that no layer before it has: the optimizer steps once."""
+    """The share of each layer's trained parameters, in bytes, that no layer before it has: the
+    optimizer steps once.
+    """
     counted: set[int] = set()
     shares = {}
     for layer in graph.layers:
@@ -56,13 +68,17 @@ def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
     for layer in graph.layers:
         for tensor in dict.fromkeys(graph.state[name] for name in layer.state):
             users.setdefault(tensor, []).append(layer.name)
-    together = {frozenset(names) for tensor, names in users.items() if not isinstance(tensor, nn.Parameter)}
+    together = {
+        frozenset(names) for tensor, names in users.items() if not isinstance(tensor, nn.Parameter)
+    }
     params: Counter[tuple[str, ...]] = Counter()
     gradients: Counter[tuple[str, ...]] = Counter()
     for tensor, names in users.items():
         if len(names) > 1 and frozenset(names) not in together:
             params[tuple(names)] += tensor_bytes(tensor)
-            gradients[tuple(names)] += tensor_bytes(tensor) if training and tensor.requires_grad else 0
+            gradients[tuple(names)] += (
+                tensor_bytes(tensor) if training and tensor.requires_grad else 0
+            )
     return [
         TiedParameters(layers=names, gradient_bytes=gradients[names], param_bytes=size)
         for names, size in params.items()
@@ -70,7 +86,9 @@ def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
 
 
 def _gradient_bytes(parameter: Tensor) -> int:
-    """The bytes of a parameter's gradient: a gradient of a wrapper is one block of numbers, whatever that wraps."""
+    """The bytes of a parameter's gradient: a gradient of a wrapper is one block of numbers,
+    whatever that wraps.
+    """
     is_sparse = parameter.layout != torch.strided
     return tensor_bytes(parameter) if is_sparse else parameter.numel() * parameter.element_size()
 

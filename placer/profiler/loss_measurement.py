@@ -1,11 +1,12 @@
-"""The loss behind a model's result, measured as training runs it: on the device of the layer that makes the result.
+"""The loss behind a model's result, measured as training runs it: on the device of the layer that
+makes the result.
 
     layer ──▶ result ──┐
                        ├──▶ loss        a pass more of that layer, forwards after it and backwards before it
               target ──┘
 
-It is measured as a layer of its own, on random results, and counted with the last layer that makes one: so it moves
-with that layer. What is remembered of layers is without it.
+It is measured as a layer of its own, on random results, and counted with the last layer that makes
+one: so it moves with that layer. What is remembered of layers is without it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class Loss:
             return [self]
         if all(dim is None for dim in self.layout.dims):
             return [self] * len(sizes)
-        return [replace(self, target=target) for target in profile_inputs.resized(self.target, self.layout, sizes)]
+        return [
+            replace(self, target=target)
+            for target in profile_inputs.resized(self.target, self.layout, sizes)
+        ]
 
     def measure(
         self, graph: LayerGraph, layers: Sequence[Measurement], device: torch.device, repeats: int
@@ -76,15 +80,19 @@ class Loss:
             device: where it runs.
             repeats: how often each pass is timed.
 
-        Raises:
-            InputError: it fails on such results and this target, gives no number, or one that depends on no result.
-            ProfilingError: memory ran out.
+        Raises: InputError: it fails on such results and this target, gives no number, or one that
+            depends on no result. ProfilingError: memory ran out.
         """
         try:
             with devices.current(device):
                 goals = [bring_input(goal, device) for goal in self.target]
                 trial = Trial(
-                    self._layer(graph, device), device, goals, _results(graph, layers, device), graph.values, True
+                    self._layer(graph, device),
+                    device,
+                    goals,
+                    _results(graph, layers, device),
+                    graph.values,
+                    True,
                 )
                 measured = measure_trial(trial, True, repeats)
                 return as_run(measured, trial.reads, recorded=device.type == "cuda")
@@ -94,19 +102,29 @@ class Loss:
             told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             if ran_out(error):
                 raise ProfilingError(f"loss_fn failed on {device}: {told}") from error
-            raise InputError(f"loss_fn failed on {device}, for {self._given(graph)}: {told}") from error
+            raise InputError(
+                f"loss_fn failed on {device}, for {self._given(graph)}: {told}"
+            ) from error
 
     def _given(self, graph: LayerGraph) -> str:
         results = ", ".join(str(graph.values[name].shape) for name in graph.outputs)
-        targets = ", ".join(str(tuple(goal.shape)) for goal in self.target if isinstance(goal, Tensor))
-        return f"results of shape {results}" + (f" and a target of shape {targets}" if targets else "")
+        targets = ", ".join(
+            str(tuple(goal.shape)) for goal in self.target if isinstance(goal, Tensor)
+        )
+        return f"results of shape {results}" + (
+            f" and a target of shape {targets}" if targets else ""
+        )
 
     def _layer(self, graph: LayerGraph, where: torch.device) -> Layer:
         assert graph.result is not None  # else it was captured anew
         result, function = graph.result, _there(self.function, where)
 
-        def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
-            loss, _ = loss_and_values(function(result.unflatten(reads), self.structure.unflatten(state)))
+        def run(
+            device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
+        ) -> tuple[Any, ...]:
+            loss, _ = loss_and_values(
+                function(result.unflatten(reads), self.structure.unflatten(state))
+            )
             refuse_no_number(loss)
             refuse_untrained(loss)
             return (loss,)
@@ -115,7 +133,11 @@ class Loss:
 
 
 def given_loss(
-    loss_fn: LossFunction | None, target: Any, training: bool, batch: int, options: BatchOptions = DEFAULT
+    loss_fn: LossFunction | None,
+    target: Any,
+    training: bool,
+    batch: int,
+    options: BatchOptions = DEFAULT,
 ) -> Loss | None:
     """The loss that a user gives, or None.
 
@@ -126,20 +148,27 @@ def given_loss(
         batch: samples in the example inputs.
         options: what was declared of the batch.
 
-    Raises:
-        InputError: one of the two is missing, or the loss has parameters, or no training step is measured, or the
+    Raises: InputError: one of the two is missing, or the loss has parameters, or no training step
+        is measured, or the
             target is of another batch.
     """
     refuse_half_a_loss(loss_fn, target)
     if loss_fn is None:
         return None
     if not training:
-        raise InputError("loss_fn and target belong to training; leave them out with training=False")
+        raise InputError(
+            "loss_fn and target belong to training; leave them out with training=False"
+        )
     refuse_no_loss(loss_fn)
     leaves, structure = flatten(target)
     refuse_arrays(target)
     layout = layout_of_target(target, leaves, structure, options, batch)
-    return Loss(loss_fn, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure, layout)
+    return Loss(
+        loss_fn,
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+        structure,
+        layout,
+    )
 
 
 def with_loss(
@@ -153,39 +182,60 @@ def with_loss(
         loss: with its target, which is there for each micro-batch in flight.
         measured: by device type, what was measured of the loss.
     """
-    makers = [layer.name for layer in graph.layers if not set(graph.outputs).isdisjoint(layer.writes)]
+    makers = [
+        layer.name for layer in graph.layers if not set(graph.outputs).isdisjoint(layer.writes)
+    ]
     if not makers:
-        raise InputError("the model returns what no layer of it made, so a loss of it trains nothing")
+        raise InputError(
+            "the model returns what no layer of it made, so a loss of it trains nothing"
+        )
     target_bytes = sum(tensor_bytes(leaf) for leaf in loss.target if isinstance(leaf, Tensor))
     layers = tuple(
-        _joined(layer, measured, target_bytes) if layer.name == makers[-1] else layer for layer in profile.layers
+        _joined(layer, measured, target_bytes) if layer.name == makers[-1] else layer
+        for layer in profile.layers
     )
     return profile.model_copy(update={"layers": layers, "with_loss": True})
 
 
-def _joined(layer: schema.Layer, measured: Mapping[str, Measurement], target_bytes: int) -> schema.Layer:
+def _joined(
+    layer: schema.Layer, measured: Mapping[str, Measurement], target_bytes: int
+) -> schema.Layer:
     """A layer with the loss behind it: what it keeps adds up, the larger workspace counts."""
-    times, memories = {kind: row.time for kind, row in measured.items()}, [row.memory for row in measured.values()]
+    times, memories = (
+        {kind: row.time for kind, row in measured.items()},
+        [row.memory for row in measured.values()],
+    )
     saved = max(memory.saved_bytes for memory in memories)
     pieces = max(memory.pieces_bytes for memory in memories)
     forward = max(memory.forward_workspace_bytes for memory in memories)
     return layer.model_copy(
         update={
-            "forward_ms": _sum(layer.forward_ms, {kind: time.forward_ms for kind, time in times.items()}),
-            "backward_ms": _sum(layer.backward_ms, {kind: time.backward_ms for kind, time in times.items()}),
+            "forward_ms": _sum(
+                layer.forward_ms, {kind: time.forward_ms for kind, time in times.items()}
+            ),
+            "backward_ms": _sum(
+                layer.backward_ms, {kind: time.backward_ms for kind, time in times.items()}
+            ),
             "host_ms": _sum(layer.host_ms, {kind: time.host_ms for kind, time in times.items()}),
             "saved_bytes": layer.saved_bytes + saved + target_bytes,
             "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, pieces + forward),
             "input_workspace_bytes": max(
                 layer.input_workspace_bytes or layer.backward_workspace_bytes,
-                *(pieces + (row.input_workspace_bytes or row.backward_workspace_bytes) for row in memories),
+                *(
+                    pieces + (row.input_workspace_bytes or row.backward_workspace_bytes)
+                    for row in memories
+                ),
             ),
             "pass_workspace_bytes": max(
                 layer.pass_workspace_bytes or layer.backward_workspace_bytes,
-                *(pieces + (row.pass_workspace_bytes or row.backward_workspace_bytes) for row in memories),
+                *(
+                    pieces + (row.pass_workspace_bytes or row.backward_workspace_bytes)
+                    for row in memories
+                ),
             ),
             "backward_workspace_bytes": max(
-                layer.backward_workspace_bytes, *(pieces + row.backward_workspace_bytes for row in memories)
+                layer.backward_workspace_bytes,
+                *(pieces + row.backward_workspace_bytes for row in memories),
             ),
         }
     )
@@ -196,10 +246,12 @@ def _sum(times_ms: Mapping[str, float], more_ms: Mapping[str, float]) -> dict[st
 
 
 def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Measurement:
-    """What was measured, as it is behind the model: results that the loss only reads are kept anyhow.
+    """What was measured, as it is behind the model: results that the loss only reads are kept
+    anyhow.
 
-    A recorded pass has the memory that it works in for good. What a layer worked in is used again for what later layers
-    keep, but nothing comes after the loss: what that works in is lost for each micro-batch in flight, as if it kept it.
+    A recorded pass has the memory that it works in for good. What a layer worked in is used again
+    for what later layers keep, but nothing comes after the loss: what that works in is lost for
+    each micro-batch in flight, as if it kept it.
     """
     memory = measured.memory
     only_read = sum(
@@ -210,7 +262,9 @@ def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Mea
     saved, workspace = memory.saved_bytes, max(0, memory.forward_workspace_bytes - only_read)
     if recorded:
         saved, workspace = saved + workspace, 0
-    return replace(measured, memory=replace(memory, saved_bytes=saved, forward_workspace_bytes=workspace))
+    return replace(
+        measured, memory=replace(memory, saved_bytes=saved, forward_workspace_bytes=workspace)
+    )
 
 
 def _results(graph: LayerGraph, layers: Sequence[Measurement], device: torch.device) -> list[Any]:
@@ -229,7 +283,8 @@ def _result(value: Value, size_bytes: int | None, device: torch.device) -> Any:
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     made = torch.empty(value.shape, device=device).uniform_(0.01, 0.99).to(value.dtype)
-    if torch.is_autocast_enabled(device.type):  # what runs under it may make another type than was captured
+    # what runs under it may make another type than was captured
+    if torch.is_autocast_enabled(device.type):
         other = made.to(torch.get_autocast_dtype(device.type))
         return other if tensor_bytes(other) == size_bytes else made
     return made

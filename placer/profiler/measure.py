@@ -1,4 +1,6 @@
-"""Runs the layers of a graph in order on one device, each with its state alone, and measures those not seen before."""
+"""Runs the layers of a graph in order on one device, each with its state alone, and measures those
+not seen before.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,15 @@ def measure_layers(
 ) -> list[Measurement]:
     """Measure every layer of a graph on one device; layers with the same signature once.
 
-    The device holds one layer's state at a time, and the values that later layers still read. What is remembered is not
-    measured again; a layer whose results nobody needs then does not even run.
+    The device holds one layer's state at a time, and the values that later layers still read. What
+    is remembered is not measured again; a layer whose results nobody needs then does not even run.
 
-    Args:
-        graph: the layers.
-        inputs: what the model is given, in the order of ``graph.inputs``; those on ``meta`` become random tensors.
-        device: where the layers run.
-        training: whether backward passes are measured.
-        repeats: how often each pass is timed.
-        step: told the name of each layer that is measured as it begins.
-        optimizer: whose step is measured, in training; None for none.
-        remembered: what is known of the layers; each measurement is added to it as soon as it is there.
+    Args: graph: the layers. inputs: what the model is given, in the order of ``graph.inputs``;
+        those on ``meta`` become random tensors. device: where the layers run. training: whether
+        backward passes are measured. repeats: how often each pass is timed. step: told the name of
+        each layer that is measured as it begins. optimizer: whose step is measured, in training;
+        None for none. remembered: what is known of the layers; each measurement is added to it as
+        soon as it is there.
 
     Returns:
         One measurement for each layer, in their order.
@@ -79,12 +78,18 @@ def measure_layers(
                 trial = Trial(layer, device, state, reads, graph.values, training, mutated)
                 measured = measure_trial(trial, training, repeats)
                 if training and optimizer is not None:
-                    trained = [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
-                    measured = replace(measured, optimizer_ms=_step_ms(trial, trained, optimizer, repeats))
+                    trained = [
+                        graph.state[name] for name in layer.state if graph.state[name].requires_grad
+                    ]
+                    measured = replace(
+                        measured, optimizer_ms=_step_ms(trial, trained, optimizer, repeats)
+                    )
                 remembered.put(layer, measured)
                 del trial
         values.update(zip(layer.writes, writes, strict=True))
-        done = {name for name in (*layer.reads, *layer.writes) if last_reader.get(name, -1) <= index}
+        done = {
+            name for name in (*layer.reads, *layer.writes) if last_reader.get(name, -1) <= index
+        }
         values = {name: value for name, value in values.items() if name not in done}
         del state, reads, writes
     devices.release_cache()
@@ -98,23 +103,32 @@ def _values(
     versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
     with torch.no_grad():
         writes = tuple(layer.function(device, state, reads))
-    mutated = [i for i, read in enumerate(reads) if isinstance(read, Tensor) and read._version != versions[i]]
+    mutated = [
+        i
+        for i, read in enumerate(reads)
+        if isinstance(read, Tensor) and read._version != versions[i]
+    ]
     return writes, mutated
 
 
 def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
     """Measure the passes of a layer that has not run yet, and their memory."""
-    with autocast.uncached(trial.device):  # weights cast in one pass would be missing in the recording of the next
+    # weights cast in one pass would be missing in the recording of the next
+    with autocast.uncached(trial.device):
         trial.forward()  # libraries choose kernels and take their workspaces
         if training:
             trial.backward()
-        write_bytes = tuple(tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes)
+        write_bytes = tuple(
+            tensor_bytes(write) if isinstance(write, Tensor) else 0 for write in trial.writes
+        )
         memory = measure_memory(trial, training)
         time = measure_time(trial, training, repeats, halves=memory.deferred_bytes > 0)
         return Measurement(time, memory, write_bytes)
 
 
-def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int) -> float | None:
+def _step_ms(
+    trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int
+) -> float | None:
     """The time of the optimizer's step on the layer's parameters; None where it cannot be had."""
     if optimizer.name is None:
         return None
@@ -122,17 +136,27 @@ def _step_ms(trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerSta
         return 0.0
     try:
         with torch.enable_grad():
-            return measure_step(trial, optimizer.step(parameters, trial.parameters), min(repeats, _STEPS))
-    except Exception:  # whatever a user's optimizer raises, or too little memory for its state: the rest is measured
+            return measure_step(
+                trial, optimizer.step(parameters, trial.parameters), min(repeats, _STEPS)
+            )
+    except Exception:
+        # whatever a user's optimizer raises, or too little memory for its state: the rest is
+        # measured
         return None
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether an error says that there was too little memory; of the host's torch tells in words alone."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """Whether an error says that there was too little memory; of the host's torch tells in words
+    alone.
+    """
+    return isinstance(
+        error, (torch.OutOfMemoryError, MemoryError)
+    ) or "can't allocate memory" in str(error)
 
 
-def _blamed(layer: Layer, graph: LayerGraph, device: torch.device, error: BaseException) -> BaseException:
+def _blamed(
+    layer: Layer, graph: LayerGraph, device: torch.device, error: BaseException
+) -> BaseException:
     """Say which layer an error is of, and of one for want of memory what the layer takes."""
     if not isinstance(error, Exception):
         return error
@@ -154,7 +178,15 @@ def _blamed(layer: Layer, graph: LayerGraph, device: torch.device, error: BaseEx
 
 
 def _given(layer: Layer, graph: LayerGraph) -> str:
-    """For a message: the example inputs that a layer reads, which may be what it fails on; capture sees no kernels."""
-    read = [graph.values[name] for name in graph.inputs if name in layer.reads and graph.values[name].dtype is not None]
-    told = [f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read]
+    """For a message: the example inputs that a layer reads, which may be what it fails on; capture
+    sees no kernels.
+    """
+    read = [
+        graph.values[name]
+        for name in graph.inputs
+        if name in layer.reads and graph.values[name].dtype is not None
+    ]
+    told = [
+        f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read
+    ]
     return f"; it reads the example inputs: {', '.join(told)}" if told else ""

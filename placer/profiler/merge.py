@@ -28,22 +28,25 @@ _NEEDED = (
 _TOLD_APART = ("pass_workspace_bytes", "input_workspace_bytes")
 
 
-def merge_profiles(*profiles: Profile, network: Rate | Mapping[tuple[str, str], Rate] | None = None) -> Profile:
+def merge_profiles(
+    *profiles: Profile, network: Rate | Mapping[tuple[str, str], Rate] | None = None
+) -> Profile:
     """Join profiles of the same model, made on different devices.
 
-    Where two have measured the same type of device, the slower time counts: a pipeline waits for its slowest stage.
-    What differs in memory counts as the larger. Devices of several hosts are named ``HOST/cuda:0``.
+    Where two have measured the same type of device, the slower time counts: a pipeline waits for
+    its slowest stage. What differs in memory counts as the larger. Devices of several hosts are
+    named ``HOST/cuda:0``.
 
-    Args:
-        profiles: of the same layers, micro-batch, optimizer and mode; two or more.
-        network: the way between the memories of two hosts, the same for all or by source and target host; without it,
+    Args: profiles: of the same layers, micro-batch, optimizer and mode; two or more. network: the
+        way between the memories of two hosts, the same for all or by source and target host;
+        without it,
             devices of different hosts have no link, so that no value can cross.
 
     Returns:
         One profile, its cluster that of all.
 
-    Raises:
-        ProfileError: one is no profile, or they are not of the same model, or one device is described in two ways.
+    Raises: ProfileError: one is no profile, or they are not of the same model, or one device is
+        described in two ways.
     """
     if not profiles:
         raise ProfileError("there is no profile to merge")
@@ -79,17 +82,30 @@ def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:
     for field in ("training", "optimizer", "with_loss", "batch_size"):
         mine, its = getattr(first, field), getattr(other, field)
         if mine != its:
-            raise ProfileError(f"profile {number} has {field} {its!r}, the first {mine!r}: measure both alike")
+            raise ProfileError(
+                f"profile {number} has {field} {its!r}, the first {mine!r}: measure both alike"
+            )
     names, its_names = ([layer.name for layer in profile.layers] for profile in (first, other))
     if names != its_names:
-        strange = next((name for name in [*its_names, *names] if (name in names) != (name in its_names)), its_names[0])
+        strange = next(
+            (name for name in [*its_names, *names] if (name in names) != (name in its_names)),
+            its_names[0],
+        )
         raise ProfileError(
             f"profile {number} has other layers than the first, {strange!r} among them: "
             "merge profiles of one model, cut into layers alike"
         )
-    same_torch = first.versions.get("torch") == other.versions.get("torch")  # others may write the same in other words
-    if first.graph_hash and other.graph_hash and first.graph_hash != other.graph_hash and same_torch:
-        raise ProfileError(f"profile {number} is of another graph than the first: its operations or shapes differ")
+    # others may write the same in other words
+    same_torch = first.versions.get("torch") == other.versions.get("torch")
+    if (
+        first.graph_hash
+        and other.graph_hash
+        and first.graph_hash != other.graph_hash
+        and same_torch
+    ):
+        raise ProfileError(
+            f"profile {number} is of another graph than the first: its operations or shapes differ"
+        )
     for mine, its in zip(first.layers, other.layers, strict=True):
         for field in _OWN:
             if getattr(mine, field) != getattr(its, field):
@@ -97,7 +113,9 @@ def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:
                     f"layer {mine.name!r} has {field} {getattr(its, field)} in profile {number}, "
                     f"{getattr(mine, field)} in the first"
                 )
-    crossing, its_crossing = ([_crossing(edge) for edge in profile.edges] for profile in (first, other))
+    crossing, its_crossing = (
+        [_crossing(edge) for edge in profile.edges] for profile in (first, other)
+    )
     if crossing != its_crossing:
         raise ProfileError(f"profile {number} has other values between its layers than the first")
 
@@ -109,7 +127,9 @@ def _crossing(edge: Edge) -> tuple[str, tuple[str, ...], int]:
 def _layer(same: Sequence[Layer]) -> Layer:
     times = {field: _largest(getattr(layer, field) for layer in same) for field in _TIMES}
     needed = {field: max(getattr(layer, field) for layer in same) for field in _NEEDED}
-    needed |= {field: _told_apart([getattr(layer, field) for layer in same], same) for field in _TOLD_APART}
+    needed |= {
+        field: _told_apart([getattr(layer, field) for layer in same], same) for field in _TOLD_APART
+    }
     return same[0].model_copy(update=times | needed)
 
 
@@ -142,7 +162,9 @@ def _edge(same: Sequence[Edge]) -> Edge:
     )
 
 
-def _cluster(clusters: Sequence[Cluster], network: Rate | Mapping[tuple[str, str], Rate] | None) -> Cluster:
+def _cluster(
+    clusters: Sequence[Cluster], network: Rate | Mapping[tuple[str, str], Rate] | None
+) -> Cluster:
     several = len({device.host for cluster in clusters for device in cluster.devices}) > 1
     if several:
         clusters = [on_hosts(cluster) for cluster in clusters]
@@ -163,10 +185,14 @@ def _cluster(clusters: Sequence[Cluster], network: Rate | Mapping[tuple[str, str
 
 
 def on_hosts(cluster: Cluster) -> Cluster:
-    """The cluster with its devices named after their hosts, as placements for several hosts name them."""
+    """The cluster with its devices named after their hosts, as placements for several hosts name
+    them.
+    """
     names = {device.name: _on_host(device) for device in cluster.devices}
     return Cluster(
-        devices=tuple(device.model_copy(update={"name": names[device.name]}) for device in cluster.devices),
+        devices=tuple(
+            device.model_copy(update={"name": names[device.name]}) for device in cluster.devices
+        ),
         links=tuple(
             link.model_copy(update={"source": names[link.source], "target": names[link.target]})
             for link in cluster.links
@@ -176,7 +202,9 @@ def on_hosts(cluster: Cluster) -> Cluster:
 
 def _on_host(device: Device) -> str:
     prefix = f"{device.host}/"
-    return device.name if not device.host or device.name.startswith(prefix) else prefix + device.name
+    return (
+        device.name if not device.host or device.name.startswith(prefix) else prefix + device.name
+    )
 
 
 def _between_hosts(
@@ -196,7 +224,9 @@ def _between_hosts(
 
 
 def through_network(source: Device, network: Rate, target: Device) -> Rate:
-    """From a device to its host's memory, over the network, and to the other device, one after the other."""
+    """From a device to its host's memory, over the network, and to the other device, one after the
+    other.
+    """
     legs = [leg for leg in (source.to_host, network, target.from_host) if leg is not None]
     return Rate(
         latency_s=_significant(sum(leg.latency_s for leg in legs)),

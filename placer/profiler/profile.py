@@ -16,7 +16,15 @@ from placer.capture.granularity import Granularity
 from placer.capture.layers import LayerGraph
 from placer.capture.loss_functions import LossFunction
 from placer.capture.user_objects import refuse_no_flags, refuse_no_module
-from placer.devices import CPU, DeviceLike, keep_random_state, resolve, type_name, unobserved, warm_libraries
+from placer.devices import (
+    CPU,
+    DeviceLike,
+    keep_random_state,
+    resolve,
+    type_name,
+    unobserved,
+    warm_libraries,
+)
 from placer.errors import InputError, ProfilingError
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
@@ -95,72 +103,97 @@ def profile(
 ) -> schema.Profile | list[schema.Profile]:
     """Measure a model's layers, the values between them, the devices and the links.
 
-    Every layer runs alone, its state copied to the device for it, so that a model larger than any device, or on
-    ``meta``, profiles too. The model is left as it was: parameters, gradients, buffers and modes; so are the random
-    number generators.
+    Every layer runs alone, its state copied to the device for it, so that a model larger than any
+    device, or on ``meta``, profiles too. The model is left as it was: parameters, gradients,
+    buffers and modes; so are the random number generators.
 
-    Args:
-        model: any module, on any device.
-        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword arguments.
-        devices: a count, a list of devices, or None for all that are available. Each type of device is measured once.
-        training: whether to measure a training step; the model is profiled in training mode, else in evaluation mode.
-        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an optimizer, a list of
+    Args: model: any module, on any device. example_inputs: of one micro-batch: one argument, a
+        tuple of positional or a dict of keyword arguments. devices: a count, a list of devices, or
+        None for all that are available. Each type of device is measured once. training: whether to
+        measure a training step; the model is profiled in training mode, else in evaluation mode.
+        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an
+        optimizer, a list of
             optimizers, a function of a list of parameters that makes one, or None.
         granularity: how the model is cut into layers, see ``capture``.
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
         repeats: how often each pass is timed at most; medians are kept.
-        memory_bytes: what a placement may use of each device, in bytes, or by device; None for all of its memory.
-        cache: whether layers and links that were measured before, under the same conditions, are taken from the cache:
-            in the folder that ``PLACER_CACHE`` names or the user's own, in a given folder, or not at all. What is
-            measured goes there at once, so that a run that was interrupted goes on where it was.
-        batch_sizes: micro-batches of so many samples are measured instead of the example's: its inputs are repeated or
-            cut along their first dimension. The layers are cut for the smallest, and are the same for all.
-        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of the layer that makes
-            the model's result, as it runs behind that. It is measured on random results; without it, a prediction of
-            a training step is of the model alone.
-        target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the inputs.
-        batch_options: where the samples of the inputs and the target lie, and how the loss is reduced; the profile and
-            its placements carry them. The first dimension is the batch if None.
+        memory_bytes: what a placement may use of each device, in bytes, or by device; None for all
+        of its memory.
+        cache: whether layers and links that were measured before, under the same conditions, are
+            taken from the cache: in the folder that ``PLACER_CACHE`` names or the user's own, in a
+            given folder, or not at all. What is measured goes there at once, so that a run that was
+            interrupted goes on where it was.
+        batch_sizes: micro-batches of so many samples are measured instead of the example's: its
+            inputs are repeated or cut along their first dimension. The layers are cut for the
+            smallest, and are the same for all.
+        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of
+            the layer that makes the model's result, as it runs behind that. It is measured on
+            random results; without it, a prediction of a training step is of the model alone.
+        target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the
+        inputs.
+        batch_options: where the samples of the inputs and the target lie, and how the loss is
+            reduced; the profile and its placements carry them. The first dimension is the batch if
+            None.
 
-    Returns:
-        The profile, with its cluster; for several batch sizes a list of profiles, the smallest size first.
+    Returns: The profile, with its cluster; for several batch sizes a list of profiles, the smallest
+        size first.
 
-    Raises:
-        InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes or loss cannot be used.
-        CaptureError: the model's layers could not be had.
-        ProfilingError: a layer, a link or the loss could not be measured.
+    Raises: InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes
+        or loss cannot be used. CaptureError: the model's layers could not be had. ProfilingError: a
+        layer, a link or the loss could not be measured.
     """
     refuse_no_module(model)
     refuse_no_flags(training=training)
     options = DEFAULT if batch_options is None else refuse_no_options(batch_options)
     if not isinstance(repeats, int) or repeats < 1:
-        raise InputError(f"repeats is {repeats!r}; give a whole number: each layer is timed at least once")
+        raise InputError(
+            f"repeats is {repeats!r}; give a whole number: each layer is timed at least once"
+        )
     args, kwargs = profile_inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(cache)
-    asked = OptimizerState(optimizer)  # looked at in inference, too, where none counts: a misspelt one is told
+    # looked at in inference, too, where none counts: a misspelt one is told
+    asked = OptimizerState(optimizer)
     state = asked if training else OptimizerState(None)
     by_type: dict[str, torch.device] = {}
     for device in found:
         by_type.setdefault(type_name(device), device)
-    with unobserved(), keep_random_state(found), torch.inference_mode(False), profile_inputs.mode(model, training):
-        tensors, structure, layout = profile_inputs.trackable(args, kwargs, options, Parameters.of(model))
-        given = [tensors] if batch_sizes is None else profile_inputs.resized(tensors, layout, batch_sizes)
+    with (
+        unobserved(),
+        keep_random_state(found),
+        torch.inference_mode(False),
+        profile_inputs.mode(model, training),
+    ):
+        tensors, structure, layout = profile_inputs.trackable(
+            args, kwargs, options, Parameters.of(model)
+        )
+        given = (
+            [tensors]
+            if batch_sizes is None
+            else profile_inputs.resized(tensors, layout, batch_sizes)
+        )
         loss = given_loss(loss_fn, target, training, layout.size, options)
-        known = {kind: _remembered(folder, device, training, optimizer, repeats) for kind, device in by_type.items()}
+        known = {
+            kind: _remembered(folder, device, training, optimizer, repeats)
+            for kind, device in by_type.items()
+        }
         calls = [structure.unflatten(batch) for batch in given]
         for device in found:
             _begin_on(device)
         with progress_bar(progress, links_to_measure(found, folder)) as step:
             rows = list(known.values())
-            graphs = _graphs(model, calls, granularity, folder, rows, step, loss is not None, options)
+            graphs = _graphs(
+                model, calls, granularity, folder, rows, step, loss is not None, options
+            )
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             waits = CoreWaits()
             measured = [
                 {
-                    kind: measure_layers(graph, batch, device, training, repeats, step, state, known[kind])
+                    kind: measure_layers(
+                        graph, batch, device, training, repeats, step, state, known[kind]
+                    )
                     for kind, device in by_type.items()
                 }
                 for graph, batch in zip(graphs, given, strict=True)
@@ -168,10 +201,13 @@ def profile(
             waited = waits.share()
             losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
-    counts = [sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")]
+    counts = [
+        sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")
+    ]
     _log.info("%d layers were measured, %d taken from the cache", *counts)
     profiles = [
-        write(graph, rows, training, state, cluster, by_type) for graph, rows in zip(graphs, measured, strict=True)
+        write(graph, rows, training, state, cluster, by_type)
+        for graph, rows in zip(graphs, measured, strict=True)
     ]
     profiles = [one.model_copy(update={"batch_options": options}) for one in profiles]
     for kind, device in by_type.items():
@@ -226,7 +262,8 @@ def _graphs(
     with_result: bool,
     options: BatchOptions,
 ) -> list[LayerGraph]:
-    """The graph of each call, captured unless an earlier run has captured it and measured all of its layers.
+    """The graph of each call, captured unless an earlier run has captured it and measured all of
+    its layers.
 
     With a result: with what the model returns, not just the tensors in it.
     """
@@ -234,7 +271,9 @@ def _graphs(
     found = earlier.read()
     if found is not None and with_result and any(graph.result is None for graph in found):
         found = None
-    if found is not None and not any(of_kind.missing(graph.layers) for of_kind in known for graph in found):
+    if found is not None and not any(
+        of_kind.missing(graph.layers) for of_kind in known for graph in found
+    ):
         return found
     step.expect(len(calls))
     graphs = capture_each(model, calls, granularity, step, options)
@@ -249,7 +288,9 @@ def capture_each(
     step: Step | None = None,
     options: BatchOptions = DEFAULT,
 ) -> list[LayerGraph]:
-    """The graph of each call, given as positional and keyword arguments; all have the layers of the first."""
+    """The graph of each call, given as positional and keyword arguments; all have the layers of the
+    first.
+    """
     graphs: list[LayerGraph] = []
     for number, (args, kwargs) in enumerate(calls, start=1):
         if step is not None:
@@ -258,8 +299,12 @@ def capture_each(
         graphs.append(capture_graph(model, args, kwargs, granularity=cut, batch_options=options))
         graphs[-1].granularity = graphs[0].granularity
         if not graphs[0].layers:
-            raise ProfilingError(f"{type(model).__name__} has no operations, so there is nothing to place")
-        if [layer.name for layer in graphs[-1].layers] != [layer.name for layer in graphs[0].layers]:
+            raise ProfilingError(
+                f"{type(model).__name__} has no operations, so there is nothing to place"
+            )
+        if [layer.name for layer in graphs[-1].layers] != [
+            layer.name for layer in graphs[0].layers
+        ]:
             sizes = f"{graphs[0].batch_size} and {graphs[-1].batch_size}"
             raise ProfilingError(
                 f"{type(model).__name__} has other layers at batch sizes of {sizes}; profile each size apart"
@@ -268,10 +313,16 @@ def capture_each(
 
 
 def _remembered(
-    folder: Cache | None, device: torch.device, training: bool, optimizer: OptimizerLike, repeats: int
+    folder: Cache | None,
+    device: torch.device,
+    training: bool,
+    optimizer: OptimizerLike,
+    repeats: int,
 ) -> Remembered:
     """What is known of layers under the conditions of this device, here and now."""
     steps = optimizer_facts(optimizer if training else None)
     if folder is None or steps is None:
         return Remembered()
-    return Remembered(folder, conditions(device) | {"training": training, "optimizer": steps}, repeats)
+    return Remembered(
+        folder, conditions(device) | {"training": training, "optimizer": steps}, repeats
+    )

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import ANY, DEFAULT, BatchLayout, Parameters, layout_of_inputs
+from placer.capture.batch_dims.batch_layout import (
+    ANY,
+    DEFAULT,
+    BatchLayout,
+    Parameters,
+    layout_of_inputs,
+)
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError
 from placer.schema import BatchOptions
@@ -23,9 +29,13 @@ def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def trackable(
-    args: tuple[Any, ...], kwargs: dict[str, Any], options: BatchOptions = DEFAULT, parameters: Parameters = ANY
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: BatchOptions = DEFAULT,
+    parameters: Parameters = ANY,
 ) -> tuple[list[Any], Structure, BatchLayout]:
-    """Return the arguments' tensors in order, what rebuilds the arguments from them, and where their samples lie.
+    """Return the arguments' tensors in order, what rebuilds the arguments from them, and where
+    their samples lie.
 
     Tensors made in inference mode, which autograd refuses, are copied.
 
@@ -41,20 +51,23 @@ def trackable(
     tensors, structure = flatten_inputs(args, kwargs)
     layout = layout_of_inputs((args, kwargs), tensors, structure, options, parameters)
     if layout.size < 1:
-        raise InputError("the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample")
+        raise InputError(
+            "the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample"
+        )
     return [_trackable(item) for item in tensors], structure, layout
 
 
 def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> list[list[Any]]:
-    """Return inputs of other batch sizes, the smallest first: what is cut with the batch is repeated or cut.
+    """Return inputs of other batch sizes, the smallest first: what is cut with the batch is
+    repeated or cut.
 
     Args:
         tensors: the flattened inputs.
         layout: where their samples lie.
         sizes: samples in each batch.
 
-    Raises:
-        InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch dimension.
+    Raises: InputError: there is no size, or one is below 1 or listed twice, or the inputs have no
+        batch dimension.
     """
     wanted = _in_order(layout, sizes)
     each = list(zip(tensors, layout.dims, strict=True))
@@ -90,14 +103,18 @@ def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
         or any(not isinstance(size, Integral) or size < 1 for size in wanted)
         or len(set(wanted)) < len(wanted)
     ):
-        raise InputError(f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)")
+        raise InputError(
+            f"batch_sizes={sizes!r}: give different whole numbers of samples, such as (8, 16)"
+        )
     if layout.lists:
         raise InputError(
             f"{min(layout.lists)!r} is a list of samples, which batch_sizes cannot repeat or cut; profile an example "
             "of each size by itself"
         )
     if all(dim is None for dim in layout.dims):
-        raise InputError("the example inputs have no dimension that could be the batch, so batch_sizes has no meaning")
+        raise InputError(
+            "the example inputs have no dimension that could be the batch, so batch_sizes has no meaning"
+        )
     return sorted(wanted)
 
 
@@ -113,7 +130,8 @@ def _trackable(item: Any) -> Any:
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put the model in training or evaluation mode, unless its root is in it; every module gets its own mode back.
+    """Put the model in training or evaluation mode, unless its root is in it; every module gets its
+    own mode back.
 
     A model in training mode whose frozen parts are in evaluation mode is left as it is.
     """

@@ -1,7 +1,8 @@
 """A profile from what was measured of each layer, and from the values that pass between layers.
 
-A device also holds what only the caller sees: inputs until their last layer has read them; and results from the layer
-that makes them, in training until their gradients have come back to it, in inference for good.
+A device also holds what only the caller sees: inputs until their last layer has read them; and
+results from the layer that makes them, in training until their gradients have come back to it, in
+inference for good.
 """
 
 from __future__ import annotations
@@ -35,13 +36,10 @@ def write(
 ) -> schema.Profile:
     """Write down what was measured.
 
-    Args:
-        graph: the layers.
-        measured: by device type, one measurement for each layer.
-        training: whether backward passes were measured.
-        optimizer: whose state counts.
-        cluster: the devices and links.
-        places: by device type, a device on which the optimizer's step may be tried; without it, the host.
+    Args: graph: the layers. measured: by device type, one measurement for each layer. training:
+        whether backward passes were measured. optimizer: whose state counts. cluster: the devices
+        and links. places: by device type, a device on which the optimizer's step may be tried;
+        without it, the host.
     """
     saved = {
         layer.name: _saved(layer, [rows[index] for rows in measured.values()])
@@ -52,7 +50,11 @@ def write(
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
     around, rests = beside_slices(graph, measured, sizes)
     edges = _edges(graph, kept, sizes, training, rests, _deferred(graph, measured))
-    pieces = max(row.memory.pieces_bytes for rows in measured.values() for row in rows) if training else 0
+    pieces = (
+        max(row.memory.pieces_bytes for rows in measured.values() for row in rows)
+        if training
+        else 0
+    )
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
     first_kept = _first_kept(graph, kept)
@@ -66,25 +68,38 @@ def write(
                 name=layer.name,
                 module=layer.module_type,
                 forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
-                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()} if training else {},
+                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()}
+                if training
+                else {},
                 weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
                 optimizer_ms=_beyond(
                     0.0,
-                    {kind: significant((row.optimizer_ms or 0.0) * owned[layer.name]) for kind, row in rows.items()},
+                    {
+                        kind: significant((row.optimizer_ms or 0.0) * owned[layer.name])
+                        for kind, row in rows.items()
+                    },
                 ),
-                spread=_beyond(0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}),
+                spread=_beyond(
+                    0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}
+                ),
                 host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
                 saved_bytes=max(memory.saved_bytes for memory in memories)
                 + sum(sizes[name] for name in first_kept[layer.name] - sent),
                 forward_workspace_bytes=pieces
-                + max(0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)),
-                backward_workspace_bytes=pieces + around[index] + max(row.backward_workspace_bytes for row in memories),
+                + max(
+                    0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
+                ),
+                backward_workspace_bytes=pieces
+                + around[index]
+                + max(row.backward_workspace_bytes for row in memories),
                 pass_workspace_bytes=_beside(
-                    _told_apart((memory.pass_workspace_bytes for memory in memories), memories), pieces + around[index]
+                    _told_apart((memory.pass_workspace_bytes for memory in memories), memories),
+                    pieces + around[index],
                 ),
                 deferred_bytes=max(memory.deferred_bytes for memory in memories),
                 input_workspace_bytes=_beside(
-                    _told_apart((memory.input_workspace_bytes for memory in memories), memories), pieces + around[index]
+                    _told_apart((memory.input_workspace_bytes for memory in memories), memories),
+                    pieces + around[index],
                 ),
                 weights_workspace_bytes=_beside(
                     _material(max(memory.weights_workspace_bytes for memory in memories)), pieces
@@ -97,7 +112,9 @@ def write(
         graph_hash=graph.hash,
         training=training,
         optimizer=optimizer.name if training else None,
-        optimizer_step_share=_step_share(graph, optimizer, measured, places or {}) if training else 0.0,
+        optimizer_step_share=_step_share(graph, optimizer, measured, places or {})
+        if training
+        else 0.0,
         batch_size=graph.batch_size,
         granularity=graph.granularity,
         captured=graph.captured,
@@ -112,7 +129,9 @@ def write(
 
 
 def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:
-    """By device type, the most memory that stood empty beside the tensors of a layer, at any batch size."""
+    """By device type, the most memory that stood empty beside the tensors of a layer, at any batch
+    size.
+    """
     most: dict[str, int] = {}
     for of_size in measured:
         for kind, rows in of_size.items():
@@ -149,19 +168,31 @@ def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
 
 
 def _with_results(graph: LayerGraph, saved: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """What is kept in training: also what the model returns, by the layer that makes it, as the loss is behind it."""
-    return {layer.name: saved[layer.name] | set(graph.outputs).intersection(layer.writes) for layer in graph.layers}
+    """What is kept in training: also what the model returns, by the layer that makes it, as the
+    loss is behind it.
+    """
+    return {
+        layer.name: saved[layer.name] | set(graph.outputs).intersection(layer.writes)
+        for layer in graph.layers
+    }
 
 
 def _again(
-    graph: LayerGraph, saved: Mapping[str, set[str]], kept: Mapping[str, set[str]], sizes: Mapping[str, int]
+    graph: LayerGraph,
+    saved: Mapping[str, set[str]],
+    kept: Mapping[str, set[str]],
+    sizes: Mapping[str, int],
 ) -> list[int]:
     """By layer, what its measured workspace has of results that count as kept: less than nothing."""
-    return [-sum(sizes[name] for name in kept[layer.name] - saved[layer.name]) for layer in graph.layers]
+    return [
+        -sum(sizes[name] for name in kept[layer.name] - saved[layer.name]) for layer in graph.layers
+    ]
 
 
 def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
-    """By layer, the inputs and results that are there in inference as it runs, and that no edge has."""
+    """By layer, the inputs and results that are there in inference as it runs, and that no edge
+    has.
+    """
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
     readers = {name: [place[reader] for reader in found] for name, found in graph.readers().items()}
     beside = [0] * len(graph.layers)
@@ -205,7 +236,8 @@ def _edges(
     for name, readers in graph.readers().items():
         value = graph.values[name]
         targets = tuple(reader for reader in readers if reader != value.source)
-        if value.source is None or value.dtype is None or not targets:  # a number stays with the host
+        # a number stays with the host
+        if value.source is None or value.dtype is None or not targets:
             continue
         rest = rests.get(name, Rest())
         edge = schema.Edge(
@@ -223,7 +255,9 @@ def _edges(
 
 
 def _deferred(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> set[str]:
-    """The values whose gradients are part of what their layers leave to weight passes, on every type of device."""
+    """The values whose gradients are part of what their layers leave to weight passes, on every
+    type of device.
+    """
     found: set[str] = set()
     for index, layer in enumerate(graph.layers):
         of_each = [rows[index].memory.deferred_writes for rows in measured.values()]
@@ -247,10 +281,14 @@ def _step_share(
     measured: Mapping[str, Sequence[Measurement]],
     places: Mapping[str, torch.device],
 ) -> float:
-    """The largest share of temporaries over the types of GPUs; 0 on CPUs, which step parameters one by one."""
+    """The largest share of temporaries over the types of GPUs; 0 on CPUs, which step parameters one
+    by one.
+    """
     gpus = [kind for kind, rows in measured.items() if any(row.memory.in_segments for row in rows)]
     trained = [tensor for tensor in graph.state.values() if tensor.requires_grad]
-    return significant(max((optimizer.step_share(trained, places.get(kind)) for kind in gpus), default=0.0))
+    return significant(
+        max((optimizer.step_share(trained, places.get(kind)) for kind in gpus), default=0.0)
+    )
 
 
 def _material(size_bytes: int) -> int:
@@ -259,7 +297,9 @@ def _material(size_bytes: int) -> int:
 
 
 def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
-    """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass does, if about that."""
+    """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass
+    does, if about that.
+    """
     eager = [memory.backward_workspace_bytes for memory in memories]
     own = max(size or other for size, other in zip(sizes, eager, strict=True))
     return own if _material(abs(own - max(eager))) else 0
@@ -273,5 +313,9 @@ def _placer_version() -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "placer": _placer_version()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "placer": _placer_version(),
+    }
     return versions | ({"cuda": str(torch.version.cuda)} if torch.version.cuda else {})

@@ -18,7 +18,8 @@ Step = Callable[[str], None]
 
 
 class Bar:
-    """Steps that are counted as they begin; more may become known on the way. Nothing is shown before there are any.
+    """Steps that are counted as they begin; more may become known on the way. Nothing is shown
+    before there are any.
 
     Args:
         progress: draws it; None where nobody looks.
@@ -66,7 +67,12 @@ def progress_bar(shown: Shown, total: int = 0) -> Iterator[Bar]:
     if not shown or not (shown == "always" or sys.stderr.isatty()):
         yield Bar(None)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     progress = Progress(*columns, console=Console(stderr=True), transient=shown != "always")
     bar = Bar(progress)
     bar.expect(total)

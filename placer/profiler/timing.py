@@ -1,16 +1,18 @@
 """The time that a device needs for one layer, apart from the time that the host needs to launch it.
 
-On CUDA every pass is recorded as a CUDA graph and replayed, so that launches do not count; what cannot be recorded is
-timed by events in a queue that is full before the device begins. Before each pass the device's cache is emptied, and
-then what a neighbour would just have made (the values that are read, or the gradients that come back) is written again
-while as much is read beside it, as a neighbour reads what it works on:
+On CUDA every pass is recorded as a CUDA graph and replayed, so that launches do not count; what
+cannot be recorded is timed by events in a queue that is full before the device begins. Before each
+pass the device's cache is emptied, and then what a neighbour would just have made (the values that
+are read, or the gradients that come back) is written again while as much is read beside it, as a
+neighbour reads what it works on:
 
     clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
 
-So weights, and what was kept for the backward pass, come from memory, as they do in a step of the whole model; and of a
-value that nearly fills the cache no more is there than its neighbour would have left. What keeps a device at its power
-limit is told as long as it takes under a load that lasts (see ``placer.devices.sustained_load``). Stages record halves by
-weight two at a time, which is timed apart, see ``concurrent_passes.py``. A CPU is host and device in one, and its caches are
+So weights, and what was kept for the backward pass, come from memory, as they do in a step of the
+whole model; and of a value that nearly fills the cache no more is there than its neighbour would
+have left. What keeps a device at its power limit is told as long as it takes under a load that
+lasts (see ``placer.devices.sustained_load``). Stages record halves by weight two at a time, which
+is timed apart, see ``concurrent_passes.py``. A CPU is host and device in one, and its caches are
 left as they are.
 """
 
@@ -42,14 +44,15 @@ _WARM_S = 0.1
 class LayerTime:
     """Times of one layer for one micro-batch, medians in milliseconds.
 
-    Attributes:
-        forward_ms: device time of the forward pass.
-        backward_ms: device time of the backward pass, which adds to gradients that are there; 0 in inference, and where
+    Attributes: forward_ms: device time of the forward pass. backward_ms: device time of the
+        backward pass, which adds to gradients that are there; 0 in inference, and where
             no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
-        weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble schedules leave for
-            later: of linear layers and convolutions, see ``placer.capture.weight_grads.splittable_ops``.
-        spread: half of the range that holds the middle half of the timings of both passes, over their median.
+        weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble
+            schedules leave for later: of linear layers and convolutions, see
+            ``placer.capture.weight_grads.splittable_ops``.
+        spread: half of the range that holds the middle half of the timings of both passes, over
+            their median.
     """
 
     forward_ms: float
@@ -76,14 +79,18 @@ def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True
             if halves:
                 passes = [trial.forward_in_halves, trial.accumulate, trial.accumulate_later]
         on_cuda = trial.device.type == "cuda"
-        columns, host_ms = _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
+        columns, host_ms = (
+            _cuda_times(trial, passes, repeats) if on_cuda else _cpu_times(passes, repeats)
+        )
     finally:
         trial.set_gradients(present=False)
     return _summary(columns, host_ms)
 
 
 def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
-    """The medians of the times of a forward pass and, if there are any, of both halves of a backward pass."""
+    """The medians of the times of a forward pass and, if there are any, of both halves of a
+    backward pass.
+    """
     forward_ms, *halves = (statistics.median(column) for column in columns)
     whole = [sum(times) for times in zip(*columns, strict=True)]
     return LayerTime(forward_ms, sum(halves), host_ms, sum(halves[1:]), spread(whole))
@@ -111,15 +118,19 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
         trial.set_gradients(present=False)
 
 
-def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
+def _cuda_times(
+    trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
+) -> tuple[list[list[float]], float]:
     """The times of every pass, and the median time to launch all of them."""
     host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
-    # A cache may keep what is used often in a way that one pass through it does not push out: twice its size does.
+    # A cache may keep what is used often in a way that one pass through it does not push out: twice
+    # its size does.
     cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
     fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
     before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
     try:
-        # A backward pass reuses memory of the forward pass, so that each backward needs its own forward before it.
+        # A backward pass reuses memory of the forward pass, so that each backward needs its own
+        # forward before it.
         replays = devices.record(passes, trial.device)
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
@@ -139,14 +150,23 @@ def _cuda_times(trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
 
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
-    """What leaves in the device's cache no more than a neighbour would: what it just made, and what it read for it."""
-    tensors = [tensor for tensor in neighbours if isinstance(tensor, Tensor) and has_own_memory(tensor)]
-    written = [tensor.data for tensor in tensors if not (tensor.is_floating_point() and tensor.itemsize == 1)]
+    """What leaves in the device's cache no more than a neighbour would: what it just made, and what
+    it read for it.
+    """
+    tensors = [
+        tensor for tensor in neighbours if isinstance(tensor, Tensor) and has_own_memory(tensor)
+    ]
+    written = [
+        tensor.data
+        for tensor in tensors
+        if not (tensor.is_floating_point() and tensor.itemsize == 1)
+    ]
     pairs = [(tensor, _beside(cache, tensor)) for tensor in written]
 
     @torch.no_grad()
     def rewrite() -> None:
-        cache.sum()  # reads it: what was written would have to go to memory while the layer is timed
+        # reads it: what was written would have to go to memory while the layer is timed
+        cache.sum()
         for tensor, beside in pairs:
             if beside is None:
                 tensor.mul_(True)
@@ -159,9 +179,15 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
 def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
     """Zeros in the cache's place, laid out like a tensor; None where that is larger or elsewhere."""
     size_bytes = tensor.untyped_storage().nbytes()
-    if tensor.device != cache.device or tensor.dtype == torch.bool or not 0 < size_bytes <= cache.nbytes:
+    if (
+        tensor.device != cache.device
+        or tensor.dtype == torch.bool
+        or not 0 < size_bytes <= cache.nbytes
+    ):
         return None
-    zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(
+        tensor.dtype
+    )
     return zeros.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
@@ -175,7 +201,9 @@ def _launch_ms(device: torch.device, passes: Sequence[Callable[[], None]]) -> fl
     return 1e3 * (launched - began)
 
 
-def _cpu_times(passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list[list[float]], float]:
+def _cpu_times(
+    passes: Sequence[Callable[[], None]], repeats: int
+) -> tuple[list[list[float]], float]:
     columns: list[list[float]] = [[] for _ in passes]
     began = time.perf_counter()
     while len(columns[0]) < repeats and (not columns[0] or time.perf_counter() - began < _ENOUGH_S):
@@ -187,7 +215,9 @@ def _cpu_times(passes: Sequence[Callable[[], None]], repeats: int) -> tuple[list
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half of the range that holds the middle half of these times, over their median; 0 for a single one."""
+    """Half of the range that holds the middle half of these times, over their median; 0 for a
+    single one.
+    """
     if len(times) < 2 or not (middle := statistics.median(times)):
         return 0.0
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")

@@ -1,4 +1,6 @@
-"""One layer with state and inputs of its own, so that it runs again and again and the user's model stays as it was."""
+"""One layer with state and inputs of its own, so that it runs again and again and the user's model
+stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,12 @@ from placer.devices.allocator.storage_watch import key_of
 class Trial:
     """One layer on one device, for repeated forward and backward passes.
 
-    Attributes:
-        device: where it runs.
-        state: the layer's parameters and buffers, copied.
-        reads: the values that it reads, copied.
-        writes: the result of the last forward pass.
-        gradients: the result of the last backward pass, in the order of ``parameters`` and the reads after them.
-        parameters: those of ``state`` that take a gradient.
-        deferred: what the last backward pass left to ``accumulate_later``.
-        arrived: by position among the writes, the storage of the gradient that came to it in the last such pass.
+    Attributes: device: where it runs. state: the layer's parameters and buffers, copied. reads: the
+        values that it reads, copied. writes: the result of the last forward pass. gradients: the
+        result of the last backward pass, in the order of ``parameters`` and the reads after them.
+        parameters: those of ``state`` that take a gradient. deferred: what the last backward pass
+        left to ``accumulate_later``. arrived: by position among the writes, the storage of the
+        gradient that came to it in the last such pass.
     """
 
     def __init__(
@@ -55,25 +54,35 @@ class Trial:
         self._write_gradients: list[Tensor] | None = None
         if training:
             for name, read in zip(layer.reads, self.reads, strict=True):
-                if isinstance(read, Tensor) and values[name].requires_grad and _differentiable(read):
+                if (
+                    isinstance(read, Tensor)
+                    and values[name].requires_grad
+                    and _differentiable(read)
+                ):
                     read.requires_grad_()
         self.parameters = [tensor for tensor in self.state if training and tensor.requires_grad]
         self._leaves = self.parameters + [read for read in self._tensors() if read.requires_grad]
 
     @property
     def write_gradients(self) -> list[Tensor]:
-        """What the backward pass starts from: random gradients of the writes, made once the layer ran forwards."""
+        """What the backward pass starts from: random gradients of the writes, made once the layer
+        ran forwards.
+        """
         if self._write_gradients is None:
             self._write_gradients = [torch.randn_like(end) for end in self._ends()]
         return self._write_gradients
 
     def forward_in_halves(self) -> None:
-        """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of weights can wait."""
+        """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of
+        weights can wait.
+        """
         with DeferWeights(self.deferred):
             self.forward()
 
     def forward_adding(self) -> None:
-        """As ``forward``, so that ``accumulate`` adds products to the gradients of weights as it makes them."""
+        """As ``forward``, so that ``accumulate`` adds products to the gradients of weights as it
+        makes them.
+        """
         with DeferWeights(AtOnce()):
             self.forward()
 
@@ -94,12 +103,18 @@ class Trial:
         return bool(self._ends() and self._leaves)
 
     def backward(self) -> None:
-        """Run the layer backwards, from random gradients of its writes to those of its parameters and reads."""
+        """Run the layer backwards, from random gradients of its writes to those of its parameters
+        and reads.
+        """
         if self.flows:
-            self.gradients = torch.autograd.grad(self._ends(), self._leaves, self.write_gradients, allow_unused=True)
+            self.gradients = torch.autograd.grad(
+                self._ends(), self._leaves, self.write_gradients, allow_unused=True
+            )
 
     def accumulate(self) -> None:
-        """Run the layer backwards as training does, adding to the gradients that the parameters have."""
+        """Run the layer backwards as training does, adding to the gradients that the parameters
+        have.
+        """
         if self.flows:
             self._forget_read_gradients()
             torch.autograd.backward(self._ends(), self.write_gradients, inputs=self._leaves)
@@ -109,7 +124,8 @@ class Trial:
         self.deferred.run()
 
     def accumulate_alone(self, again: bool = False) -> None:
-        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a next layer's are.
+        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a
+        next layer's are.
 
         Args:
             again: whether another backward pass may follow, for which everything is kept.
@@ -117,7 +133,9 @@ class Trial:
         if self.flows:
             self._forget_read_gradients()
             arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
-            torch.autograd.backward(arrival, torch.empty_like(arrival), retain_graph=again, inputs=self._leaves)
+            torch.autograd.backward(
+                arrival, torch.empty_like(arrival), retain_graph=again, inputs=self._leaves
+            )
 
     def backward_by_input(
         self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool
@@ -129,20 +147,24 @@ class Trial:
             left_out: the ``id`` of each parameter that has no gradient yet.
             again: whether another backward pass may follow.
 
-        Returns:
-            The gradients that came to the edges, and then those of the other parameters and of the reads.
+        Returns: The gradients that came to the edges, and then those of the other parameters and of
+            the reads.
         """
         leaves = [get_gradient_edge(leaf) for leaf in self._leaves if id(leaf) not in left_out]
         wanted = [*edges, *leaves]
         if not self.flows or not wanted:
             return (None,) * len(wanted)
         arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
-        found = torch.autograd.grad(arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True)
+        found = torch.autograd.grad(
+            arrival, wanted, torch.empty_like(arrival), retain_graph=again, allow_unused=True
+        )
         places = [place for place, write in enumerate(self.writes) if _is_end(write)]
         self.arrived = dict(zip(places, arrival.grad_fn.made, strict=True))
         return found
 
-    def of_reads(self, gradients: Sequence[Tensor | None], left_out: Collection[int]) -> dict[int, Tensor]:
+    def of_reads(
+        self, gradients: Sequence[Tensor | None], left_out: Collection[int]
+    ) -> dict[int, Tensor]:
         """Those of the reads among gradients of leaves, by the position of the read.
 
         Args:
@@ -150,11 +172,19 @@ class Trial:
             left_out: as there.
         """
         leaves = [leaf for leaf in self._leaves if id(leaf) not in left_out]
-        found = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
-        return {index: found[id(read)] for index, read in enumerate(self.reads) if id(read) in found}
+        found = {
+            id(leaf): gradient
+            for leaf, gradient in zip(leaves, gradients, strict=True)
+            if gradient is not None
+        }
+        return {
+            index: found[id(read)] for index, read in enumerate(self.reads) if id(read) in found
+        }
 
     def set_gradients(self, present: bool) -> None:
-        """Give the parameters gradients of zeros, or take all gradients away, and forget those that still wait."""
+        """Give the parameters gradients of zeros, or take all gradients away, and forget those that
+        still wait.
+        """
         self.deferred.clear()
         for leaf in self._leaves:
             leaf.grad = None
@@ -176,13 +206,17 @@ class Trial:
 
 
 def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of a layer's parameters and buffers on a device; those on ``meta`` get random numbers there."""
+    """Return copies of a layer's parameters and buffers on a device; those on ``meta`` get random
+    numbers there.
+    """
     known = devices.Known()
     brought = []
     for name in layer.state:
         tensor = state[name]
         if tensor.is_meta:
-            made = partial(_random_state, device=device, is_parameter=isinstance(tensor, nn.Parameter))
+            made = partial(
+                _random_state, device=device, is_parameter=isinstance(tensor, nn.Parameter)
+            )
             copied = devices.rebuilt(tensor, made)
         else:
             copied = devices.copy(tensor, device, known)
@@ -191,7 +225,9 @@ def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device)
 
 
 def bring_input(value: Any, device: torch.device) -> Any:
-    """A copy of an input of the model on the device; a random one for one on ``meta``; what is no tensor as it is."""
+    """A copy of an input of the model on the device; a random one for one on ``meta``; what is no
+    tensor as it is.
+    """
     if not isinstance(value, Tensor):
         return value
     if not value.is_meta:
@@ -204,7 +240,9 @@ def bring_input(value: Any, device: torch.device) -> Any:
 
 
 def _random_state(tensor: Tensor, device: torch.device, is_parameter: bool) -> Tensor:
-    """Small random numbers: of both signs for parameters, positive for buffers, which may be variances."""
+    """Small random numbers: of both signs for parameters, positive for buffers, which may be
+    variances.
+    """
     made = torch.empty_like(tensor, device=device)
     if not _differentiable(tensor):
         return made.zero_()
@@ -226,7 +264,9 @@ def _is_end(write: Any) -> bool:
 
 
 class _Arrival(torch.autograd.Function):
-    """Nothing forwards; backwards, gradients that nobody else holds: each is freed when it was used."""
+    """Nothing forwards; backwards, gradients that nobody else holds: each is freed when it was
+    used.
+    """
 
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:
@@ -247,7 +287,9 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ placement ──▶ measure its stages ──▶ correct the profile ──▶ s
     ▲                                                              │
     └──────────────────────────── another one ◀────────────────────┘
 
-A stage's time is shared among its layers as the first profile has it, so that their sum is what was measured: layers
-that run one after another cost less or more than apart. The loss belongs to no layer; its time goes to the layer that
-feeds it, unless the profile has it there already, and moves with that layer.
+A stage's time is shared among its layers as the first profile has it, so that their sum is what was
+measured: layers that run one after another cost less or more than apart. The loss belongs to no
+layer; its time goes to the layer that feeds it, unless the profile has it there already, and moves
+with that layer.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def improve(
         measured = inf if _over(request, done[-1].placement) else done[-1].measured_value
         if _settled(placement, following, measured, tolerance):
             ended = "settled"
-            if _map(following) == _map(placement):  # with its bound, now that the profile is what was measured
+            # with its bound, now that the profile is what was measured
+            if _map(following) == _map(placement):
                 done[-1] = done[-1].model_copy(update={"placement": following})
             break
         if _map(following) in seen:
@@ -87,10 +89,9 @@ def improve(
 def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[StageTime]) -> Profile:
     """The profile in which the layers of each stage take together what was measured.
 
-    Args:
-        profile: what is corrected: layers of no stage, and times on other types of device, stay.
-        request: its profile says how a stage's time is shared among its layers; its devices, of which type they are.
-        stages: what was measured.
+    Args: profile: what is corrected: layers of no stage, and times on other types of device, stay.
+        request: its profile says how a stage's time is shared among its layers; its devices, of
+        which type they are. stages: what was measured.
     """
     shares = {layer.name: layer for layer in request.profile.layers}
     types = {device.name: device.type for device in request.devices}
@@ -99,15 +100,25 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
         members, kind = [shares[name] for name in stage.layers], types[stage.device]
         # A profile that has the loss in the layer that feeds it shares it out like all else.
         apart = not request.profile.with_loss
-        loss_forward_ms, loss_backward_ms = stage.loss_forward_ms * apart, stage.loss_backward_ms * apart
-        forward = _shared([_at(layer.forward_ms, kind) for layer in members], stage.forward_ms - loss_forward_ms)
-        backward = _shared([_at(layer.backward_ms, kind) for layer in members], stage.backward_ms - loss_backward_ms)
+        loss_forward_ms, loss_backward_ms = (
+            stage.loss_forward_ms * apart,
+            stage.loss_backward_ms * apart,
+        )
+        forward = _shared(
+            [_at(layer.forward_ms, kind) for layer in members], stage.forward_ms - loss_forward_ms
+        )
+        backward = _shared(
+            [_at(layer.backward_ms, kind) for layer in members],
+            stage.backward_ms - loss_backward_ms,
+        )
         weights = _weights(members, kind, backward, stage.weights_ms)
         forward[-1] += loss_forward_ms
         backward[-1] += loss_backward_ms
         for name, *times in zip(stage.layers, forward, backward, weights, strict=True):
             changed[name] = _timed(changed[name], kind, *times)
-    return profile.model_copy(update={"layers": tuple(changed[layer.name] for layer in profile.layers)})
+    return profile.model_copy(
+        update={"layers": tuple(changed[layer.name] for layer in profile.layers)}
+    )
 
 
 def predicted(stage: StageTime, profile: Profile, request: PlacementRequest) -> StageTime:
@@ -132,14 +143,21 @@ def _shared(parts: Sequence[float], total: float) -> list[float]:
     return [total * part / whole for part in parts]
 
 
-def _weights(members: Sequence[Layer], kind: str, backward: Sequence[float], measured: float | None) -> list[float]:
-    """The weight halves: as measured, else the share of the backward pass that they had; never more than it."""
+def _weights(
+    members: Sequence[Layer], kind: str, backward: Sequence[float], measured: float | None
+) -> list[float]:
+    """The weight halves: as measured, else the share of the backward pass that they had; never more
+    than it.
+    """
     before = [layer.weight_half_ms(kind) for layer in members]
     if measured is not None:
         halves = _shared(before, measured)
     else:
         whole = [_at(layer.backward_ms, kind) for layer in members]
-        halves = [now * half / was if was else 0.0 for now, half, was in zip(backward, before, whole, strict=True)]
+        halves = [
+            now * half / was if was else 0.0
+            for now, half, was in zip(backward, before, whole, strict=True)
+        ]
     return [min(half, now) for half, now in zip(halves, backward, strict=True)]
 
 
@@ -172,22 +190,37 @@ def _round(
 
 
 def _over(request: PlacementRequest, placement: Placement) -> float:
-    """By how much the busiest device is over the bottleneck that is asked for, in milliseconds; 0 within it."""
+    """By how much the busiest device is over the bottleneck that is asked for, in milliseconds; 0
+    within it.
+    """
     busiest = max(load.load_ms for load in placement.devices)
     most_ms = inf if request.bottleneck_ms is None else request.bottleneck_ms * (1 + ROUNDING)
     return max(0.0, busiest - most_ms)
 
 
 def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Placement:
-    """The same map under another profile: the question with every layer pinned; it may be busier than is asked for."""
+    """The same map under another profile: the question with every layer pinned; it may be busier
+    than is asked for.
+    """
     pinned = request.constraints.model_copy(update={"pinned": dict(placement.layer_devices)})
-    changed = {"constraints": pinned, "explain": False, "bottleneck_ms": request.bottleneck_ms and LONGEST_MS}
+    changed = {
+        "constraints": pinned,
+        "explain": False,
+        "bottleneck_ms": request.bottleneck_ms and LONGEST_MS,
+    }
     valued = solve(request.model_copy(update=changed))
     if valued.objective_value is None:
         reason = valued.infeasible.reason if valued.infeasible else "no answer in time"
-        raise InfeasibleError(f"the placement that was measured is no answer to the request: {reason}")
+        raise InfeasibleError(
+            f"the placement that was measured is no answer to the request: {reason}"
+        )
     # What was proven, and compared, was so with another profile.
-    kept = {"status": "feasible", "method": placement.method, "single_device": None, "speedup": None}
+    kept = {
+        "status": "feasible",
+        "method": placement.method,
+        "single_device": None,
+        "speedup": None,
+    }
     kept |= {"bound": None, "gap": None}
     return valued.model_copy(update=kept)
 
@@ -199,7 +232,9 @@ def _asked(request: PlacementRequest, profile: Profile) -> PlacementRequest:
 def _settled(placement: Placement, following: Placement, measured: float, tolerance: float) -> bool:
     if not following.layer_devices or following.objective_value is None:
         return True
-    return _map(following) == _map(placement) or following.objective_value > (1 - tolerance) * measured
+    return (
+        _map(following) == _map(placement) or following.objective_value > (1 - tolerance) * measured
+    )
 
 
 def _map(placement: Placement) -> tuple[tuple[str, str], ...]:

@@ -1,6 +1,8 @@
-"""Closing the loop: a placement's stages run as the executor runs them, and the profile is corrected by their times.
+"""Closing the loop: a placement's stages run as the executor runs them, and the profile is
+corrected by their times.
 
-profile ──▶ solve ──▶ placement ──▶ stages on their devices ──▶ times ──▶ corrected profile ──▶ solve ...
+profile ──▶ solve ──▶ placement ──▶ stages on their devices ──▶ times ──▶ corrected profile ──▶
+solve ...
 """
 
 from __future__ import annotations
@@ -43,40 +45,45 @@ def refine(
     compile: bool | Backend = False,
     timer: Timer | None = None,
 ) -> Refinement:
-    """Measure a placement's stages, correct the profile by them, and solve again, until nothing moves.
+    """Measure a placement's stages, correct the profile by them, and solve again, until nothing
+    moves.
 
-    The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the random number
-    generators.
+    The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the
+    random number generators.
 
-    Args:
-        placement: of the model, as ``suggest`` or ``solve`` gave it.
-        model: the model.
-        example_inputs: of one micro-batch, as for ``profile``.
-        profile: the one that the placement rests on; the request's, or a new one of the placement's layers, if None.
-        request: the question that the placement answers, for its constraints; one like the placement if None.
-        loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it. If None, a mean of
+    Args: placement: of the model, as ``suggest`` or ``solve`` gave it. model: the model.
+        example_inputs: of one micro-batch, as for ``profile``. profile: the one that the placement
+        rests on; the request's, or a new one of the placement's layers, if None. request: the
+        question that the placement answers, for its constraints; one like the placement if None.
+        loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it.
+        If None, a mean of
             the outputs, which takes next to no time.
         target: of one micro-batch, for ``loss_fn``.
         rounds: the most placements that are measured.
         tolerance: a gain below this share of the objective is not worth another round.
         repeats: how often each pass is timed; medians are kept.
-        compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are measured as those run
-            them, and tell what it gained, or why they were not compiled.
-        timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU stand-in.
+        compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are
+            measured as those run them, and tell what it gained, or why they were not compiled.
+        timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU
+            stand-in.
 
-    Returns:
-        The best placement that was measured, the corrected profile, and every round's prediction and measurement.
+    Returns: The best placement that was measured, the corrected profile, and every round's
+        prediction and measurement.
 
-    Raises:
-        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other layers, another
-            model or another batch; the inputs hold no tensor; a loss or a target is given without the other; or torch
-            knows no such backend.
+    Raises: InputError: there is no placement, or rounds or repeats are below 1; the profile is of
+        other layers, another
+            model or another batch; the inputs hold no tensor; a loss or a target is given without
+            the other; or torch knows no such backend.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
-        raise InputError(f"placement is {kind_of(placement)}; give one that suggest or solve returned")
+        raise InputError(
+            f"placement is {kind_of(placement)}; give one that suggest or solve returned"
+        )
     if not placement.layer_devices:
-        raise InputError(f"the placement is {placement.status} and places no layer, so there is nothing to measure")
+        raise InputError(
+            f"the placement is {placement.status} and places no layer, so there is nothing to measure"
+        )
     for name, number in (("rounds", rounds), ("repeats", repeats)):
         if not isinstance(number, int) or number < 1:
             raise InputError(f"{name} is {number!r}; give a whole number, at least 1")
@@ -87,18 +94,25 @@ def refine(
     backend = backend_of(compile)
     _refuse_others(profile, request)
     if request is None:
-        request = _request(placement, profile or _profile(placement, model, example_inputs, loss_fn, target))
+        request = _request(
+            placement, profile or _profile(placement, model, example_inputs, loss_fn, target)
+        )
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = timer or device_times
-    stages = Stages(model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile)
+    stages = Stages(
+        model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile
+    )
     return improve(placement, request, stages.measure, solve, rounds, tolerance)
 
 
 def _refuse_others(profile: Any, request: Any) -> None:
-    for name, given, kind in (("profile", profile, Profile), ("request", request, PlacementRequest)):
+    for name, given, kind in (
+        ("profile", profile, Profile),
+        ("request", request, PlacementRequest),
+    ):
         if not (given is None or isinstance(given, kind)):
             wanted = kind.__name__
             raise InputError(
@@ -107,7 +121,9 @@ def _refuse_others(profile: Any, request: Any) -> None:
 
 
 def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRequest:
-    """The question with the micro-batches that were placed alone: times of these correct no profile of others."""
+    """The question with the micro-batches that were placed alone: times of these correct no profile
+    of others.
+    """
     if not request.profiles:
         return request
     sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
@@ -116,8 +132,12 @@ def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRe
     return request.model_copy(update={**chosen, "batch_size": request.whole_batch_size})
 
 
-def _refuse_unlike(profile: Profile, placement: Placement, model: nn.Module, example_inputs: Any) -> None:
-    """A profile of other layers or of another micro-batch would be corrected by times that are not its own."""
+def _refuse_unlike(
+    profile: Profile, placement: Placement, model: nn.Module, example_inputs: Any
+) -> None:
+    """A profile of other layers or of another micro-batch would be corrected by times that are not
+    its own.
+    """
     known = {layer.name for layer in profile.layers}
     unknown = next((name for name in placement.layer_devices if name not in known), None)
     if unknown is not None:
@@ -127,7 +147,8 @@ def _refuse_unlike(profile: Profile, placement: Placement, model: nn.Module, exa
     leaves, _ = flatten(profile_inputs.split(example_inputs))
     input_forms.refuse_no_tensor(example_inputs, leaves, "example_inputs")
     samples = layout_of(model, example_inputs, profile.batch_options, "example_inputs").size
-    if profile.graph_hash and profile.batch_size != samples:  # one that was written by hand need not say its batch
+    # one that was written by hand need not say its batch
+    if profile.graph_hash and profile.batch_size != samples:
         raise InputError(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
             "give both of one size"
@@ -140,9 +161,15 @@ def _refuse_unlike(profile: Profile, placement: Placement, model: nn.Module, exa
 
 
 def _profile(
-    placement: Placement, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, target: Any
+    placement: Placement,
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFunction | None,
+    target: Any,
 ) -> Profile:
-    """A profile of the placement's layers on the devices that it uses, with the loss where it has a target."""
+    """A profile of the placement's layers on the devices that it uses, with the loss where it has a
+    target.
+    """
     names = list(dict.fromkeys(placement.layer_devices.values()))
     has_loss = placement.training and loss_fn is not None
     return measure_profile(
@@ -177,9 +204,14 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
 
 
 def _is_but_for_groups(request: PlacementRequest, where: Mapping[str, str]) -> bool:
-    """Whether a placement is contiguous but for colocated layers, as placements are where nothing else is asked for."""
+    """Whether a placement is contiguous but for colocated layers, as placements are where nothing
+    else is asked for.
+    """
     problem = Problem.from_request(request).but_for_groups()
     number = {device.name: index for index, device in enumerate(request.devices)}
     if problem is None or not number.keys() >= set(where.values()):
         return False
-    return costs.evaluate(problem, [number[where[layer.name]] for layer in request.profile.layers]) is not None
+    return (
+        costs.evaluate(problem, [number[where[layer.name]] for layer in request.profile.layers])
+        is not None
+    )

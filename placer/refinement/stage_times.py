@@ -1,7 +1,9 @@
-"""The stages of a placement, run on their devices as the executor runs them, and what each of them takes.
+"""The stages of a placement, run on their devices as the executor runs them, and what each of them
+takes.
 
-In a stage layers that run one after another cost less or more than apart, the loss is part of the last stage, and
-gradients are added to those of earlier micro-batches: all that shows here, and nowhere before.
+In a stage layers that run one after another cost less or more than apart, the loss is part of the
+last stage, and gradients are added to those of earlier micro-batches: all that shows here, and
+nowhere before.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from placer.schema.refinement import StageTime
 
 Pass = Callable[[], None]
 Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
-"""From passes that run one after another, their device and a number of repeats to the time of each, in ms."""
+"""From passes that run one after another, their device and a number of repeats to the time of each,
+in ms."""
 
 _WARM_S = 0.2
 """So long a device works before it is timed: one at its power limit lowers its clocks."""
 
 
 class Stages:
-    """Runs a model's stages under any placement, and times them; afterwards the model is as it was, and where it was.
+    """Runs a model's stages under any placement, and times them; afterwards the model is as it was,
+    and where it was.
 
     Args:
         model: the model.
@@ -64,7 +68,9 @@ class Stages:
         profile: Profile,
     ) -> None:
         self._model = model
-        self._param_bytes = sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
+        self._param_bytes = (
+            sum(layer.param_bytes for layer in profile.layers) if profile.graph_hash else None
+        )
         args, kwargs = profile_inputs.split(example_inputs)
         tensors, structure, _ = profile_inputs.trackable(args, kwargs)
         self._args, self._kwargs = structure.unflatten(tensors)
@@ -77,13 +83,17 @@ class Stages:
     def measure(self, placement: Placement) -> list[StageTime]:
         """The time of each stage for one micro-batch.
 
-        Raises:
-            InputError: the inputs are not what the model takes, or its parameters not as large as the profile's.
-            ProfilingError: the model cannot be captured, so its stages cannot be run.
+        Raises: InputError: the inputs are not what the model takes, or its parameters not as large
+            as the profile's. ProfilingError: the model cannot be captured, so its stages cannot be
+            run.
         """
         model = self._model
         places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
-        with devices.keep_random_state(places), profile_inputs.mode(model, placement.training), _untouched(model):
+        with (
+            devices.keep_random_state(places),
+            profile_inputs.mode(model, placement.training),
+            _untouched(model),
+        ):
             flow = DataFlow(model, places)
             try:
                 flow.update_flow(placement)
@@ -109,7 +119,8 @@ class Stages:
             passes = [slot.forward, slot.backward] + ([slot.weights] if stage.split else [])
             forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
             last = stage.head is not None
-            if stage.device in flow.recomputed():  # its backward pass has one more forwards, which is no layer's
+            # its backward pass has one more forwards, which is no layer's
+            if stage.device in flow.recomputed():
                 backward = max(0.0, backward - forward)
             measured.append(
                 StageTime(
@@ -132,7 +143,9 @@ class Stages:
             outputs, where = flow.called_for_loss(self._args, self._kwargs)
         leaves, structure = flatten(outputs)
         leaves = [
-            leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, Tensor) else leaf
+            leaf.detach().requires_grad_(leaf.is_floating_point())
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in leaves
         ]
         goals, goal_structure = flatten(self._target)
@@ -141,8 +154,11 @@ class Stages:
         made: list[Tensor] = []
 
         def forward() -> None:
-            made.clear()  # a graph of autograd that lived on from another lane would be waited for in a recording
-            loss, _ = loss_and_values(self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals)))
+            # a graph of autograd that lived on from another lane would be waited for in a recording
+            made.clear()
+            loss, _ = loss_and_values(
+                self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals))
+            )
             made.append(loss)
 
         def backward() -> None:
@@ -158,14 +174,20 @@ class Stages:
         if self._backend is not None:
             return self._infer_compiled(flow, Known(capture, tensors, self._backend))
         graph, places = flow.layers(capture)
-        parts = segments(graph, places, lambda name, place: devices.move(graph.state[name].detach(), place))
+        parts = segments(
+            graph, places, lambda name, place: devices.move(graph.state[name].detach(), place)
+        )
         batch = MicroBatch(graph.inputs, tensors)
         measured = []
         for part in parts:
             made = {name for step in part.steps for name in step.layer.writes}
-            reads = {name: batch.read(name, part.device) for name in _reads(part) if name not in made}
+            reads = {
+                name: batch.read(name, part.device) for name in _reads(part) if name not in made
+            }
             (forward,) = self._timed([partial(_forward, part, reads)], part.device)
-            measured.append(StageTime(device=str(part.device), layers=_names(part), forward_ms=forward))
+            measured.append(
+                StageTime(device=str(part.device), layers=_names(part), forward_ms=forward)
+            )
             with torch.no_grad():
                 part.run(batch)
         return measured
@@ -196,7 +218,9 @@ class Stages:
         return self._timer(passes, device, self._repeats)
 
     def _refuse_others(self, flow: DataFlow) -> None:
-        """A model without stages, or one whose layers are called like the profile's and are not the profile's."""
+        """A model without stages, or one whose layers are called like the profile's and are not the
+        profile's.
+        """
         capture = flow.captured(flow.laid_out((self._args, self._kwargs)))
         if capture is None:
             self._refuse_what_fails(flow)
@@ -205,8 +229,14 @@ class Stages:
                 f"{flow.not_captured_because}"
             )
         graph, _ = flow.layers(capture)
-        used = {id(state): state for layer in graph.layers for state in map(graph.state.__getitem__, layer.state)}
-        param_bytes = sum(tensor_bytes(state) for state in used.values() if isinstance(state, nn.Parameter))
+        used = {
+            id(state): state
+            for layer in graph.layers
+            for state in map(graph.state.__getitem__, layer.state)
+        }
+        param_bytes = sum(
+            tensor_bytes(state) for state in used.values() if isinstance(state, nn.Parameter)
+        )
         if self._param_bytes not in (None, param_bytes):
             raise InputError(
                 f"the layers of {type(self._model).__name__} have {param_bytes} bytes of parameters, those of the "
@@ -227,8 +257,8 @@ class Stages:
 def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
     """The time of each pass, in ms, when they run one after another, again and again.
 
-    On CUDA as under a load that lasts: a device at its power limit lowers its clocks, and raises them again, about once
-    a second (see ``placer.devices.sustained_load``). Else the median.
+    On CUDA as under a load that lasts: a device at its power limit lowers its clocks, and raises
+    them again, about once a second (see ``placer.devices.sustained_load``). Else the median.
 
     Args:
         passes: work that was issued before at least once.
@@ -252,7 +282,9 @@ def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: i
     rounds: list[list[float]] = []
     began = time.perf_counter()
     while not rounds or time.perf_counter() - began < devices.LASTING_S:
-        rounds.append([statistics.median(times) for times in devices.queued_ms(passes, device, repeats)])
+        rounds.append(
+            [statistics.median(times) for times in devices.queued_ms(passes, device, repeats)]
+        )
     return [statistics.fmean(times) for times in zip(*rounds, strict=True)]
 
 
@@ -295,9 +327,16 @@ def _names(part: Segment) -> tuple[str, ...]:
 
 def _mean(output: Any, target: Any) -> Tensor:
     """A loss of next to no time: the sum of the means of all that can be differentiated."""
-    again = not torch.is_grad_enabled()  # the first of two passes forwards, which keeps nothing
+    # the first of two passes forwards, which keeps nothing
+    again = not torch.is_grad_enabled()
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    found = [leaf.float().mean() for leaf in leaves if leaf.requires_grad or (again and leaf.is_floating_point())]
+    found = [
+        leaf.float().mean()
+        for leaf in leaves
+        if leaf.requires_grad or (again and leaf.is_floating_point())
+    ]
     if not found:
-        raise InputError("the model returns nothing that a gradient could come from: give a loss_fn")
+        raise InputError(
+            "the model returns nothing that a gradient could come from: give a loss_fn"
+        )
     return torch.stack(found).sum()

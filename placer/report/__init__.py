@@ -6,4 +6,12 @@ from placer.report.explain import explain, table
 from placer.report.page import html_report
 from placer.report.pictures import picture
 
-__all__ = ["compare", "comparison_report", "comparison_table", "explain", "html_report", "picture", "table"]
+__all__ = [
+    "compare",
+    "comparison_report",
+    "comparison_table",
+    "explain",
+    "html_report",
+    "picture",
+    "table",
+]

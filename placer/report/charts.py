@@ -1,6 +1,7 @@
 """Charts as SVG text: stacked columns along the layers of a model, and stacked bars for devices.
 
-Nothing is fetched and nothing runs: shapes, text, and a title for each shape that a pointer rests on.
+Nothing is fetched and nothing runs: shapes, text, and a title for each shape that a pointer rests
+on.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def columns(chart: Chart) -> tuple[str, int]:
     most = max(totals, default=0) or 1.0
     plot = _HEIGHT - _TOP - _BOTTOM
     shapes = [
-        _grid_line(most * tick / _TICKS, _TOP + plot * (1 - tick / _TICKS), chart.text) for tick in range(_TICKS + 1)
+        _grid_line(most * tick / _TICKS, _TOP + plot * (1 - tick / _TICKS), chart.text)
+        for tick in range(_TICKS + 1)
     ]
     step = (WIDTH - _LEFT) / max(1, len(labels))
     for index, label in enumerate(labels):
@@ -104,7 +106,14 @@ def columns(chart: Chart) -> tuple[str, int]:
                 words = f"{label}: {part.name} {chart.text(part.values[index])}"
                 y, height = _TOP + plot * (1 - above / most), plot * (above - below) / most
                 shapes.append(
-                    _rect(_LEFT + index * step, y, step * (0.9 if step > 3 else 1.0), height, part.color, words)
+                    _rect(
+                        _LEFT + index * step,
+                        y,
+                        step * (0.9 if step > 3 else 1.0),
+                        height,
+                        part.color,
+                        words,
+                    )
                 )
     if labels:
         shapes.append(_label(_LEFT, _HEIGHT - 8, labels[0], "start", "faint"))
@@ -118,7 +127,13 @@ def bars(rows: Sequence[Bar], text: Text) -> tuple[str, int]:
     Returns:
         The shapes, and their height.
     """
-    most = max((max(sum(value for _, _, value in row.values), row.limit or 0.0) for row in rows), default=0) or 1.0
+    most = (
+        max(
+            (max(sum(value for _, _, value in row.values), row.limit or 0.0) for row in rows),
+            default=0,
+        )
+        or 1.0
+    )
     scale = (WIDTH - _NAMES - _FIGURES) / most
     shapes = []
     for number, row in enumerate(rows):
@@ -126,11 +141,15 @@ def bars(rows: Sequence[Bar], text: Text) -> tuple[str, int]:
         shapes.append(_label(_NAMES - 8, y + 13, row.label, "end"))
         for name, color, value in row.values:
             if value > 0:
-                shapes.append(_rect(x, y, value * scale, _BAR, color, f"{row.label}: {name} {text(value)}"))
+                shapes.append(
+                    _rect(x, y, value * scale, _BAR, color, f"{row.label}: {name} {text(value)}")
+                )
                 x += value * scale
         if row.limit is not None:
             at = _NAMES + row.limit * scale
-            shapes.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 3}" y2="{y + _BAR + 3}"/>')
+            shapes.append(
+                f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 3}" y2="{y + _BAR + 3}"/>'
+            )
         shapes.append(_label(WIDTH - _FIGURES + 8, y + 13, row.figure, "start"))
     return "".join(shapes), max(1, len(rows) * _STEP)
 
@@ -166,7 +185,9 @@ def _gathered(chart: Chart) -> tuple[list[str], list[Part]]:
     size = -(-count // _MOST_COLUMNS) or 1
     starts = range(0, count, size)
     labels = [
-        chart.labels[start] if size == 1 else f"{chart.labels[start]} … {chart.labels[min(count, start + size) - 1]}"
+        chart.labels[start]
+        if size == 1
+        else f"{chart.labels[start]} … {chart.labels[min(count, start + size) - 1]}"
         for start in starts
     ]
     return labels, [

@@ -1,4 +1,6 @@
-"""Devices and links as tables: what each can hold, how fast bytes flow between them, and which hang together."""
+"""Devices and links as tables: what each can hold, how fast bytes flow between them, and which hang
+together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from placer.utils.units import bandwidth_text, bytes_text, seconds_text
 __all__ = ["cluster_table", "fault_texts", "island_texts"]
 
 _SHOWN_LINKS = 12
-_LOADS = {"both_ways": "both ways", "computing": "computing", "both_ways_computing": "both, computing"}
+_LOADS = {
+    "both_ways": "both ways",
+    "computing": "computing",
+    "both_ways_computing": "both, computing",
+}
 _RIGHT = ("memory", "usable", "to host", "from host", "bandwidth", "latency", *_LOADS.values())
 
 
@@ -28,8 +34,12 @@ def cluster_table(cluster: Cluster) -> RenderableType:
         grid.add_row(*_device_row(device, cluster).values())
     if not cluster.links:
         return grid
-    loads = [name for name in _LOADS if any(getattr(link, name) is not None for link in cluster.links)]
-    links = _grid("Links", ["from", "to", "bandwidth", "latency", *(_LOADS[name] for name in loads)])
+    loads = [
+        name for name in _LOADS if any(getattr(link, name) is not None for link in cluster.links)
+    ]
+    links = _grid(
+        "Links", ["from", "to", "bandwidth", "latency", *(_LOADS[name] for name in loads)]
+    )
     rows = _link_rows(cluster, loads)
     for row in rows[:_SHOWN_LINKS]:
         links.add_row(*row)
@@ -56,7 +66,9 @@ def island_texts(cluster: Cluster) -> list[str]:
     found = islands(cluster)
     if len(found) < 2 or len(found) == len(cluster.devices):
         return []
-    return [f"joined by faster links: {_on(island.host)}{', '.join(island.devices)}" for island in found]
+    return [
+        f"joined by faster links: {_on(island.host)}{', '.join(island.devices)}" for island in found
+    ]
 
 
 def _on(host: str) -> str:
@@ -95,4 +107,7 @@ def _link_rows(cluster: Cluster, loads: list[str]) -> list[tuple[str, ...]]:
     count = len(cluster.devices)
     if len(set(figures)) == 1 and len(figures) == count * (count - 1) > 2:
         return [("each", "each other", *figures[0])]
-    return [(link.source, link.target, *figure) for link, figure in zip(cluster.links, figures, strict=True)]
+    return [
+        (link.source, link.target, *figure)
+        for link, figure in zip(cluster.links, figures, strict=True)
+    ]

@@ -20,9 +20,18 @@ __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "com
 _WHICH = ("first", "second")
 
 _NOTABLE = 0.05
-"""A change by a larger share than this is marked, if it is also larger than the timings' own spread."""
+"""A change by a larger share than this is marked, if it is also larger than the timings' own
+spread."""
 
-_SETTINGS = ("model", "training", "optimizer", "with_loss", "batch_size", "granularity", "graph_hash")
+_SETTINGS = (
+    "model",
+    "training",
+    "optimizer",
+    "with_loss",
+    "batch_size",
+    "granularity",
+    "graph_hash",
+)
 
 
 class _Result(BaseModel):
@@ -79,7 +88,8 @@ class ProfileComparison(_Result):
 
 
 class Move(_Result):
-    """Neighbouring layers that are on one device in the first placement and on another in the second.
+    """Neighbouring layers that are on one device in the first placement and on another in the
+    second.
 
     Attributes:
         layers: their names, in execution order.
@@ -142,17 +152,24 @@ def _profiles(first: Profile, second: Profile) -> ProfileComparison:
     totals = {kind: _change(_total_ms(first, kind), _total_ms(second, kind)) for kind in kinds}
     memory = _change(_total_bytes(first), _total_bytes(second))
     return ProfileComparison(
-        settings=_differing(first, second, _SETTINGS), time_ms=totals, memory_bytes=memory, layers=layers
+        settings=_differing(first, second, _SETTINGS),
+        time_ms=totals,
+        memory_bytes=memory,
+        layers=layers,
     )
 
 
-def _layer(name: str, first: Layer | None, second: Layer | None, kinds: Sequence[str]) -> LayerChanges:
+def _layer(
+    name: str, first: Layer | None, second: Layer | None, kinds: Sequence[str]
+) -> LayerChanges:
     each = [layer for layer in (first, second) if layer is not None]
     times = {}
     for kind in kinds:
         spread = sum(layer.spread.get(kind, 0.0) for layer in each)
         times[kind] = _change(_time_ms(first, kind), _time_ms(second, kind), spread)
-    return LayerChanges(name=name, time_ms=times, memory_bytes=_change(_memory_bytes(first), _memory_bytes(second)))
+    return LayerChanges(
+        name=name, time_ms=times, memory_bytes=_change(_memory_bytes(first), _memory_bytes(second))
+    )
 
 
 def _change(first: float | None, second: float | None, spread: float = 0.0) -> Change:
@@ -169,7 +186,9 @@ def _total_ms(profile: Profile, kind: str) -> float | None:
 
 def _total_bytes(profile: Profile) -> float:
     """What all layers hold, and the largest workspace: no two work at a time."""
-    return sum(map(_kept_bytes, profile.layers)) + max(map(_workspace_bytes, profile.layers), default=0)
+    return sum(map(_kept_bytes, profile.layers)) + max(
+        map(_workspace_bytes, profile.layers), default=0
+    )
 
 
 def _time_ms(layer: Layer | None, kind: str) -> float | None:
@@ -194,18 +213,27 @@ def _workspace_bytes(layer: Layer) -> int:
 
 
 def _placements(first: Placement, second: Placement) -> PlacementComparison:
-    here, there = ({load.device: load for load in placement.devices} for placement in (first, second))
+    here, there = (
+        {load.device: load for load in placement.devices} for placement in (first, second)
+    )
     names = list(here | there)
     alike = first.objective == second.objective
     return PlacementComparison(
         settings=_differing(
-            first, second, ("model", "status", "objective", "training", "batch_size", "chunks", "schedule")
+            first,
+            second,
+            ("model", "status", "objective", "training", "batch_size", "chunks", "schedule"),
         ),
         objective=first.objective if alike else "",
         objective_value=_change(first.objective_value, second.objective_value if alike else None),
         bound=_change(first.bound, second.bound if alike else None),
-        load_ms={name: _change(_load_ms(here.get(name)), _load_ms(there.get(name))) for name in names},
-        memory_bytes={name: _change(_held_bytes(here.get(name)), _held_bytes(there.get(name))) for name in names},
+        load_ms={
+            name: _change(_load_ms(here.get(name)), _load_ms(there.get(name))) for name in names
+        },
+        memory_bytes={
+            name: _change(_held_bytes(here.get(name)), _held_bytes(there.get(name)))
+            for name in names
+        },
         moves=_moves(first.layer_devices, second.layer_devices),
     )
 
@@ -241,10 +269,16 @@ def comparison_table(found: Comparison, names: tuple[str, str] | None = None) ->
         found: from ``compare``.
         names: of the first and the second, their files say.
     """
-    settings = [] if names is None else [f"{which:<10}  {name}" for which, name in zip(_WHICH, names, strict=True)]
+    settings = (
+        []
+        if names is None
+        else [f"{which:<10}  {name}" for which, name in zip(_WHICH, names, strict=True)]
+    )
     settings += [f"{name}: {first} | {second}" for name, (first, second) in found.settings.items()]
     parts: list[RenderableType] = [_unbroken(settings)] if settings else []
-    parts += _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
+    parts += (
+        _profile_tables(found) if isinstance(found, ProfileComparison) else _placement_tables(found)
+    )
     return Group(*parts)
 
 
@@ -286,7 +320,8 @@ def _placement_tables(found: PlacementComparison) -> list[RenderableType]:
     words = [f"objective   {shown(value.first)} | {shown(value.second)}{_ratio_text(value)}"]
     words.append(f"bound       {shown(found.bound.first)} | {shown(found.bound.second)}")
     words += [
-        f"moved       {_named(move.layers)}: {move.source or '-'} -> {move.target or '-'}" for move in found.moves
+        f"moved       {_named(move.layers)}: {move.source or '-'} -> {move.target or '-'}"
+        for move in found.moves
     ]
     return [grid, Text("\n".join(words if found.moves else [*words, "moved       nothing"]))]
 

@@ -30,7 +30,9 @@ def comparison_report(found: Comparison) -> str:
         title = "Two profiles"
         drawn = [
             _bars(
-                f"Time on {kind}, largest changes", {layer.name: layer.time_ms[kind] for layer in found.layers}, ms_text
+                f"Time on {kind}, largest changes",
+                {layer.name: layer.time_ms[kind] for layer in found.layers},
+                ms_text,
             )
             for kind in found.time_ms
         ]
@@ -48,7 +50,9 @@ def comparison_report(found: Comparison) -> str:
 def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str]) -> str:
     """Two bars for each of those that changed most; nothing where nothing did."""
     moved = {name: change for name, change in changes.items() if change.first != change.second}
-    largest = sorted(moved, key=lambda name: -abs((moved[name].second or 0.0) - (moved[name].first or 0.0)))[:_SHOWN]
+    largest = sorted(
+        moved, key=lambda name: -abs((moved[name].second or 0.0) - (moved[name].first or 0.0))
+    )[:_SHOWN]
     if not largest:
         return f"<h2>{escape(title)}</h2><p>nothing changed</p>"
     rows = []
@@ -58,7 +62,13 @@ def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str
         for which, color, value in (("first", 0, change.first), ("second", 1, change.second)):
             figure = "-" if value is None else text(value)
             label = name if which == "first" else ""
-            rows.append(Bar(label, [(which, color, value or 0.0)], figure + (ratio if which == "second" else "")))
+            rows.append(
+                Bar(
+                    label,
+                    [(which, color, value or 0.0)],
+                    figure + (ratio if which == "second" else ""),
+                )
+            )
     return f"<h2>{escape(title)}</h2>{legend([('first', 0), ('second', 1)])}{drawing(title, *bars(rows, text))}"
 
 

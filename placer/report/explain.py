@@ -1,4 +1,6 @@
-"""Tables of placements, profiles and clusters: what was decided, what it rests on, and what is proven about it."""
+"""Tables of placements, profiles and clusters: what was decided, what it rests on, and what is
+proven about it.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,10 @@ def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
 def table(subject: Placement | Profile | Cluster) -> RenderableType:
     """What rich prints for people.
 
-    Args:
-        subject: a placement (per device: layers, compute, transfers, memory, the bottleneck marked; then what is
-            proven), a profile (per layer: times and memory; then the devices) or a cluster (devices and links).
+    Args: subject: a placement (per device: layers, compute, transfers, memory, the bottleneck
+        marked; then what is
+            proven), a profile (per layer: times and memory; then the devices) or a cluster (devices
+            and links).
     """
     if isinstance(subject, Placement):
         return _placement(subject)
@@ -82,13 +85,23 @@ def proven(placement: Placement) -> list[str]:
 
 def segment_texts(placement: Placement) -> list[str]:
     """By device the layers that it holds, from each segment's first to its last, a line each."""
-    return [f"{device:10}  {_run_text(runs)}" for device, runs in _segments(placement.layer_devices).items()]
+    return [
+        f"{device:10}  {_run_text(runs)}"
+        for device, runs in _segments(placement.layer_devices).items()
+    ]
 
 
 def _devices(placement: Placement, *, shares: bool = True) -> Table:
     mode = "training step" if placement.training else "inference"
-    title = f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
-    grid = Table(title=title, title_justify="left", caption="▶ bottleneck: the busiest device", caption_justify="left")
+    title = (
+        f"Placement of {placement.model or 'model'}: {mode}, micro-batch of {placement.batch_size}"
+    )
+    grid = Table(
+        title=title,
+        title_justify="left",
+        caption="▶ bottleneck: the busiest device",
+        caption_justify="left",
+    )
     grid.add_column("device")
     for heading in ("layers", "compute", "transfer", "busy", "memory / limit"):
         grid.add_column(heading, justify="right", no_wrap=True)
@@ -122,7 +135,9 @@ def _run_text(runs: list[tuple[str, ...]]) -> str:
 
 def _memory_text(load: DeviceLoad, shares: bool) -> str:
     used, limit = bytes_text(load.memory.total_bytes), bytes_text(load.limit_bytes)
-    share = f" {load.memory.total_bytes / load.limit_bytes:.0%}" if shares and load.limit_bytes else ""
+    share = (
+        f" {load.memory.total_bytes / load.limit_bytes:.0%}" if shares and load.limit_bytes else ""
+    )
     number, unit = used.split()
     return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
 
@@ -138,7 +153,9 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"solve time  {placement.solve_time_s:.3f} s{method}")
     lines.append(f"one device  {_single_text(placement)}")
     if placement.recompute:
-        lines.append(f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less meanwhile")
+        lines.append(
+            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less meanwhile"
+        )
     if placement.step is not None:
         lines += _step(placement, placement.step)
     else:
@@ -146,7 +163,9 @@ def _proven(placement: Placement) -> list[str]:
     if placement.ties is not None:
         ties = placement.ties
         least = "none as good has less" if ties.proven else "the least that was found"
-        lines.append(f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: {least}")
+        lines.append(
+            f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: {least}"
+        )
     if placement.limits is not None:
         lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
         lines += [
@@ -165,10 +184,18 @@ def _step(placement: Placement, step: Step) -> list[str]:
     ]
     if step.alone_ms is not None and step.in_a_row_ms is not None:
         row = ms_text(step.in_a_row_ms)
-        lines.append(f"a step      {row} in a row, as in a training loop; {ms_text(step.alone_ms)} alone")
-    others = [choice for choice in step.choices if choice.objective_value not in (None, placement.objective_value)]
+        lines.append(
+            f"a step      {row} in a row, as in a training loop; {ms_text(step.alone_ms)} alone"
+        )
+    others = [
+        choice
+        for choice in step.choices
+        if choice.objective_value not in (None, placement.objective_value)
+    ]
     for choice in sorted(others, key=lambda choice: choice.objective_value or 0.0)[:MOST_OTHERS]:
-        lines.append(f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}")
+        lines.append(
+            f"instead     {_choice_text(choice)}: {ms_text(choice.objective_value or 0.0)}"
+        )
     return lines
 
 
@@ -211,7 +238,9 @@ def _single_text(placement: Placement) -> str:
 
 def _no_placement(placement: Placement) -> list[str]:
     if placement.infeasible is None:
-        lines = [f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or relax a constraint"]
+        lines = [
+            f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or relax a constraint"
+        ]
         if placement.bound is not None:
             lines.append(f"bound       {_value_text(placement, placement.bound)}")
         return lines
@@ -230,16 +259,23 @@ def _infeasible(why: Infeasibility) -> list[str]:
     for number, words in enumerate(why.requirements[:MOST_REQUIREMENTS]):
         lines.append(f"{'' if number else 'together':<11} {words}")
     if len(why.requirements) > MOST_REQUIREMENTS:
-        lines.append(f"            and {len(why.requirements) - MOST_REQUIREMENTS} more cannot hold together")
+        lines.append(
+            f"            and {len(why.requirements) - MOST_REQUIREMENTS} more cannot hold together"
+        )
     return lines
 
 
 def _profile(profile: Profile) -> RenderableType:
     kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
     grid = Fitting(_layers(profile, kinds), _layers(profile, kinds, modules=False))
-    parts: list[RenderableType] = [grid, Text("\n".join([_profile_sums(profile, kinds), *share_texts(profile)]))]
+    parts: list[RenderableType] = [
+        grid,
+        Text("\n".join([_profile_sums(profile, kinds), *share_texts(profile)])),
+    ]
     if not profile.captured:
-        parts.append(Text(f"not captured, so it runs through hooks: {profile.not_captured_because}"))
+        parts.append(
+            Text(f"not captured, so it runs through hooks: {profile.not_captured_because}")
+        )
     if profile.cluster is not None:
         parts.append(cluster_table(profile.cluster))
     return Group(*parts)
@@ -273,7 +309,9 @@ def _layers(profile: Profile, kinds: list[str], *, modules: bool = True) -> Tabl
 
 
 def _profile_title(profile: Profile) -> str:
-    mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    mode = (
+        f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    )
     mode += " and the loss" if profile.with_loss else ""
     return f"Profile of {profile.model or 'model'}: {mode}, micro-batch of {profile.batch_size}"
 
@@ -283,12 +321,17 @@ def _time_of(times_ms: Mapping[str, float], kind: str) -> str:
 
 
 def _profile_sums(profile: Profile, kinds: list[str]) -> str:
-    layers, values = count_text(len(profile.layers), "layer"), count_text(len(profile.edges), "value")
+    layers, values = (
+        count_text(len(profile.layers), "layer"),
+        count_text(len(profile.edges), "value"),
+    )
     words = [f"{layers} ({profile.granularity}), {values} between them"]
     for kind in kinds:
         total_ms = sum(layer.both_ms(kind) for layer in profile.layers)
         words.append(f"{kind}: {ms_text(total_ms)} in all")
     words.append(f"weights: {bytes_text(sum(layer.param_bytes for layer in profile.layers))}")
     if deferred := sum(layer.deferred_bytes for layer in profile.layers):
-        words.append(f"left to weight passes under zero-bubble: {bytes_text(deferred)} a micro-batch")
+        words.append(
+            f"left to weight passes under zero-bubble: {bytes_text(deferred)} a micro-batch"
+        )
     return "\n".join(["; ".join(words), *filter(None, map(profile.unsteady, kinds))])

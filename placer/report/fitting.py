@@ -1,4 +1,6 @@
-"""Tables that leave out what is least wanted where a terminal is narrow, rather than break numbers over lines."""
+"""Tables that leave out what is least wanted where a terminal is narrow, rather than break numbers
+over lines.
+"""
 
 from __future__ import annotations
 

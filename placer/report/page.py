@@ -1,4 +1,6 @@
-"""Reports as one HTML file: nothing is fetched, nothing runs, and what it shows can be sent to anybody."""
+"""Reports as one HTML file: nothing is fetched, nothing runs, and what it shows can be sent to
+anybody.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,15 @@ th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:12re
 """
 
 
-def html_report(subject: Profile | Placement | PlacementRequest | Cluster, profile: Profile | None = None) -> str:
+def html_report(
+    subject: Profile | Placement | PlacementRequest | Cluster, profile: Profile | None = None
+) -> str:
     """A report for people: figures, pictures of time and memory, and every layer.
 
-    Args:
-        subject: what to show; of a request its profile.
-        profile: the one that a placement was made from; then its layers are shown in their devices' colours. Times of
-            another micro-batch size are not the placement's: they are left out, and the report says so.
+    Args: subject: what to show; of a request its profile. profile: the one that a placement was
+        made from; then its layers are shown in their devices' colours. Times of
+            another micro-batch size are not the placement's: they are left out, and the report says
+            so.
 
     Returns:
         One HTML document, which refers to nothing outside itself.
@@ -64,7 +68,9 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def _profile(profile: Profile) -> list[str]:
-    mode = f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    mode = (
+        f"training with {profile.optimizer or 'no optimizer'}" if profile.training else "inference"
+    )
     mode += " and the loss" if profile.with_loss else ""
     facts = [
         f"{mode}, micro-batch of {profile.batch_size}",
@@ -73,7 +79,11 @@ def _profile(profile: Profile) -> list[str]:
     if not profile.captured:
         facts.append(f"runs through hooks: {profile.not_captured_because}")
     facts.append(", ".join(f"{name} {version}" for name, version in profile.versions.items()))
-    sections = [_list(facts), *(_columns(chart) for chart in layer_charts(profile)), _layers(profile)]
+    sections = [
+        _list(facts),
+        *(_columns(chart) for chart in layer_charts(profile)),
+        _layers(profile),
+    ]
     return sections + (_cluster(profile.cluster) if profile.cluster else [])
 
 
@@ -83,8 +93,12 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
         return [_list(facts)]
     sections = [_list([*facts, *segment_texts(placement)])]
     for title, rows, text in device_bars(placement):
-        names = dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
-        sections.append(f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}")
+        names = dict.fromkeys(
+            (name, color) for row in rows for name, color, value in row.values if value
+        )
+        sections.append(
+            f"<h2>{escape(title)}</h2>{legend(list(names))}{drawing(title, *bars(rows, text))}"
+        )
     if profile is not None and profile.batch_size != placement.batch_size:
         sections.append(
             f"<p>The layers' times are left out: the profile that was given has micro-batches of {profile.batch_size},"
@@ -92,7 +106,9 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
         )
     elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
-    sections.append("<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items())))
+    sections.append(
+        "<h2>Layers</h2>" + _table(["layer", "device"], list(placement.layer_devices.items()))
+    )
     return sections
 
 
@@ -103,16 +119,30 @@ def _columns(chart: Chart) -> str:
 
 def legend(parts: Sequence[tuple[str, int]]) -> str:
     """The name of each colour."""
-    square = '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c{}" width="1" height="1"/></svg>'
-    return "".join(f'<span class="key">{square.format(color)}{escape(name)}</span>' for name, color in parts)
+    square = (
+        '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c{}" width="1" height="1"/></svg>'
+    )
+    return "".join(
+        f'<span class="key">{square.format(color)}{escape(name)}</span>' for name, color in parts
+    )
 
 
 def _layers(profile: Profile) -> str:
     kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
     passes = ["forward_ms", "backward_ms"] if profile.training else ["forward_ms"]
     timed = [(kind, field) for kind in kinds for field in passes]
-    headings = ["layer", "module", *(f"{field.removesuffix('_ms')} on {kind}" for kind, field in timed)]
-    headings += ["weights", "gradients and optimizer", "kept for backward", "left to weight passes", "workspace"]
+    headings = [
+        "layer",
+        "module",
+        *(f"{field.removesuffix('_ms')} on {kind}" for kind, field in timed),
+    ]
+    headings += [
+        "weights",
+        "gradients and optimizer",
+        "kept for backward",
+        "left to weight passes",
+        "workspace",
+    ]
     rows = [
         (
             layer.name,
@@ -142,7 +172,10 @@ def _cluster(cluster: Cluster) -> list[str]:
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[:_MOST_ROWS])
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows[:_MOST_ROWS]
+    )
     more = f"<p>and {len(rows) - _MOST_ROWS} more</p>" if len(rows) > _MOST_ROWS else ""
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
 

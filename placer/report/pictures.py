@@ -43,10 +43,16 @@ def picture(subject: Profile | Placement) -> str:
     return drawing(f"Time and memory of {name}", "".join(shapes), max(1, y), style=True)
 
 
-def _sections(subject: Profile | Placement) -> list[tuple[str, list[tuple[str, int]], tuple[str, int]]]:
+def _sections(
+    subject: Profile | Placement,
+) -> list[tuple[str, list[tuple[str, int]], tuple[str, int]]]:
     if isinstance(subject, Profile):
-        return [(chart.title, _keys(chart.parts), columns(chart)) for chart in layer_charts(subject)]
-    return [(title, _bar_keys(rows), bars(rows, text)) for title, rows, text in device_bars(subject)]
+        return [
+            (chart.title, _keys(chart.parts), columns(chart)) for chart in layer_charts(subject)
+        ]
+    return [
+        (title, _bar_keys(rows), bars(rows, text)) for title, rows, text in device_bars(subject)
+    ]
 
 
 def _keys(parts: Sequence[Part]) -> list[tuple[str, int]]:
@@ -54,7 +60,9 @@ def _keys(parts: Sequence[Part]) -> list[tuple[str, int]]:
 
 
 def _bar_keys(rows: Sequence[Bar]) -> list[tuple[str, int]]:
-    return list(dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value))
+    return list(
+        dict.fromkeys((name, color) for row in rows for name, color, value in row.values if value)
+    )
 
 
 def layer_charts(profile: Profile) -> list[Chart]:
@@ -65,8 +73,14 @@ def layer_charts(profile: Profile) -> list[Chart]:
     for kind in kinds:
         parts = [Part("forward", 0, [layer.forward_ms.get(kind, 0.0) for layer in profile.layers])]
         if profile.training:
-            parts.append(Part("backward", 1, [layer.backward_ms.get(kind, 0.0) for layer in profile.layers]))
-            parts.append(Part("optimizer", 2, [layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers]))
+            parts.append(
+                Part("backward", 1, [layer.backward_ms.get(kind, 0.0) for layer in profile.layers])
+            )
+            parts.append(
+                Part(
+                    "optimizer", 2, [layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers]
+                )
+            )
         charts.append(Chart(f"Time by layer on {kind}", labels, _filled(parts), ms_text))
     memory = [
         Part(name, color, [float(of(layer)) for layer in profile.layers])
@@ -77,13 +91,21 @@ def layer_charts(profile: Profile) -> list[Chart]:
 
 def placed_chart(placement: Placement, profile: Profile) -> Chart:
     """Time by layer, in the colour of the device that the placement puts it on."""
-    types = {device.name: device.type for device in profile.cluster.devices} if profile.cluster else {}
+    types = (
+        {device.name: device.type for device in profile.cluster.devices} if profile.cluster else {}
+    )
     names = list(dict.fromkeys([*placement.stages, *placement.layer_devices.values()]))
     parts = [
-        Part(name, number % 8, [_time_ms(layer, name, placement, types.get(name)) for layer in profile.layers])
+        Part(
+            name,
+            number % 8,
+            [_time_ms(layer, name, placement, types.get(name)) for layer in profile.layers],
+        )
         for number, name in enumerate(names)
     ]
-    return Chart("Time by layer, by device", [layer.name for layer in profile.layers], parts, ms_text)
+    return Chart(
+        "Time by layer, by device", [layer.name for layer in profile.layers], parts, ms_text
+    )
 
 
 def _time_ms(layer: Layer, device: str, placement: Placement, kind: str | None) -> float:
@@ -100,7 +122,11 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
     times = [
         Bar(
             load.device,
-            [("compute", 0, load.compute_ms), ("send", 1, load.send_ms), ("receive", 3, load.receive_ms)],
+            [
+                ("compute", 0, load.compute_ms),
+                ("send", 1, load.send_ms),
+                ("receive", 3, load.receive_ms),
+            ],
             f"{ms_text(load.load_ms)}{' ◀ busiest' if load.bottleneck else ''}",
         )
         for load in placement.devices
@@ -108,7 +134,10 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
     memory = [
         Bar(
             load.device,
-            [(name, color, value) for color, (name, value) in enumerate(_uses(load.memory).items())],
+            [
+                (name, color, value)
+                for color, (name, value) in enumerate(_uses(load.memory).items())
+            ],
             f"{bytes_text(load.memory.total_bytes)} of {bytes_text(load.limit_bytes)}",
             load.limit_bytes,
         )
@@ -118,7 +147,10 @@ def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
 
 
 def _uses(memory: MemoryUse) -> dict[str, float]:
-    return {name: float(sum(getattr(memory, field) for field in fields)) for name, fields in _USES.items()}
+    return {
+        name: float(sum(getattr(memory, field) for field in fields))
+        for name, fields in _USES.items()
+    }
 
 
 def _filled(parts: Sequence[Part]) -> list[Part]:

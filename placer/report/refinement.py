@@ -19,14 +19,17 @@ _ENDED = {
 
 
 def refinement_table(refinement: Refinement) -> RenderableType:
-    """Per round and stage: the pass predicted and measured, and how far they are apart; then how it ended.
+    """Per round and stage: the pass predicted and measured, and how far they are apart; then how it
+    ended.
 
     Where stages were to be compiled, also what that gained in the last round.
 
     Args:
         refinement: from ``placer.refine``.
     """
-    grid = Table(title=f"Refinement of {refinement.placement.model or 'model'}", title_justify="left")
+    grid = Table(
+        title=f"Refinement of {refinement.placement.model or 'model'}", title_justify="left"
+    )
     grid.add_column("round", justify="right")
     grid.add_column("stage")
     for heading in ("layers", "predicted", "measured", "off by", "loss in it"):
@@ -55,7 +58,11 @@ def _cells(stage: StageTime) -> tuple[str, ...]:
 def _compiled(stage: StageTime) -> list[str]:
     if stage.compiled:
         return [f"{stage.device} compiled: {stage.compiled}"]
-    return [f"{stage.device} not compiled: {stage.not_compiled_because}"] if stage.not_compiled_because else []
+    return (
+        [f"{stage.device} not compiled: {stage.not_compiled_because}"]
+        if stage.not_compiled_because
+        else []
+    )
 
 
 def _round_text(number: int, one: Round) -> str:

@@ -1,4 +1,6 @@
-"""Where a model's time and memory go, as bars of text: the layers that take most, and how much all others take."""
+"""Where a model's time and memory go, as bars of text: the layers that take most, and how much all
+others take.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def share_texts(profile: Profile) -> list[str]:
     for kind in sorted({kind for layer in profile.layers for kind in layer.forward_ms}):
         times = {layer.name: layer.both_ms(kind) for layer in profile.layers}
         lines += [f"most time on {kind}", *_bars(times, ms_text)]
-    return [*lines, "most memory", *_bars({layer.name: _memory_bytes(layer) for layer in profile.layers}, bytes_text)]
+    return [
+        *lines,
+        "most memory",
+        *_bars({layer.name: _memory_bytes(layer) for layer in profile.layers}, bytes_text),
+    ]
 
 
 def _memory_bytes(layer: Layer) -> float:

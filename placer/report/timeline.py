@@ -21,7 +21,9 @@ from placer.utils.units import ms_text
 
 __all__ = ["Comparison", "Measurement", "Row"]
 
-Kind = Literal["forward", "backward", "weights", "inputs", "values", "gradients", "results", "optimizer"]
+Kind = Literal[
+    "forward", "backward", "weights", "inputs", "values", "gradients", "results", "optimizer"
+]
 """Passes, what transfers carry, and the optimizer's step."""
 
 PASSES: tuple[Kind, ...] = ("forward", "backward", "weights")
@@ -30,14 +32,11 @@ PASSES: tuple[Kind, ...] = ("forward", "backward", "weights")
 class Row(NamedTuple):
     """A pass or a transfer of one micro-batch, or a device's step of the optimizer.
 
-    Attributes:
-        lane: the device, or ``source → target`` of a transfer.
-        kind: a pass's phase, what a transfer carries, or ``optimizer``.
-        stage: where a pass runs, or a transfer starts; None for inputs, which come from outside, and the optimizer.
-        target: the stage that a transfer goes to; None for passes, and for results, which leave.
-        micro_batch: from 0; 0 for the optimizer.
-        start_ms: from the first start of the timeline.
-        end_ms: from the same.
+    Attributes: lane: the device, or ``source → target`` of a transfer. kind: a pass's phase, what a
+        transfer carries, or ``optimizer``. stage: where a pass runs, or a transfer starts; None for
+        inputs, which come from outside, and the optimizer. target: the stage that a transfer goes
+        to; None for passes, and for results, which leave. micro_batch: from 0; 0 for the optimizer.
+        start_ms: from the first start of the timeline. end_ms: from the same.
     """
 
     lane: str
@@ -50,7 +49,9 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A pass as it was measured, beside its prediction, in milliseconds from the first start; None without one."""
+    """A pass as it was measured, beside its prediction, in milliseconds from the first start; None
+    without one.
+    """
 
     device: str
     stage: int
@@ -99,7 +100,11 @@ class Measurement:
             assert row.stage is not None  # every pass has one
             other = predicted.get((row.stage, row.kind, row.micro_batch))
             times = (None, None) if other is None else (other.start_ms, other.end_ms)
-            found.append(Comparison(row.lane, row.stage, row.kind, row.micro_batch, row.start_ms, row.end_ms, *times))
+            found.append(
+                Comparison(
+                    row.lane, row.stage, row.kind, row.micro_batch, row.start_ms, row.end_ms, *times
+                )
+            )
         return tuple(found)
 
     def busy_ms(self, device: str, predicted: bool = False) -> float:
@@ -153,7 +158,13 @@ class Measurement:
             wire = _Measurement.model_validate_json(text)
         except ValidationError as error:
             raise InputError(first_fault(error, _Measurement)) from error
-        return cls(wire.title, tuple(one.device for one in wire.devices), wire.measured, wire.predicted, wire.notes)
+        return cls(
+            wire.title,
+            tuple(one.device for one in wire.devices),
+            wire.measured,
+            wire.predicted,
+            wire.notes,
+        )
 
     def _device_figures(self, device: str) -> dict[str, Any]:
         guess = self.busy_ms(device, predicted=True) if self.predicted else None
@@ -188,7 +199,11 @@ class Measurement:
         cells = [device, str(count), ms_text(busy_ms), _idle_text(busy_ms, self.measured_ms)]
         if self.predicted_ms is not None:
             predicted_ms = self.busy_ms(device, predicted=True)
-            cells += [ms_text(predicted_ms), _idle_text(predicted_ms, self.predicted_ms), _ratio(busy_ms, predicted_ms)]
+            cells += [
+                ms_text(predicted_ms),
+                _idle_text(predicted_ms, self.predicted_ms),
+                _ratio(busy_ms, predicted_ms),
+            ]
         return cells
 
     def _last_row(self) -> list[str]:
@@ -216,7 +231,9 @@ def from_first_start(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Rows by their start, the first of which is 0."""
     ordered = sorted(rows, key=lambda row: (row.start_ms, row.end_ms))
     zero = ordered[0].start_ms if ordered else 0.0
-    return tuple(row._replace(start_ms=row.start_ms - zero, end_ms=row.end_ms - zero) for row in ordered)
+    return tuple(
+        row._replace(start_ms=row.start_ms - zero, end_ms=row.end_ms - zero) for row in ordered
+    )
 
 
 def _passes(rows: Sequence[Row]) -> list[Row]:

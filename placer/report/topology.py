@@ -1,4 +1,5 @@
-"""Which devices hang together: inferred from the links that were measured, and from the hosts that devices are in.
+"""Which devices hang together: inferred from the links that were measured, and from the hosts that
+devices are in.
 
 bandwidths between pairs, sorted:   25  26  ║  380  384        the widest gap, where it is a factor of two or more
 pairs on the fast side join:        {cuda:0, cuda:1}  {cuda:2, cuda:3}      as those on one switch do
@@ -15,7 +16,8 @@ from placer.schema import Cluster
 __all__ = ["Island", "islands"]
 
 _GAP = 2.0
-"""Bandwidths further apart than this are those of different ways: two lanes or one, a switch or the host's bus."""
+"""Bandwidths further apart than this are those of different ways: two lanes or one, a switch or the
+host's bus."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,15 @@ def islands(cluster: Cluster) -> list[Island]:
 def _strengths(cluster: Cluster, names: Sequence[str]) -> dict[tuple[str, str], float]:
     """The bandwidth between two devices, the slower direction's."""
     bandwidths = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
-    return {(a, b): min(bandwidths.get((a, b), 0.0), bandwidths.get((b, a), 0.0)) for a, b in combinations(names, 2)}
+    return {
+        (a, b): min(bandwidths.get((a, b), 0.0), bandwidths.get((b, a), 0.0))
+        for a, b in combinations(names, 2)
+    }
 
 
-def _groups(names: Sequence[str], strengths: Mapping[tuple[str, str], float]) -> list[tuple[str, ...]]:
+def _groups(
+    names: Sequence[str], strengths: Mapping[tuple[str, str], float]
+) -> list[tuple[str, ...]]:
     least = _threshold([strength for strength in strengths.values() if strength > 0])
     group_of = {name: {name} for name in names}
     for (a, b), strength in strengths.items():
@@ -69,5 +76,7 @@ def _threshold(strengths: Sequence[float]) -> float:
     if not strengths:
         return float("inf")
     steps = list(pairwise(sorted(set(strengths))))
-    low, high = max(steps, key=lambda step: step[1] / step[0], default=(min(strengths), min(strengths)))
+    low, high = max(
+        steps, key=lambda step: step[1] / step[0], default=(min(strengths), min(strengths))
+    )
     return high if high / low >= _GAP else min(strengths)

@@ -1,4 +1,5 @@
-"""Timelines as a trace that Perfetto and Chrome show: a process for each, a thread for each device and link.
+"""Timelines as a trace that Perfetto and Chrome show: a process for each, a thread for each device
+and link.
 
     measured    cuda:0                     |forward 0|forward 1|
                 cuda:1                                  |forward 0|forward 1|
@@ -6,7 +7,8 @@
 
 Arrows lead from the pass that made a value through its transfer to the pass that reads it.
 
-Source: "Trace Event Format", Google; the events X (a slice), M (names) and s, t, f (an arrow's start, step and end).
+Source: "Trace Event Format", Google; the events X (a slice), M (names) and s, t, f (an arrow's
+start, step and end).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Event = dict[str, Any]
 _TRANSFERS = ("inputs", "values", "gradients", "results")
 
 
-def save(path: str | PathLike[str], timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]) -> None:
+def save(
+    path: str | PathLike[str], timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]
+) -> None:
     """Write timelines to a file.
 
     Args:
@@ -61,7 +65,11 @@ def events(timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]) -> li
             made.append(_named("thread_name", process, number, name=thread))
             made.append(_named("thread_sort_index", process, number, sort_index=number))
         made += [_slice(row, process, threads[_thread(row)]) for row in rows]
-        passes = {(row.stage, row.kind, row.micro_batch): row for row in rows if row.kind not in _TRANSFERS}
+        passes = {
+            (row.stage, row.kind, row.micro_batch): row
+            for row in rows
+            if row.kind not in _TRANSFERS
+        }
         for row in rows:
             if row.kind in _TRANSFERS:
                 made += _arrow(row, passes, process, threads, arrows)
@@ -99,11 +107,19 @@ def _slice(row: Row, process: int, thread: int) -> Event:
 
 
 def _arrow(
-    row: Row, passes: Mapping[Any, Row], process: int, threads: Mapping[str, int], arrows: Iterator[int]
+    row: Row,
+    passes: Mapping[Any, Row],
+    process: int,
+    threads: Mapping[str, int],
+    arrows: Iterator[int],
 ) -> Iterator[Event]:
     """From the pass that a transfer starts behind, through it, to the pass that waits for it."""
     phase = "backward" if row.kind == "gradients" else "forward"
-    path = [passes.get((row.stage, phase, row.micro_batch)), row, passes.get((row.target, phase, row.micro_batch))]
+    path = [
+        passes.get((row.stage, phase, row.micro_batch)),
+        row,
+        passes.get((row.target, phase, row.micro_batch)),
+    ]
     stations = [station for station in path if station is not None]
     if len(stations) < 2:
         return

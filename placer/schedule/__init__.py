@@ -1,4 +1,5 @@
-"""Schedules as data: the order in which stages run micro-batches, how many they hold, and how long a step takes.
+"""Schedules as data: the order in which stages run micro-batches, how many they hold, and how long
+a step takes.
 
 A step of 3 stages and 4 micro-batches. Digits are forward passes, letters backward passes (a belongs to 0); each takes
 one unit of time::
@@ -40,11 +41,12 @@ What a stage keeps of each micro-batch that it holds, and once for several or al
     zero-bubble         each: the same;    once for each weight-gradient pass that may be put off: what the
                         input-gradient pass works in, or leaves to it;    once: what a weight-gradient pass works in
 
-With room S - p a stage puts off no weight-gradient pass beyond its next input-gradient pass, so that ``zero-bubble``
-takes about the memory of 1f1b. Each micro-batch more takes its activations, and lets one more weight-gradient pass be
-put off (``sharing``): a stage needs S - p micro-batches in flight to have work until gradients come back, and more of
-them only for weight-gradient passes to fill bubbles with. A lower bound on these passes would save what they leave, but
-leave the room unused; a higher one would take memory for passes that are never put off.
+With room S - p a stage puts off no weight-gradient pass beyond its next input-gradient pass, so
+that ``zero-bubble`` takes about the memory of 1f1b. Each micro-batch more takes its activations,
+and lets one more weight-gradient pass be put off (``sharing``): a stage needs S - p micro-batches
+in flight to have work until gradients come back, and more of them only for weight-gradient passes
+to fill bubbles with. A lower bound on these passes would save what they leave, but leave the room
+unused; a higher one would take memory for passes that are never put off.
 
 With several stages on a device, here 4 on 2, filling takes less::
 
@@ -60,8 +62,8 @@ step takes 11 units of time alone, and 10 in a row::
     zero-bubble     stage 0   0 1 2 a A b B c C o 0 1 2 a A b B c C o .
                     stage 1   . 0 a 1 b 2 c A B C o 0 a 1 b 2 c A B C o
 
-``plan`` gives the order, ``simulate`` the exact timeline of one step or of several, transfers included, ``in_a_row_ms``
-what each of many takes.
+``plan`` gives the order, ``simulate`` the exact timeline of one step or of several, transfers
+included, ``in_a_row_ms`` what each of many takes.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
 """

@@ -12,11 +12,13 @@ from placer.schedule.simulate import step_ms
 from placer.schema import Schedule, ScheduleChoice
 
 SHORTER = 1e-6
-"""An order must save this share of a step: sums in another order, as the referee's, choose the same."""
+"""An order must save this share of a step: sums in another order, as the referee's, choose the
+same."""
 
 
 def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
-    """Return the most micro-batches that a stage has a use for at once in training, where each device has one stage.
+    """Return the most micro-batches that a stage has a use for at once in training, where each
+    device has one stage.
 
     Args:
         schedule: the schedule; ``auto`` counts as ``1f1b``.
@@ -25,9 +27,9 @@ def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) ->
         chunks: micro-batches in a batch.
     """
     if schedule == "zero-bubble":
-        # A step alone would do with one less. In steady state the last stage waits until its last gradients have gone
-        # all the way back and the first micro-batch of the next step has come: it needs weight-gradient passes to fill
-        # that time.
+        # A step alone would do with one less. In steady state the last stage waits until its last
+        # gradients have gone all the way back and the first micro-batch of the next step has come:
+        # it needs weight-gradient passes to fill that time.
         return min(chunks, 2 * stages if stages > 1 else 1)
     return least_in_flight(schedule, stages, stage, chunks)
 
@@ -35,8 +37,9 @@ def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) ->
 def least_in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
     """Return the fewest micro-batches for which a stage must have room at once; see ``in_flight``.
 
-    Only ``zero-bubble`` runs with fewer than ``in_flight`` says: each micro-batch less lengthens the step and saves
-    memory, down to the number of ``1f1b``. With fewer still, no stage could work while its gradients are on their way.
+    Only ``zero-bubble`` runs with fewer than ``in_flight`` says: each micro-batch less lengthens
+    the step and saves memory, down to the number of ``1f1b``. With fewer still, no stage could work
+    while its gradients are on their way.
 
     Args:
         schedule: the schedule; ``auto`` counts as ``1f1b``.
@@ -48,12 +51,14 @@ def least_in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: i
 
 
 def sharing(schedule: ScheduleChoice, stages: int, stage: int, chunks: int, room: int) -> int:
-    """Return how many of the micro-batches in flight at a stage share the memory in which a backward pass works.
+    """Return how many of the micro-batches in flight at a stage share the memory in which a
+    backward pass works.
 
-    All share one, as a backward pass leaves nothing there, but under ``zero-bubble``: the input-gradient pass leaves to
-    the weight-gradient pass what that needs. With the least room a weight-gradient pass runs before the next
-    input-gradient pass anyway, so that all share one. Each further micro-batch in the room lets one more
-    weight-gradient pass be put off, for which there is memory as well.
+    All share one, as a backward pass leaves nothing there, but under ``zero-bubble``: the
+    input-gradient pass leaves to the weight-gradient pass what that needs. With the least room a
+    weight-gradient pass runs before the next input-gradient pass anyway, so that all share one.
+    Each further micro-batch in the room lets one more weight-gradient pass be put off, for which
+    there is memory as well.
 
     Args:
         schedule: the schedule.
@@ -82,48 +87,61 @@ def plan(
 ) -> Plan:
     """Which pass follows which on each device.
 
-    Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain`` is planned.
-    ``interleaved`` is Megatron's order where the stages go round the devices equally often and the micro-batches come
-    in whole rounds; else devices take what is ready (see ``greedy``). Where no device has several it is ``1f1b``.
+    Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain``
+    is planned. ``interleaved`` is Megatron's order where the stages go round the devices equally
+    often and the micro-batches come in whole rounds; else devices take what is ready (see
+    ``greedy``). Where no device has several it is ``1f1b``.
 
-    With ``transfers`` ``zero-bubble`` and ``interleaved`` are the shortest of that order and of those in which devices
-    take what is ready, and what has come; ``interleaved`` also of the one in which passes with the longest way to the
-    end of the step go first.
+    With ``transfers`` ``zero-bubble`` and ``interleaved`` are the shortest of that order and of
+    those in which devices take what is ready, and what has come; ``interleaved`` also of the one in
+    which passes with the longest way to the end of the step go first.
 
-    Args:
-        schedule: the schedule.
-        places: by stage in pipeline order, the index of its device.
-        chunks: micro-batches in a batch, at least 1.
-        forward_ms: by stage; asked by ``zero-bubble`` and ``interleaved``, whose orders follow unlike stages. All equal
+    Args: schedule: the schedule. places: by stage in pipeline order, the index of its device.
+        chunks: micro-batches in a batch, at least 1. forward_ms: by stage; asked by ``zero-bubble``
+        and ``interleaved``, whose orders follow unlike stages. All equal
             if left out.
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
         transfers: between the stages, for ``zero-bubble`` and ``interleaved``; none if left out.
-        room: by stage, for how many micro-batches at once: for ``zero-bubble``, and for ``interleaved`` where a device
-            has several stages. If left out, as many as ``in_flight`` says, or as the order needs.
+        room: by stage, for how many micro-batches at once: for ``zero-bubble``, and for
+            ``interleaved`` where a device has several stages. If left out, as many as ``in_flight``
+            says, or as the order needs.
         training: without it there are forward passes alone, in the order of micro-batches.
 
-    Raises:
-        InputError: no stages, no micro-batches, times or room for another number of stages, or what is no time or no
+    Raises: InputError: no stages, no micro-batches, times or room for another number of stages, or
+        what is no time or no
             room.
 
-    Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2; Qi et al., ICLR 2024.
+    Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan
+    et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2;
+    Qi et al., ICLR 2024.
     """
     places = tuple(places)
     if not places or chunks < 1:
-        raise InputError(f"a schedule needs a stage and a micro-batch; got stages={len(places)}, chunks={chunks}")
+        raise InputError(
+            f"a schedule needs a stage and a micro-batch; got stages={len(places)}, chunks={chunks}"
+        )
     count = len(places)
     forward = [1.0] * count if forward_ms is None else forward_ms
     backward = [2 * time for time in forward] if backward_ms is None else backward_ms
     weights = [time / 2 for time in backward] if weights_ms is None else weights_ms
-    for name, times in (("forward_ms", forward), ("backward_ms", backward), ("weights_ms", weights)):
+    for name, times in (
+        ("forward_ms", forward),
+        ("backward_ms", backward),
+        ("weights_ms", weights),
+    ):
         if len(times) != count:
             raise InputError(f"{name} has {len(times)} entries for {count} stages")
         _refuse_no_times(name, times)
-    _refuse_no_times("transfers", [time for one in transfers for time in one[2:] if time is not None])
-    if room is not None and (len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)):
-        raise InputError(f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} stages")
+    _refuse_no_times(
+        "transfers", [time for one in transfers for time in one[2:] if time is not None]
+    )
+    if room is not None and (
+        len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)
+    ):
+        raise InputError(
+            f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} stages"
+        )
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
@@ -147,20 +165,28 @@ def _refuse_no_times(name: str, times: Sequence[float]) -> None:
 
 
 def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
-    """Return the shorter of two orders in which devices take what is ready: with and without regard to transfers."""
+    """Return the shorter of two orders in which devices take what is ready: with and without regard
+    to transfers.
+    """
     count = len(pipeline.places)
     room = given or [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
     shared = [sharing("zero-bubble", count, stage, chunks, held) for stage, held in enumerate(room)]
-    inputs = [whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)]
+    inputs = [
+        whole - half for whole, half in zip(pipeline.backward_ms, pipeline.weights_ms, strict=True)
+    ]
     times: dict[Phase, Sequence[float]] = {
         "forward": pipeline.forward_ms,
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    # Micro-batches that share a memory follow one another after at least so many others: see Plan.backward_memory.
+    # Micro-batches that share a memory follow one another after at least so many others: see
+    # Plan.backward_memory.
     put_off = [held // among for held, among in zip(room, shared, strict=True)]
     orders = _greedy(pipeline, times, chunks, room, put_off)
-    plans = [Plan(pipeline.places, chunks, issue, tuple(room), split=True, sharing=tuple(shared)) for issue in orders]
+    plans = [
+        Plan(pipeline.places, chunks, issue, tuple(room), split=True, sharing=tuple(shared))
+        for issue in orders
+    ]
     return _shortest(pipeline, plans)
 
 
@@ -173,7 +199,10 @@ def _greedy(
 ) -> list[tuple[Pass, ...]]:
     """An order that does not know of transfers, and one that does."""
     known = [(), pipeline.transfers] if pipeline.transfers else [()]
-    return [tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off)) for transfers in known]
+    return [
+        tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off))
+        for transfers in known
+    ]
 
 
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:
@@ -188,7 +217,12 @@ def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:
 
 def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
     room = tuple(in_flight("1f1b", len(places), stage, chunks) for stage in range(len(places)))
-    return Plan(places, chunks, merged([list(_fill_turn_drain(s, held, chunks)) for s, held in enumerate(room)]), room)
+    return Plan(
+        places,
+        chunks,
+        merged([list(_fill_turn_drain(s, held, chunks)) for s, held in enumerate(room)]),
+        room,
+    )
 
 
 def _fill_turn_drain(stage: int, held: int, chunks: int) -> Iterator[Pass]:
@@ -214,10 +248,11 @@ def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
 
 
 def roomy_plans(pipeline: Pipeline, chunks: int) -> list[Plan]:
-    """The orders of ``interleaved`` where devices have several stages: as ``plan`` tries them, and one for much memory.
+    """The orders of ``interleaved`` where devices have several stages: as ``plan`` tries them, and
+    one for much memory.
 
-    In that one a stage may hold all micro-batches at once, so that nothing waits for room: passes with the longest way
-    to the end of the step go first.
+    In that one a stage may hold all micro-batches at once, so that nothing waits for room: passes
+    with the longest way to the end of the step go first.
 
     Args:
         pipeline: the stages, of which a device has several.
@@ -225,7 +260,11 @@ def roomy_plans(pipeline: Pipeline, chunks: int) -> list[Plan]:
     """
     plans = _interleaved_plans(pipeline, chunks, None)
     count = len(pipeline.places)
-    issue = tuple(greedy(pipeline.places, _whole(pipeline), chunks, [chunks] * count, pipeline.transfers, True))
+    issue = tuple(
+        greedy(
+            pipeline.places, _whole(pipeline), chunks, [chunks] * count, pipeline.transfers, True
+        )
+    )
     return [*plans, Plan(pipeline.places, chunks, issue, most_held(issue, count, "backward"))]
 
 
@@ -235,16 +274,22 @@ def _interleaved_plans(pipeline: Pipeline, chunks: int, given: Sequence[int] | N
     room = given or [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
     found: list[Plan] = []
     if places == places[:devices] * (count // devices) and chunks % devices == 0:
-        passes = merged([list(_megatron(rank, devices, count // devices, chunks)) for rank in range(devices)])
+        passes = merged(
+            [list(_megatron(rank, devices, count // devices, chunks)) for rank in range(devices)]
+        )
         held = most_held(passes, count, "backward")
         if given is None or all(one <= most for one, most in zip(held, given, strict=True)):
             found.append(Plan(places, chunks, passes, tuple(given or held)))
     if not found or pipeline.transfers:
         issues = _greedy(pipeline, _whole(pipeline), chunks, room)
         if pipeline.transfers:
-            issues.append(tuple(greedy(places, _whole(pipeline), chunks, room, pipeline.transfers, True)))
+            issues.append(
+                tuple(greedy(places, _whole(pipeline), chunks, room, pipeline.transfers, True))
+            )
         for issue in issues:
-            found.append(Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward"))))
+            found.append(
+                Plan(places, chunks, issue, tuple(given or most_held(issue, count, "backward")))
+            )
     return found
 
 
@@ -254,10 +299,11 @@ def _whole(pipeline: Pipeline) -> dict[Phase, Sequence[float]]:
 
 
 def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator[Pass]:
-    """The passes of one device: rounds of as many micro-batches as devices go through its stages in turn.
+    """The passes of one device: rounds of as many micro-batches as devices go through its stages in
+    turn.
 
-    Before the first backward pass it runs two forward passes for each device behind it and a round for each further
-    stage of its own, then one forward and one backward in turn.
+    Before the first backward pass it runs two forward passes for each device behind it and a round
+    for each further stage of its own, then one forward and one backward in turn.
     """
     total = chunks * per_device
 
@@ -280,8 +326,8 @@ def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator
 def merged(orders: Sequence[Sequence[Pass]]) -> tuple[Pass, ...]:
     """One order of all passes, each after what it waits for, from the order on each device.
 
-    A forward pass waits for that of the stage before, a backward pass for that of the stage behind, the last stage's
-    for its own forward pass.
+    A forward pass waits for that of the stage before, a backward pass for that of the stage behind,
+    the last stage's for its own forward pass.
 
     Raises:
         InputError: some wait for each other for ever.
@@ -291,11 +337,17 @@ def merged(orders: Sequence[Sequence[Pass]]) -> tuple[Pass, ...]:
     issue: list[Pass] = []
     place = [0] * len(orders)
     while len(issue) < sum(map(len, orders)):
-        heads = [(index, order[place[index]]) for index, order in enumerate(orders) if place[index] < len(order)]
+        heads = [
+            (index, order[place[index]])
+            for index, order in enumerate(orders)
+            if place[index] < len(order)
+        ]
         ready = [(index, item) for index, item in heads if _is_ready(item, stages, done)]
         if not ready:
             stage, phase, micro_batch = heads[0][1]
-            raise InputError(f"stage {stage} waits for ever: the input of {phase} {micro_batch} is never made")
+            raise InputError(
+                f"stage {stage} waits for ever: the input of {phase} {micro_batch} is never made"
+            )
         for index, item in ready:
             done.add(item)
             issue.append(item)

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 from placer.errors import InputError
 
 Phase = Literal["forward", "backward", "weights"]
-"""``weights`` is the half of a backward pass that computes the gradients of parameters, where it runs apart."""
+"""``weights`` is the half of a backward pass that computes the gradients of parameters, where it
+runs apart."""
 
 Lane = tuple[int, int, Phase]
 """The device that sends, the one that receives, and whether values or gradients go there."""
@@ -39,7 +40,8 @@ class TimelineTask(NamedTuple):
 class TimelineTransfer(NamedTuple):
     """What goes from one stage to another for one micro-batch, with its times in milliseconds.
 
-    In phase ``forward`` it is values, in phase ``backward`` their gradients, from the reader to the maker.
+    In phase ``forward`` it is values, in phase ``backward`` their gradients, from the reader to the
+    maker.
     """
 
     source: int
@@ -68,15 +70,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a step in pipeline order, what each takes for one micro-batch, and what passes between them.
+    """The stages of a step in pipeline order, what each takes for one micro-batch, and what passes
+    between them.
 
-    Attributes:
-        places: by stage, the index of its device; a device may have several.
-        forward_ms: by stage.
-        backward_ms: by stage, both halves.
-        weights_ms: by stage, the part of ``backward_ms`` that gradients of parameters take.
-        transfers: between stages of different devices; each source comes before its target.
-        optimizer_ms: by stage, its part of the optimizer's step, which follows the last pass of its device; empty where
+    Attributes: places: by stage, the index of its device; a device may have several. forward_ms: by
+        stage. backward_ms: by stage, both halves. weights_ms: by stage, the part of ``backward_ms``
+        that gradients of parameters take. transfers: between stages of different devices; each
+        source comes before its target. optimizer_ms: by stage, its part of the optimizer's step,
+        which follows the last pass of its device; empty where
             there is none.
     """
 
@@ -88,17 +89,27 @@ class Pipeline:
     optimizer_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_ms", "backward_ms", "weights_ms", *(["optimizer_ms"] if self.optimizer_ms else [])):
+        for name in (
+            "forward_ms",
+            "backward_ms",
+            "weights_ms",
+            *(["optimizer_ms"] if self.optimizer_ms else []),
+        ):
             if len(getattr(self, name)) != len(self.places):
-                raise InputError(f"{name} has {len(getattr(self, name))} entries for {len(self.places)} stages")
+                raise InputError(
+                    f"{name} has {len(getattr(self, name))} entries for {len(self.places)} stages"
+                )
         for transfer in self.transfers:
             if not 0 <= transfer.source < transfer.target < len(self.places):
-                raise InputError(f"{transfer} does not run forwards between two of {len(self.places)} stages")
+                raise InputError(
+                    f"{transfer} does not run forwards between two of {len(self.places)} stages"
+                )
 
     def optimizer_by_device(self) -> dict[int, float]:
         """By device, how long the optimizer's step on all of its stages takes."""
         total: dict[int, float] = defaultdict(float)
-        for place, time_ms in zip(self.places, self.optimizer_ms, strict=False):  # of none there are no times
+        # of none there are no times
+        for place, time_ms in zip(self.places, self.optimizer_ms, strict=False):
             total[place] += time_ms
         return dict(total)
 
@@ -144,14 +155,12 @@ class Pipeline:
 class Plan:
     """In which order passes run, the same for the solver and for execution.
 
-    Attributes:
-        places: by stage, the index of its device.
-        chunks: micro-batches in a batch.
-        issue: every pass, after all that it waits for; each device runs its own in this order.
-        in_flight: by stage, for how many micro-batches it has room: begun forwards, not yet done backwards.
-        split: whether backward passes are in two halves, ``backward`` and ``weights``.
-        training: whether there are backward passes.
-        sharing: by stage, how many of the micro-batches in flight share the memory in which a backward pass works; all
+    Attributes: places: by stage, the index of its device. chunks: micro-batches in a batch. issue:
+        every pass, after all that it waits for; each device runs its own in this order. in_flight:
+        by stage, for how many micro-batches it has room: begun forwards, not yet done backwards.
+        split: whether backward passes are in two halves, ``backward`` and ``weights``. training:
+        whether there are backward passes. sharing: by stage, how many of the micro-batches in
+        flight share the memory in which a backward pass works; all
             of them if left out. See ``orders.sharing``.
     """
 
@@ -164,10 +173,12 @@ class Plan:
     sharing: tuple[int, ...] = ()
 
     def backward_memory(self, stage: int) -> list[int]:
-        """Return by micro-batch in flight at a stage the number of the memory in which its backward pass works.
+        """Return by micro-batch in flight at a stage the number of the memory in which its backward
+        pass works.
 
-        The micro-batches are dealt out in runs of about equal length, one for each that shares a memory. The first of
-        each run has memory 0, the second memory 1, and so on: of 5 micro-batches, two of which share, 0 1 | 0 1 2.
+        The micro-batches are dealt out in runs of about equal length, one for each that shares a
+        memory. The first of each run has memory 0, the second memory 1, and so on: of 5
+        micro-batches, two of which share, 0 1 | 0 1 2.
         """
         room = self.in_flight[stage]
         runs = self.sharing[stage] if self.sharing else room
@@ -186,13 +197,11 @@ class Plan:
 class Timeline:
     """A simulated step, or several in a row.
 
-    Attributes:
-        step_ms: from the first start to the last end of a pass.
-        tasks: the passes, by start, then stage.
-        transfers: what passed between devices, by start.
-        busy_ms: by device, the time that it computes; devices without stages are left out.
-        in_flight: by stage, the most micro-batches that it holds at once: run forwards, not yet backwards.
-        ends_ms: by step, when its last pass or optimizer ends.
+    Attributes: step_ms: from the first start to the last end of a pass. tasks: the passes, by
+        start, then stage. transfers: what passed between devices, by start. busy_ms: by device, the
+        time that it computes; devices without stages are left out. in_flight: by stage, the most
+        micro-batches that it holds at once: run forwards, not yet backwards. ends_ms: by step, when
+        its last pass or optimizer ends.
     """
 
     step_ms: float

@@ -1,18 +1,21 @@
-"""The exact time of steps: passes in their order, transfers beside them, a lane for each way between two devices.
+"""The exact time of steps: passes in their order, transfers beside them, a lane for each way
+between two devices.
 
 Of pass (s, phase, m), stage s, micro-batch m, on device d, in the order of the plan::
 
     start(pass)         = max of the end of the pass before on d, and of what it waits for
     end(pass)           = start + forward(s), backward(s), or, in two halves, backward(s) - weights(s) and weights(s)
     forward (s, m)      waits for the values of every transfer t to s: they leave when their stage's forward pass of m
-                        has ended, the lane (device of t.source, d, forward) is free, and s has room: the last pass of
-                        micro-batch m - in_flight(s) through s has ended
+                        has ended, the lane (device of t.source, d, forward) is free, and s has
+                        room: the last pass of micro-batch m - in_flight(s) through s has ended
     backward (s, m)     waits for the gradients of every transfer from s: each leaves when the backward pass of m of the
-                        stage that reads has ended and the lane (its device, d, backward) is free; a stage that gets no
-                        gradients waits for the loss, the end of the last stage's forward pass of m
+                        stage that reads has ended and the lane (its device, d, backward) is free; a
+                        stage that gets no gradients waits for the loss, the end of the last stage's
+                        forward pass of m
 
-A lane carries one transfer at a time, in the order of the passes that bring them about. So it is in execution:
-a stage has as many buffers as it has micro-batches in flight, and copies run beside computations.
+A lane carries one transfer at a time, in the order of the passes that bring them about. So it is in
+execution: a stage has as many buffers as it has micro-batches in flight, and copies run beside
+computations.
 
 Steps in a row go through the same devices, lanes and buffers, and nothing else joins one step to the next::
 
@@ -78,7 +81,8 @@ def step_ms(pipeline: Pipeline, plan: Plan) -> float:
 
 
 class StepsInARow:
-    """Steps as they are played, pass by pass, each where the one before has left devices, lanes and buffers.
+    """Steps as they are played, pass by pass, each where the one before has left devices, lanes and
+    buffers.
 
     Args:
         pipeline: as for ``simulate``.
@@ -95,8 +99,14 @@ class StepsInARow:
         self._places, self._plan, self._keep = pipeline.places, plan, keep
         backward = pipeline.backward_ms
         if plan.split:
-            backward = tuple(whole - half for whole, half in zip(backward, pipeline.weights_ms, strict=True))
-        self._times = {"forward": pipeline.forward_ms, "backward": backward, "weights": pipeline.weights_ms}
+            backward = tuple(
+                whole - half for whole, half in zip(backward, pipeline.weights_ms, strict=True)
+            )
+        self._times = {
+            "forward": pipeline.forward_ms,
+            "backward": backward,
+            "weights": pipeline.weights_ms,
+        }
         self._last = "weights" if plan.split else "backward"
         self._optimizer = pipeline.optimizer_by_device()
         stages = range(len(pipeline.places))
@@ -121,9 +131,13 @@ class StepsInARow:
         self.passes_end_ms = 0.0
 
     def _same_buffer(self, stage: int) -> list[int]:
-        """By micro-batch, the one that had its buffer before; where that is not smaller, it is of the step before."""
+        """By micro-batch, the one that had its buffer before; where that is not smaller, it is of
+        the step before.
+        """
         held, chunks = min(self._plan.in_flight[stage], self._plan.chunks), self._plan.chunks
-        return [m - held if m >= held else m + (chunks - 1 - m) // held * held for m in range(chunks)]
+        return [
+            m - held if m >= held else m + (chunks - 1 - m) // held * held for m in range(chunks)
+        ]
 
     def play(self) -> float:
         """Play another step; when the last of its passes and optimizers ends."""
@@ -138,7 +152,9 @@ class StepsInARow:
         return max(self._free.values())
 
     def busiest_ms(self) -> float:
-        """What the busiest device has to do in a step, its optimizer included: no step takes less after another."""
+        """What the busiest device has to do in a step, its optimizer included: no step takes less
+        after another.
+        """
         work = dict.fromkeys(self._free, 0.0) | self._optimizer
         for stage, phase, _ in self._plan.issue:
             work[self._places[stage]] += self._times[phase][stage]
@@ -146,13 +162,19 @@ class StepsInARow:
 
     @property
     def state(self) -> list[float]:
-        """All that the next step takes over: when devices and lanes are free, and when buffers were."""
+        """All that the next step takes over: when devices and lanes are free, and when buffers
+        were.
+        """
         ends = [*self._free.values(), *self._lanes.values()]
         if self._plan.training:
             for stage, inputs in enumerate(self._inputs):
                 if inputs:
                     finals = self._finals[stage]
-                    ends += [finals[before] for m, before in enumerate(self._before[stage]) if before >= m]
+                    ends += [
+                        finals[before]
+                        for m, before in enumerate(self._before[stage])
+                        if before >= m
+                    ]
         return ends
 
     def begin(self, state: Sequence[float]) -> None:
@@ -177,7 +199,9 @@ class StepsInARow:
         if phase == "backward":
             self._send_gradients(stage, micro_batch, end)
         if self._keep:
-            self.tasks.append(TimelineTask(stage, phase, self._number(micro_batch), start, end, device))
+            self.tasks.append(
+                TimelineTask(stage, phase, self._number(micro_batch), start, end, device)
+            )
 
     def _number(self, micro_batch: int) -> int:
         """Of a micro-batch, counted on from step to step."""
@@ -192,23 +216,40 @@ class StepsInARow:
             return max(lost, self._landed[stage][micro_batch])
         if not self._inputs[stage]:
             return -inf
-        room = self._finals[stage][self._before[stage][micro_batch]] if self._plan.training else -inf
+        room = (
+            self._finals[stage][self._before[stage][micro_batch]] if self._plan.training else -inf
+        )
         return max(
-            self._carry(t.source, stage, "forward", micro_batch, max(self._forwards[t.source][micro_batch], room), t[2])
+            self._carry(
+                t.source,
+                stage,
+                "forward",
+                micro_batch,
+                max(self._forwards[t.source][micro_batch], room),
+                t[2],
+            )
             for t in self._inputs[stage]
         )
 
     def _send_gradients(self, stage: int, micro_batch: int, made: float) -> None:
         for transfer in self._inputs[stage]:
             if transfer.gradient_ms is not None:
-                there = self._carry(stage, transfer.source, "backward", micro_batch, made, transfer.gradient_ms)
-                self._landed[transfer.source][micro_batch] = max(self._landed[transfer.source][micro_batch], there)
+                there = self._carry(
+                    stage, transfer.source, "backward", micro_batch, made, transfer.gradient_ms
+                )
+                self._landed[transfer.source][micro_batch] = max(
+                    self._landed[transfer.source][micro_batch], there
+                )
 
-    def _carry(self, source: int, target: int, phase: Phase, micro_batch: int, ready: float, time_ms: float) -> float:
+    def _carry(
+        self, source: int, target: int, phase: Phase, micro_batch: int, ready: float, time_ms: float
+    ) -> float:
         """When a transfer that may start at some time is done."""
         lane = self._places[source], self._places[target], phase
         start = max(ready, self._lanes[lane])
         end = self._lanes[lane] = start + time_ms
         if self._keep:
-            self.transfers.append(TimelineTransfer(source, target, phase, self._number(micro_batch), start, end))
+            self.transfers.append(
+                TimelineTransfer(source, target, phase, self._number(micro_batch), start, end)
+            )
         return end

@@ -6,16 +6,19 @@ is the largest of sums of times. So, where (+) is the larger of two and (*) thei
     x(i + 1) = A (*) x(i)         A[j, k]: the longest chain of passes and transfers from k, where the step begins,
                                   to j, where it ends
 
-From step to step the ends grow, in the mean, by the largest mean of a cycle of A: of a chain that comes back to where
-it began, one step later or several. That is the time of a step in a row. Mostly the longest chain is one step long;
-then each step takes as long as the next. Else several together do, as many as the chain is long.
+From step to step the ends grow, in the mean, by the largest mean of a cycle of A: of a chain that
+comes back to where it began, one step later or several. That is the time of a step in a row. Mostly
+the longest chain is one step long; then each step takes as long as the next. Else several together
+do, as many as the chain is long.
 
-Of every x the entries of A (*) x - x enclose that mean: the largest is not below it, the smallest not above. A few
-steps are played; mostly the two meet, or the largest meets what one device has to do. Where they do not, the longest
-chains are followed, a step forward costing the mean that is known, as long as there is one that comes back with more.
-Either way the time is exact, but for rounding.
+Of every x the entries of A (*) x - x enclose that mean: the largest is not below it, the smallest
+not above. A few steps are played; mostly the two meet, or the largest meets what one device has to
+do. Where they do not, the longest chains are followed, a step forward costing the mean that is
+known, as long as there is one that comes back with more. Either way the time is exact, but for
+rounding.
 
-Source: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, chapter 3; Lawler, "Combinatorial
+Source: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, chapter 3; Lawler,
+"Combinatorial
 Optimization: Networks and Matroids", 1976, section 3.13.
 """
 
@@ -35,10 +38,12 @@ ROUNDING = 1e-12
 
 
 def in_a_row_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """The time from the end of a step to that of the next, in milliseconds, once steps in a row have settled.
+    """The time from the end of a step to that of the next, in milliseconds, once steps in a row
+    have settled.
 
-    It is exact: the mean over as many steps as the ends take to repeat. A step may begin before the one before has
-    ended, see ``simulate``, so it is never more than what a step takes alone, the optimizer included.
+    It is exact: the mean over as many steps as the ends take to repeat. A step may begin before the
+    one before has ended, see ``simulate``, so it is never more than what a step takes alone, the
+    optimizer included.
 
     Args:
         pipeline: the stages' times, the optimizer's included, and what passes between them.
@@ -80,7 +85,9 @@ class _Link(NamedTuple):
 
 
 def _longest_mean(row: StepsInARow, mean: float) -> float:
-    """The largest mean of a chain that comes back to where it began, at least the one that is known."""
+    """The largest mean of a chain that comes back to where it began, at least the one that is
+    known.
+    """
     state = row.state
     links: dict[int, _Link] = {}
     while True:
@@ -89,7 +96,9 @@ def _longest_mean(row: StepsInARow, mean: float) -> float:
         later = {place: end for place, end in enumerate(ends) if end - mean > state[place] + slack}
         if not later:
             return mean
-        links |= {place: _Link(end.origin, float(end) - state[end.origin]) for place, end in later.items()}
+        links |= {
+            place: _Link(end.origin, float(end) - state[end.origin]) for place, end in later.items()
+        }
         for place, end in later.items():
             state[place] = float(end) - mean
         longer = _mean_of_a_round(links)
@@ -103,7 +112,8 @@ def _traced_step(row: StepsInARow, state: Sequence[float]) -> list[_Traced]:
     """What a step hands on that takes this over."""
     row.begin([_Traced(time_ms, place) for place, time_ms in enumerate(state)])
     row.play()
-    return [end for end in row.state if isinstance(end, _Traced)]  # all are: each device, lane and buffer was used
+    # all are: each device, lane and buffer was used
+    return [end for end in row.state if isinstance(end, _Traced)]
 
 
 def _mean_of_a_round(links: Mapping[int, _Link]) -> float | None:

@@ -2,9 +2,9 @@
 
     Profile + Cluster  ->  PlacementRequest  ->  Placement
 
-Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes. Unknown fields,
-NaN, infinities and negative quantities are refused. The types are immutable; ``model_copy(update=...)`` makes a
-changed copy.
+Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes.
+Unknown fields, NaN, infinities and negative quantities are refused. The types are immutable;
+``model_copy(update=...)`` makes a changed copy.
 """
 
 from __future__ import annotations

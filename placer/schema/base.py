@@ -1,4 +1,6 @@
-"""What every wire type shares: its configuration, the names and units of its fields, and the checks of lists."""
+"""What every wire type shares: its configuration, the names and units of its fields, and the checks
+of lists.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from placer.errors import InputError
 from placer.schema.faults import first_fault, nearest
@@ -26,7 +36,8 @@ MAX_LAYERS = 100_000
 MAX_DEVICES = 1_024
 
 FIRST = FailFast()
-"""Of a list, only the first faulty element is reported: a million faults would take a gigabyte to describe."""
+"""Of a list, only the first faulty element is reported: a million faults would take a gigabyte to
+describe."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 """Of a layer, a device and others; a layer that was merged of many modules names them all."""
@@ -43,8 +54,9 @@ IN_ORDER = AfterValidator(in_order)
 TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 
 Objective = Literal["throughput", "step", "latency", "memory", "devices"]
-"""What is made small: the bottleneck (ms), the time of a whole batch (ms), one sample's critical path (ms), the largest
-memory use (bytes), or the number of devices that keep within a bottleneck."""
+"""What is made small: the bottleneck (ms), the time of a whole batch (ms), one sample's critical
+path (ms), the largest memory use (bytes), or the number of devices that keep within a
+bottleneck."""
 
 Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 """The order of micro-batches in training, drawn in ``placer.schedule``."""
@@ -52,12 +64,15 @@ ScheduleChoice = Literal["auto", Schedule]
 """``auto``: the best for the batch, under objective ``step``."""
 
 Steps = Literal["alone", "in-a-row"]
-"""Which step objective ``step`` makes short: one from idle devices to idle devices, or one of many, as in a training
-loop: a device begins the next step when its own part of this one is over, its optimizer included."""
+"""Which step objective ``step`` makes short: one from idle devices to idle devices, or one of many,
+as in a training
+loop: a device begins the next step when its own part of this one is over, its optimizer
+included."""
 
 Transfers = Literal["added", "overlapped"]
 Recompute = Literal["never", "auto", "always"]
-"""Whether a device runs forwards once more before each backward pass; ``auto``: where memory would not do otherwise."""
+"""Whether a device runs forwards once more before each backward pass; ``auto``: where memory would
+not do otherwise."""
 
 Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -102,7 +117,9 @@ class Wire(BaseModel):
 
 @contextmanager
 def _told(kind: type[BaseModel]) -> Iterator[None]:
-    """Tells what pydantic finds wrong as Placer does; its own error, with every place, is the cause."""
+    """Tells what pydantic finds wrong as Placer does; its own error, with every place, is the
+    cause.
+    """
     try:
         yield
     except ValidationError as error:
@@ -135,8 +152,12 @@ def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def refuse_unknown(where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer") -> None:
-    """Raises ValueError for the first name that is not among the known ones, with the nearest of these."""
+def refuse_unknown(
+    where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer"
+) -> None:
+    """Raises ValueError for the first name that is not among the known ones, with the nearest of
+    these.
+    """
     known = known if isinstance(known, (dict, set)) else set(known)
     for name in names:
         if name not in known:

@@ -30,13 +30,11 @@ class Rate(Wire):
 class Device(Wire):
     """One accelerator, or one CPU stand-in.
 
-    Attributes:
-        name: as torch names it: ``cuda:0``, ``cpu:1``.
-        type: the key into a layer's times: ``NVIDIA H200``, ``cpu``.
-        memory_bytes: the limit; what a placement may use is this less the reserve.
-        reserve_bytes: kept free of the placement: context, library workspaces, other programs.
-        host: the machine that the device is in.
-        to_host: how fast bytes flow from the device to its host's memory; None where it was not measured, and for
+    Attributes: name: as torch names it: ``cuda:0``, ``cpu:1``. type: the key into a layer's times:
+        ``NVIDIA H200``, ``cpu``. memory_bytes: the limit; what a placement may use is this less the
+        reserve. reserve_bytes: kept free of the placement: context, library workspaces, other
+        programs. host: the machine that the device is in. to_host: how fast bytes flow from the
+        device to its host's memory; None where it was not measured, and for
             stand-ins, which are in that memory.
         from_host: the same from there to the device.
     """
@@ -64,18 +62,15 @@ class Device(Wire):
 
 
 class Link(Wire):
-    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
+    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n /
+    bandwidth_bytes_per_s``.
 
-    Attributes:
-        source: the device that sends.
-        target: the device that receives.
-        bandwidth_bytes_per_s: of one transfer alone.
-        latency_s: of one transfer alone.
-        both_ways: while as much flows the other way; None where it was not measured.
-        computing: while both devices compute.
-        both_ways_computing: while both is the case.
-        route: ``direct``; or ``host``: by way of the host's memory, where a direct copy would change bytes.
-        fault: what was found wrong with the direct way; empty where nothing was.
+    Attributes: source: the device that sends. target: the device that receives.
+        bandwidth_bytes_per_s: of one transfer alone. latency_s: of one transfer alone. both_ways:
+        while as much flows the other way; None where it was not measured. computing: while both
+        devices compute. both_ways_computing: while both is the case. route: ``direct``; or
+        ``host``: by way of the host's memory, where a direct copy would change bytes. fault: what
+        was found wrong with the direct way; empty where nothing was.
     """
 
     source: Name
@@ -105,15 +100,24 @@ class Cluster(Wire):
         refuse_duplicates("device", names)
         known = set(names)
         for link in self.links:
-            refuse_unknown(f"link {link.source!r} -> {link.target!r}", (link.source, link.target), known, "device")
+            refuse_unknown(
+                f"link {link.source!r} -> {link.target!r}",
+                (link.source, link.target),
+                known,
+                "device",
+            )
             if link.source == link.target:
-                raise ValueError(f"link {link.source!r} -> {link.target!r} joins a device with itself")
+                raise ValueError(
+                    f"link {link.source!r} -> {link.target!r} joins a device with itself"
+                )
         refuse_duplicates("link", [f"{link.source} -> {link.target}" for link in self.links])
         return self
 
     def link(self, source: str, target: str) -> Link | None:
         """The link from ``source`` to ``target``, or None where there is none."""
-        return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
+        return next(
+            (link for link in self.links if (link.source, link.target) == (source, target)), None
+        )
 
 
 class Node(Wire):

@@ -1,8 +1,10 @@
-"""Device maps in the form that accelerate's ``dispatch_model`` and transformers' ``from_pretrained`` take.
+"""Device maps in the form that accelerate's ``dispatch_model`` and transformers'
+``from_pretrained`` take.
 
-Such a map names modules, and accelerate moves what a module is given to the module's device. Between modules nothing is
-moved. So what happens inside a module has to be on one device, unless the module only calls its parts one after the
-other. transformers names the classes that have to stay whole in ``_no_split_modules``.
+Such a map names modules, and accelerate moves what a module is given to the module's device.
+Between modules nothing is moved. So what happens inside a module has to be on one device, unless
+the module only calls its parts one after the other. transformers names the classes that have to
+stay whole in ``_no_split_modules``.
 """
 
 from __future__ import annotations
@@ -20,25 +22,32 @@ Place = int | str
 def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str, Place]:
     """Return where each module goes, in execution order; see ``Placement.device_map``.
 
-    Args:
-        layer_devices: layer -> device.
-        model: the ``nn.Module`` that was placed; None for the modules that layers name, as they are.
+    Args: layer_devices: layer -> device. model: the ``nn.Module`` that was placed; None for the
+        modules that layers name, as they are.
 
-    Raises:
-        PlacementError: there is no layer, the devices are of several hosts, it is not a model of these layers, or the
+    Raises: PlacementError: there is no layer, the devices are of several hosts, it is not a model
+        of these layers, or the
             map would not run.
     """
     hosts = sorted({device.partition("/")[0] for device in layer_devices.values() if "/" in device})
     if len(hosts) > 1 or not layer_devices:
-        why = f"its devices are of several hosts, {', '.join(hosts)}" if hosts else "it places no layer"
+        why = (
+            f"its devices are of several hosts, {', '.join(hosts)}"
+            if hosts
+            else "it places no layer"
+        )
         raise PlacementError(f"this placement has no device map: {why}")
     found: dict[str, str] = {}
     for name, device in layer_devices.items():
         for part in name.split(MERGED):
             path = part.partition("@")[0]
             found.setdefault("" if path == WHOLE else path, device.rpartition("/")[2])
-    # Stand-ins of the CPU are devices of their own until here, so that what cannot run on GPUs is seen on them.
-    return {path: _place(device) for path, device in (found if model is None else _completed(found, model)).items()}
+    # Stand-ins of the CPU are devices of their own until here, so that what cannot run on GPUs is
+    # seen on them.
+    return {
+        path: _place(device)
+        for path, device in (found if model is None else _completed(found, model)).items()
+    }
 
 
 def _place(device: str) -> Place:
@@ -49,9 +58,13 @@ def _place(device: str) -> Place:
 
 
 def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
-    """Return a map that covers all parameters and buffers of a model, with modules as large as their parts allow."""
+    """Return a map that covers all parameters and buffers of a model, with modules as large as
+    their parts allow.
+    """
     if isinstance(model, type) or not hasattr(model, "named_modules"):
-        raise PlacementError(f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing")
+        raise PlacementError(
+            f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing"
+        )
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     if other := [path for path in found if path not in modules]:
         raise PlacementError(
@@ -73,7 +86,8 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
 
 
 def never_split(model: Any) -> dict[str, str]:
-    """Return the modules that ``_no_split_modules`` keeps whole, the outermost ones, with the names of their classes.
+    """Return the modules that ``_no_split_modules`` keeps whole, the outermost ones, with the names
+    of their classes.
 
     A model, the models that it is made of, and the model inside a wrapper may each name classes.
     """
@@ -89,7 +103,8 @@ def never_split(model: Any) -> dict[str, str]:
 
 
 def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
-    """The map, with the modules, and the parameters of the model itself, that are in none of its modules.
+    """The map, with the modules, and the parameters of the model itself, that are in none of its
+    modules.
 
     They go where the same tensor is, and else to the first device.
     """
@@ -103,7 +118,10 @@ def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
         else:
             places.setdefault(id(tensor), inside)
     first = next(iter(found.values()))
-    rest = {path: next((places[one] for one in of if one in places), first) for path, of in missing.items()}
+    rest = {
+        path: next((places[one] for one in of if one in places), first)
+        for path, of in missing.items()
+    }
     return {**found, **rest}
 
 
@@ -140,7 +158,9 @@ def _refuse_ties_apart(model: Any, places: Mapping[str, str]) -> None:
 def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[str]]) -> None:
     for path, kind in never_split(model).items():
         if len(places.get(path, ())) > 1:
-            parts = ", ".join(f"{name!r} on {place}" for place, name in _inside(path, found).items())
+            parts = ", ".join(
+                f"{name!r} on {place}" for place, name in _inside(path, found).items()
+            )
             raise PlacementError(
                 f"this placement cuts inside {path!r}, a {kind}, which the model's _no_split_modules keeps whole "
                 f'({parts}): place whole blocks with granularity="blocks", or run this placement with DataFlow'
@@ -149,5 +169,9 @@ def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[
 
 def _inside(path: str, found: Mapping[str, str]) -> dict[str, str]:
     """By device, the first module that a map has there, of those at a path or inside it."""
-    inside = [(name, place) for name, place in found.items() if name == path or name.startswith(f"{path}.")]
+    inside = [
+        (name, place)
+        for name, place in found.items()
+        if name == path or name.startswith(f"{path}.")
+    ]
     return {place: name for name, place in reversed(inside)}

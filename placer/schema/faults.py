@@ -1,8 +1,10 @@
-"""What is wrong with values that a type does not take, in the user's words: the place, the value and the way out.
+"""What is wrong with values that a type does not take, in the user's words: the place, the value
+and the way out.
 
-Pydantic locates an error by names and numbers, among them labels of its own: of the branches of a union, and ``[key]``
-for the key of a dictionary. Users may have chosen the same texts as names. So a location is read along the type: where
-the type has a union the next part is a label, and nowhere else.
+Pydantic locates an error by names and numbers, among them labels of its own: of the branches of a
+union, and ``[key]`` for the key of a dictionary. Users may have chosen the same texts as names. So
+a location is read along the type: where the type has a union the next part is a label, and nowhere
+else.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class _Location(NamedTuple):
 
     def below(self, part: int | str) -> _Location:
         """Put a name or number in front."""
-        return self._replace(place=(part, *self.place), labels=frozenset(one + 1 for one in self.labels))
+        return self._replace(
+            place=(part, *self.place), labels=frozenset(one + 1 for one in self.labels)
+        )
 
     def behind_label(self) -> _Location:
         """Put the label of a branch in front."""
@@ -70,8 +74,11 @@ class _Error(NamedTuple):
     at: _Location
 
 
-def field_faults(error: ValidationError, model: type[BaseModel], most: int) -> tuple[list[FieldFault], int]:
-    """What was found wrong, what explains the rest first; and how many more there are than that one.
+def field_faults(
+    error: ValidationError, model: type[BaseModel], most: int
+) -> tuple[list[FieldFault], int]:
+    """What was found wrong, what explains the rest first; and how many more there are than that
+    one.
 
     Args:
         error: from validating a ``model``.
@@ -89,7 +96,8 @@ def field_faults(error: ValidationError, model: type[BaseModel], most: int) -> t
 
 
 def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
-    """What explains most, in a line: ``Constraints.pined: there is no such field; did you mean 'pinned'?``.
+    """What explains most, in a line: ``Constraints.pined: there is no such field; did you mean
+    'pinned'?``.
 
     Args:
         error: from validating a ``model``.
@@ -134,7 +142,8 @@ def _by_what_they_explain(error: _Error) -> int:
 def _follows(error: _Error, errors: Sequence[_Error]) -> bool:
     """Whether it only follows from another.
 
-    A list is too short because its elements are faulty, or a value is taken further by another branch of a union.
+    A list is too short because its elements are faulty, or a value is taken further by another
+    branch of a union.
     """
     loc = error.details["loc"]
     others = [other.details["loc"] for other in errors if other is not error]
@@ -159,11 +168,18 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
     if kind == "definition-ref":
         return _located(known[schema["schema_ref"]], loc, known)
     if kind == "union":  # a branch may be a pair of a type and its label
-        branches = [branch[0] if isinstance(branch, tuple) else branch for branch in schema["choices"]]
-        found = (_located(branch, loc[1:], known) for branch in branches) if loc else iter([_Location()])
+        branches = [
+            branch[0] if isinstance(branch, tuple) else branch for branch in schema["choices"]
+        ]
+        found = (
+            (_located(branch, loc[1:], known) for branch in branches)
+            if loc
+            else iter([_Location()])
+        )
         inside = next((one for one in found if one is not None), None)
         return inside.behind_label() if inside is not None and loc else inside
-    if "schema" in schema:  # a model, a default, a validator around a type, a type or null
+    # a model, a default, a validator around a type, a type or null
+    if "schema" in schema:
         return _located(schema["schema"], loc, known)
     if not loc:
         return _Location()
@@ -171,7 +187,11 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
     if kind == "model-fields":
         return _located_in_fields(schema["fields"], part, rest, known)
     if kind == "dict":
-        inside = _located(schema["values_schema"], rest, known) if "values_schema" in schema else _Location(rest)
+        inside = (
+            _located(schema["values_schema"], rest, known)
+            if "values_schema" in schema
+            else _Location(rest)
+        )
         inside = _Location(is_key=True) if inside is None and rest == (_KEY,) else inside
         return inside.below(part) if inside is not None else None
     if kind in ("tuple", "list") and isinstance(part, int):
@@ -182,7 +202,9 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
     return None
 
 
-def _located_in_fields(fields: Mapping[str, Any], part: int | str, rest: Place, known: Any) -> _Location | None:
+def _located_in_fields(
+    fields: Mapping[str, Any], part: int | str, rest: Place, known: Any
+) -> _Location | None:
     if part in fields:
         inside = _located(fields[str(part)]["schema"], rest, known)
         return inside.below(part) if inside is not None else None

@@ -1,8 +1,10 @@
 """A captured model as data: operations, shapes, dtypes and attributes. No weights and no code.
 
-    laptop: model ──▶ capture ──▶ Graph ──▶ GPU node: replay, layer by layer, on random values ──▶ Profile
+    laptop: model ──▶ capture ──▶ Graph ──▶ GPU node: replay, layer by layer, on random values ──▶
+        Profile
 
-Arguments of operations are JSON: null, booleans, numbers, text, lists of those, and objects of one key:
+Arguments of operations are JSON: null, booleans, numbers, text, lists of those, and objects of one
+key:
 
     {"ref": name}            a result, or one of the layer's reads and state, by its name in the layer
     {"device": true}         the device that the layer runs on
@@ -46,7 +48,18 @@ DType = Literal[
     "bool",
 ]
 Optimizer = Literal[
-    "adam", "adamw", "sgd", "rmsprop", "adagrad", "adafactor", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop"
+    "adam",
+    "adamw",
+    "sgd",
+    "rmsprop",
+    "adagrad",
+    "adafactor",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "asgd",
+    "rprop",
 ]
 MemoryFormat = Literal["contiguous_format", "channels_last", "channels_last_3d", "preserve_format"]
 DTYPES: tuple[str, ...] = get_args(DType)
@@ -92,7 +105,8 @@ class GraphState(Wire):
 
 
 class GraphValue(Wire):
-    """What crosses the border of a layer: a tensor, or a number that the model computed from a shape.
+    """What crosses the border of a layer: a tensor, or a number that the model computed from a
+    shape.
 
     Attributes:
         name: unique in the graph.
@@ -117,21 +131,20 @@ class GraphValue(Wire):
 
 
 class Operation(Wire):
-    """One operation: an ATen operator by its full name, a function of numbers, or the border of a region.
+    """One operation: an ATen operator by its full name, a function of numbers, or the border of a
+    region.
 
-    Attributes:
-        op: such as ``aten.linear.default``; which are allowed is in ``placer.profiler.remote.allowed_ops``.
-        out: the name of its result in the layer.
-        args: positional, see above.
-        kwargs: by keyword, see above.
+    Attributes: op: such as ``aten.linear.default``; which are allowed is in
+        ``placer.profiler.remote.allowed_ops``. out: the name of its result in the layer. args:
+        positional, see above. kwargs: by keyword, see above.
     """
 
     op: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     out: Name
     args: Annotated[tuple[Any, ...], Field(max_length=64)] = ()
-    kwargs: Annotated[dict[Annotated[str, StringConstraints(max_length=64)], Any], Field(max_length=64)] = Field(
-        default_factory=dict
-    )
+    kwargs: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=64)], Any], Field(max_length=64)
+    ] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _plain(self) -> Self:
@@ -191,7 +204,9 @@ class Graph(Wire):
     hash: Annotated[str, StringConstraints(max_length=128)] = ""
     training: bool = False
     batch_size: Annotated[int, Field(ge=1, le=2**31)] = 1
-    granularity: Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)] = "auto"
+    granularity: (
+        Annotated[int, Field(ge=1, le=1000)] | Annotated[str, StringConstraints(max_length=64)]
+    ) = "auto"
     state: Annotated[tuple[GraphState, ...], Field(max_length=MAX_OPERATIONS), FIRST] = ()
     values: Annotated[tuple[GraphValue, ...], Field(max_length=MAX_OPERATIONS), FIRST] = ()
     inputs: Names = ()
@@ -215,7 +230,9 @@ class Graph(Wire):
             refuse_unknown(f"{label} reads", layer.reads, there, "value made before it")
             refuse_unknown(f"{label} writes", layer.writes, values, "value")
             if len(layer.results) != len(layer.writes):
-                raise ValueError(f"{label} has {len(layer.writes)} writes and {len(layer.results)} results")
+                raise ValueError(
+                    f"{label} has {len(layer.writes)} writes and {len(layer.results)} results"
+                )
             there.update(layer.writes)
         refuse_unknown("outputs", self.outputs, there, "value")
         for group in self.colocated:
@@ -264,7 +281,9 @@ def _check_argument(argument: Any, depth: int) -> None:
     elif isinstance(argument, dict) and len(argument) == 1 and TAGS.issuperset(argument):
         _check_tagged(*next(iter(argument.items())))
     else:
-        raise ValueError(f"{str(argument)[:80]} is no argument that can be sent, or nested too deeply")
+        raise ValueError(
+            f"{str(argument)[:80]} is no argument that can be sent, or nested too deeply"
+        )
 
 
 def _check_tagged(tag: str, content: Any) -> None:

@@ -26,12 +26,9 @@ from placer.schema.device_map import Place, device_map
 class MemoryUse(Wire):
     """What a device holds at its worst moment, by kind, in bytes.
 
-    Attributes:
-        param_bytes: parameters.
-        grad_bytes: their gradients.
-        optimizer_bytes: the optimizer's state.
-        buffer_bytes: buffers.
-        activation_bytes: values and, in training, all that micro-batches in flight keep for their backward pass; at the
+    Attributes: param_bytes: parameters. grad_bytes: their gradients. optimizer_bytes: the
+        optimizer's state. buffer_bytes: buffers. activation_bytes: values and, in training, all
+        that micro-batches in flight keep for their backward pass; at the
             worst moment, also values and gradients that wait for another layer.
         workspace_bytes: of the layer that runs then.
     """
@@ -85,12 +82,10 @@ class DeviceLoad(Wire):
 class SingleDevice(Wire):
     """The best that one device alone does: the answer to whether to split at all.
 
-    Attributes:
-        device: the fastest device on which the model fits, or, where it fits on none, the fastest.
-        objective_value: the objective there, in the objective's unit.
-        fits: whether it fits there.
-        short_bytes: what is missing if it does not.
-        load_ms: under objective ``devices``, how long it is busy for one micro-batch: it will do where that is within
+    Attributes: device: the fastest device on which the model fits, or, where it fits on none, the
+        fastest. objective_value: the objective there, in the objective's unit. fits: whether it
+        fits there. short_bytes: what is missing if it does not. load_ms: under objective
+        ``devices``, how long it is busy for one micro-batch: it will do where that is within
             ``bottleneck_ms``. None under the others.
     """
 
@@ -104,9 +99,8 @@ class SingleDevice(Wire):
 class Ties(Wire):
     """How ties were broken: what was made small among the placements with as small an objective.
 
-    Attributes:
-        transfer_ms: time of all transfers, at both of their ends.
-        spread_ms: of those that transfer as little: the largest compute time of a device less the smallest, of the
+    Attributes: transfer_ms: time of all transfers, at both of their ends. spread_ms: of those that
+        transfer as little: the largest compute time of a device less the smallest, of the
             devices that hold layers.
         proven: whether none transfers less, and none of those is better balanced.
     """
@@ -119,13 +113,11 @@ class Ties(Wire):
 class Infeasibility(Wire):
     """Requirements that cannot hold together.
 
-    Attributes:
-        reason: in words, with the values.
-        layers: the layers concerned.
-        devices: the devices concerned.
-        short_bytes: the bytes missing, where memory is the reason.
-        requirements: in words, a group of requirements that cannot hold together. Empty where none was found in time.
-        smallest: whether there is no smaller group; else the time ended before that was known.
+    Attributes: reason: in words, with the values. layers: the layers concerned. devices: the
+        devices concerned. short_bytes: the bytes missing, where memory is the reason. requirements:
+        in words, a group of requirements that cannot hold together. Empty where none was found in
+        time. smallest: whether there is no smaller group; else the time ended before that was
+        known.
     """
 
     reason: str
@@ -161,8 +153,8 @@ class Help(Wire):
 class Limits(Wire):
     """What limits a placement.
 
-    Attributes:
-        kind: ``memory``: without its limits the answer is better; else what keeps the busiest device busy: its ``link``
+    Attributes: kind: ``memory``: without its limits the answer is better; else what keeps the
+        busiest device busy: its ``link``
             (transfers, more than it computes), one ``layer``, or the ``work`` of several.
         what: in words, with the values.
         helps: what would help, the most first; only what was solved in time, and is better.
@@ -197,10 +189,9 @@ class StepChoice(Wire):
 class Step(Wire):
     """What objective ``step`` says beside the placement.
 
-    Attributes:
-        batch_size: samples in a whole batch.
-        samples_per_s: that, over the step.
-        bubble: the share of the used devices' time that is idle, from 0 to 1: of a step alone while micro-batches run,
+    Attributes: batch_size: samples in a whole batch. samples_per_s: that, over the step. bubble:
+        the share of the used devices' time that is idle, from 0 to 1: of a step alone while
+        micro-batches run,
             of one in a row from its begin to that of the next.
         optimizer_ms: of a step alone, the optimizer's part at its end.
         steps: which step was made short, and is the objective: alone, or in a row.
@@ -224,9 +215,8 @@ class Step(Wire):
 class Placement(Wire):
     """The answer: where each layer runs, what that predicts, and what is proven about it.
 
-    Attributes:
-        id: the content hash of the request.
-        status: ``optimal``: proven; ``feasible``: the best found in time; ``infeasible``: proven to be none;
+    Attributes: id: the content hash of the request. status: ``optimal``: proven; ``feasible``: the
+        best found in time; ``infeasible``: proven to be none;
             ``unknown``: none found in time.
         objective: what was made small.
         objective_value: its value, ms or bytes; None without a placement.
@@ -238,27 +228,32 @@ class Placement(Wire):
         granularity: of the profile, taken over by ``update_flow``.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
-        optimizer_step_share: what its step was assumed to make and free again, in bytes per byte of gradients.
+        optimizer_step_share: what its step was assumed to make and free again, in bytes per byte of
+        gradients.
         batch_size: samples in a micro-batch.
         batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
-        recompute: the devices that run forwards once more before each backward pass, and keep less meanwhile.
-        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in which every value
-            runs forwards, and in which their memory was reckoned; else by their first layer.
-        in_flight: of a training step, by stage for how many micro-batches at once its memory was reckoned: it holds one
-            from the forward pass to the end of its backward passes. ``update_flow`` takes it over. Under objective
-            ``step`` a device may have several stages, one for each of its segments. Empty where every device has room
-            for all micro-batches, as placements that need not be contiguous have under other objectives.
+        recompute: the devices that run forwards once more before each backward pass, and keep less
+        meanwhile.
+        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in
+            which every value runs forwards, and in which their memory was reckoned; else by their
+            first layer.
+        in_flight: of a training step, by stage for how many micro-batches at once its memory was
+            reckoned: it holds one from the forward pass to the end of its backward passes.
+            ``update_flow`` takes it over. Under objective ``step`` a device may have several
+            stages, one for each of its segments. Empty where every device has room for all
+            micro-batches, as placements that need not be contiguous have under other objectives.
         devices: the load of each device.
         single_device: the best that one device does.
-        speedup: single_device.objective_value / objective_value, for times; None without a placement.
+        speedup: single_device.objective_value / objective_value, for times; None without a
+        placement.
         ties: how ties were broken, where the request asks for it.
         infeasible: why there is none.
         limits: what limits it, where the request asks to explain.
-        through_host: the links, as source and target, that change bytes: what goes over them goes by way of the host's
-            memory where the placement is applied.
+        through_host: the links, as source and target, that change bytes: what goes over them goes
+            by way of the host's memory where the placement is applied.
         step: under objective ``step``, what it says beside.
     """
 
@@ -299,22 +294,23 @@ class Placement(Wire):
         return json.dumps(self.model_dump(mode="json"), indent=1)
 
     def device_map(self, model: Any = None) -> dict[str, Place]:
-        """Return where each module goes, as accelerate's ``dispatch_model`` and ``from_pretrained`` take it.
+        """Return where each module goes, as accelerate's ``dispatch_model`` and ``from_pretrained``
+        take it.
 
         A module that is called several times goes where its first call is.
 
-        Args:
-            model: the ``nn.Module`` that was placed, on meta too. With it the map covers all parameters and buffers,
-                names modules that are on one device as a whole, and is known to run: without it, it names the layers of
-                the placement and nothing else.
+        Args: model: the ``nn.Module`` that was placed, on meta too. With it the map covers all
+            parameters and buffers,
+                names modules that are on one device as a whole, and is known to run: without it, it
+                names the layers of the placement and nothing else.
 
-        Returns:
-            Paths of modules, or of parameters of the model itself, to GPUs by their index, or to ``"cpu"``; in
-            execution order.
+        Returns: Paths of modules, or of parameters of the model itself, to GPUs by their index, or
+            to ``"cpu"``; in execution order.
 
-        Raises:
-            PlacementError: there is no placement, its devices are of several hosts, or it is of another model; or
-                accelerate could not run it: it cuts inside a module that ``model._no_split_modules`` keeps whole
-                (``granularity="blocks"`` does not), or splits a tied parameter.
+        Raises: PlacementError: there is no placement, its devices are of several hosts, or it is of
+            another model; or
+                accelerate could not run it: it cuts inside a module that
+                ``model._no_split_modules`` keeps whole (``granularity="blocks"`` does not), or
+                splits a tied parameter.
         """
         return device_map(self.layer_devices, model)

@@ -16,7 +16,9 @@ PROVEN_GAP = 1e-6
 """A placement is called optimal if none can be better by more than one part in a million."""
 
 
-def found(problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float) -> Placement:
+def found(
+    problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float
+) -> Placement:
     """The placement of an assignment that meets every requirement."""
     result = costs.evaluate(problem, assignment)
     assert result is not None
@@ -34,7 +36,10 @@ def found(problem: Problem, assignment: costs.Assignment, bound: float, method: 
         objective_value=value,
         bound=bound,
         gap=gap,
-        layer_devices={layer.name: names[device] for layer, device in zip(problem.layers, assignment, strict=True)},
+        layer_devices={
+            layer.name: names[device]
+            for layer, device in zip(problem.layers, assignment, strict=True)
+        },
         recompute=tuple(names[device] for device in sorted(result.recompute)),
         stages=tuple(names[device] for device in result.stages),
         in_flight=result.in_flight if problem.training else (),
@@ -60,14 +65,20 @@ def nothing(
 def single_device(problem: Problem) -> SingleDevice:
     """The best that one device does with all layers, pins and forbidden devices aside."""
     options = []
-    by_load = problem.request.objective == "devices"  # one device is one device, so the least busy is the best
-    first_of_kind = {(device.type, device.usable_bytes): i for i, device in reversed([*enumerate(problem.devices)])}
+    # one device is one device, so the least busy is the best
+    by_load = problem.request.objective == "devices"
+    first_of_kind = {
+        (device.type, device.usable_bytes): i
+        for i, device in reversed([*enumerate(problem.devices)])
+    }
     for index in sorted(first_of_kind.values()):
         device = problem.devices[index]
         result = costs.evaluate(problem, [index] * len(problem.layers))
         assert result is not None  # nothing crosses
         short = max(0, result.memory[index].total_bytes - device.usable_bytes)
-        options.append((short > 0, result.load_ms[index] if by_load else result.objective_value, index, short))
+        options.append(
+            (short > 0, result.load_ms[index] if by_load else result.objective_value, index, short)
+        )
     misfit, value, index, short = min(options)
     return SingleDevice(
         device=problem.devices[index].name,
@@ -95,11 +106,15 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
         "chunks": request.chunks,
         "schedule": request.schedule,
         "contiguous": problem.one_stage_each,
-        "through_host": tuple((link.source, link.target) for link in request.placed_on.links if link.route == "host"),
+        "through_host": tuple(
+            (link.source, link.target) for link in request.placed_on.links if link.route == "host"
+        ),
     }
 
 
-def device_loads(problem: Problem, assignment: costs.Assignment, result: costs.Costs) -> tuple[DeviceLoad, ...]:
+def device_loads(
+    problem: Problem, assignment: costs.Assignment, result: costs.Costs
+) -> tuple[DeviceLoad, ...]:
     """What an assignment asks of each device, the busiest ones marked."""
     busiest = max(result.load_ms)
     layers = Counter(assignment)

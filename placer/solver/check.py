@@ -1,6 +1,8 @@
-"""An independent referee: recomputes every cost and every rule of a placement from its request alone.
+"""An independent referee: recomputes every cost and every rule of a placement from its request
+alone.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``, read a second time.
+Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
+read a second time.
 """
 
 from __future__ import annotations
@@ -30,9 +32,8 @@ Where = Mapping[str, str]
 def check(request: PlacementRequest, placement: Placement) -> None:
     """Raise on the first contradiction between a request and its placement.
 
-    Args:
-        request: the question.
-        placement: the answer. Of one without layers, only that no single device, and where there are few assignments no
+    Args: request: the question. placement: the answer. Of one without layers, only that no single
+        device, and where there are few assignments no
             assignment at all, would have answered.
 
     Raises:
@@ -41,7 +42,9 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     equal("id", placement.id, request.content_hash())
     asked = step.chosen(request, placement) if request.objective == "step" else request
     if asked is None:
-        raise PlacementError(f"{placement.chunks} micro-batches under {placement.schedule!r} cannot be chosen")
+        raise PlacementError(
+            f"{placement.chunks} micro-batches under {placement.schedule!r} cannot be chosen"
+        )
     _check_header(asked, placement)
     if placement.status in ("infeasible", "unknown"):
         _check_nothing_claimed(placement)
@@ -49,7 +52,10 @@ def check(request: PlacementRequest, placement: Placement) -> None:
             _check_infeasible(request, placement)
         return
     where = placement.layer_devices
-    require((placement.step is not None) == (request.objective == "step"), "step comes with objective 'step' alone")
+    require(
+        (placement.step is not None) == (request.objective == "step"),
+        "step comes with objective 'step' alone",
+    )
     _check_recompute(asked, where, placement)
     asked = recompute.repeated(asked, where, placement.recompute)
     _check_rules(asked, where, placement.contiguous)
@@ -57,7 +63,10 @@ def check(request: PlacementRequest, placement: Placement) -> None:
     reading = _reading(asked, where, placement.stages, placement.in_flight or None)
     _check_in_flight(asked, placement, reading)
     _check_loads(asked, where, placement, reading)
-    require(_within_bottleneck(asked, where), f"a device is busy for more than {request.bottleneck_ms} ms")
+    require(
+        _within_bottleneck(asked, where),
+        f"a device is busy for more than {request.bottleneck_ms} ms",
+    )
     _check_objective(asked, where, placement, reading)
     _check_single_device(request, placement)
     _check_ties(request, placement)
@@ -80,14 +89,23 @@ def _check_header(request: PlacementRequest, placement: Placement) -> None:
 
 def _check_nothing_claimed(placement: Placement) -> None:
     for name in ("layer_devices", "devices", "objective_value", "gap", "speedup"):
-        require(not getattr(placement, name), f"status is {placement.status!r}, but {name} is given")
-    require((placement.status == "infeasible") == (placement.infeasible is not None), "infeasible needs its reason")
+        require(
+            not getattr(placement, name), f"status is {placement.status!r}, but {name} is given"
+        )
+    require(
+        (placement.status == "infeasible") == (placement.infeasible is not None),
+        "infeasible needs its reason",
+    )
 
 
 def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
     for where in _few_assignments(request):
-        if any(_meets_all(asked, where, contiguous) for asked, contiguous in _whole(request, placement)):
-            raise PlacementError(f"status is 'infeasible', but this placement meets every requirement: {where}")
+        if any(
+            _meets_all(asked, where, contiguous) for asked, contiguous in _whole(request, placement)
+        ):
+            raise PlacementError(
+                f"status is 'infeasible', but this placement meets every requirement: {where}"
+            )
 
 
 def _whole(request: PlacementRequest, placement: Placement) -> list[tuple[PlacementRequest, bool]]:
@@ -115,13 +133,17 @@ def _meets_all(request: PlacementRequest, where: Where, contiguous: bool) -> boo
         return False
     used = list(dict.fromkeys(where.values()))
     memory = Memory(request, where, contiguous)
-    orders = itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
+    orders = (
+        itertools.permutations(used) if contiguous and _order_matters(request) else [tuple(used)]
+    )
     slowest = recompute.repeated(request, where, [d for d in used if recompute.may(request, d, 1)])
     by_segment = _by_segment(request, contiguous)
     return _within_bottleneck(slowest, where) and any(
         (not contiguous or not _order_matters(request) or _runs_forwards(request, where, order))
         and all(
-            recompute.least(request, memory, d.name, flight or _least_flight(request, order, contiguous, d.name))
+            recompute.least(
+                request, memory, d.name, flight or _least_flight(request, order, contiguous, d.name)
+            )
             <= d.usable_bytes
             for d in request.devices
         )
@@ -142,21 +164,38 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
     equal("layers", list(where), [layer.name for layer in request.profile.layers])
     known = {device.name for device in request.devices}
     for layer, device in where.items():
-        require(device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster")
+        require(
+            device in known, f"layer {layer!r} is on {device!r}, which is no device of the cluster"
+        )
     for layer, device in rules.pinned.items():
-        require(where[layer] == device, f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}")
+        require(
+            where[layer] == device,
+            f"layer {layer!r} is pinned to {device!r}, but is on {where[layer]!r}",
+        )
     for name, banned in rules.forbidden.items():
         for layer in where if name == "*" else (name,):
             require(where[layer] not in banned, f"layer {layer!r} must not be on {where[layer]!r}")
     for group in (*request.profile.colocated, *rules.colocated):
-        require(len({where[layer] for layer in group}) <= 1, f"colocated layers {group} are on several devices")
+        require(
+            len({where[layer] for layer in group}) <= 1,
+            f"colocated layers {group} are on several devices",
+        )
     used = Counter(where.values())
     if rules.max_devices is not None:
-        require(len(used) <= rules.max_devices, f"{len(used)} devices are used, {rules.max_devices} are allowed")
+        require(
+            len(used) <= rules.max_devices,
+            f"{len(used)} devices are used, {rules.max_devices} are allowed",
+        )
     if rules.min_devices is not None:
-        require(len(used) >= rules.min_devices, f"{len(used)} devices are used, {rules.min_devices} are demanded")
+        require(
+            len(used) >= rules.min_devices,
+            f"{len(used)} devices are used, {rules.min_devices} are demanded",
+        )
     for device, held in used.items() if rules.max_layers is not None else ():
-        require(held <= (rules.max_layers or 0), f"{device!r} holds {held} layers, {rules.max_layers} are allowed")
+        require(
+            held <= (rules.max_layers or 0),
+            f"{device!r} holds {held} layers, {rules.max_layers} are allowed",
+        )
     _check_links(request, where)
     if contiguous:
         _check_contiguous(request, where)
@@ -165,20 +204,30 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
 def _check_links(request: PlacementRequest, where: Where) -> None:
     links = links_of(request)
     for edge, source, target in crossings(request, where):
-        require((source, target) in links, f"the value of {edge.source!r} has no link from {source!r} to {target!r}")
+        require(
+            (source, target) in links,
+            f"the value of {edge.source!r} has no link from {source!r} to {target!r}",
+        )
         if request.is_training and edge.gradient_bytes:
-            require((target, source) in links, f"the gradient of {edge.source!r} has no link back to {source!r}")
+            require(
+                (target, source) in links,
+                f"the gradient of {edge.source!r} has no link back to {source!r}",
+            )
 
 
 def _check_contiguous(request: PlacementRequest, where: Where) -> None:
-    """Take away devices that no other feeds until none is left; if some remain, they feed each other."""
+    """Take away devices that no other feeds until none is left; if some remain, they feed each
+    other.
+    """
     feeders: dict[str, set[str]] = {device: set() for device in where.values()}
     for _, source, target in crossings(request, where):
         feeders[target].add(source)
     left = set(feeders)
     while left:
         first = {device for device in left if left.isdisjoint(feeders[device])}
-        require(bool(first), f"the stages are not contiguous: values go round between {sorted(left)}")
+        require(
+            bool(first), f"the stages are not contiguous: values go round between {sorted(left)}"
+        )
         left -= first
 
 
@@ -197,13 +246,18 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 
 
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    """Only devices that hold layers recompute, only where it is asked for, and everywhere where it must be."""
+    """Only devices that hold layers recompute, only where it is asked for, and everywhere where it
+    must be.
+    """
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         may = recompute.may(request, device, 1) and not _by_segment(request, placement.contiguous)
         require(may, f"{device!r} recomputes, which was not asked for")
     for device in set(where.values()) - set(placement.recompute):
-        require(not recompute.must(request, device), f"{device!r} does not recompute, which was asked for")
+        require(
+            not recompute.must(request, device),
+            f"{device!r} does not recompute, which was asked for",
+        )
 
 
 # Loads and memory
@@ -212,7 +266,11 @@ def _check_recompute(request: PlacementRequest, where: Where, placement: Placeme
 def _check_loads(
     request: PlacementRequest, where: Where, placement: Placement, reading: step.StepReading | None
 ) -> None:
-    equal("devices", [load.device for load in placement.devices], [device.name for device in request.devices])
+    equal(
+        "devices",
+        [load.device for load in placement.devices],
+        [device.name for device in request.devices],
+    )
     largest = max(load.load_ms for load in placement.devices)
     memory = Memory(request, where, placement.contiguous)
     times, layers = times_of(request, where), _by_device(request, where)
@@ -248,7 +306,9 @@ def _by_device(request: PlacementRequest, where: Where) -> dict[str, list[Layer]
     return layers
 
 
-def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoad, memory: Memory) -> None:
+def _check_state(
+    request: PlacementRequest, layers: list[Layer], load: DeviceLoad, memory: Memory
+) -> None:
     copied = dict(zip(("param_bytes", "grad_bytes"), memory.copies(load.device), strict=True))
     for kind in ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes"):
         counts = request.is_training or kind in ("param_bytes", "buffer_bytes")
@@ -257,7 +317,12 @@ def _check_state(request: PlacementRequest, layers: list[Layer], load: DeviceLoa
 
 
 def _check_memory(
-    memory: Memory, flight: Flight, backwards: int | None, placement: Placement, device: Device, load: DeviceLoad
+    memory: Memory,
+    flight: Flight,
+    backwards: int | None,
+    placement: Placement,
+    device: Device,
+    load: DeviceLoad,
 ) -> None:
     again = device.name in placement.recompute
     total = memory.total(device.name, flight, again, backwards)
@@ -266,19 +331,36 @@ def _check_memory(
         (load.memory.activation_bytes, load.memory.workspace_bytes),
         memory.splits(device.name, flight, again, backwards),
     )
-    require(split in splits, f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}")
-    equal(f"limit_bytes of {device.name}", load.limit_bytes, device.memory_bytes - device.reserve_bytes)
-    require(total <= load.limit_bytes, f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}")
+    require(
+        split in splits,
+        f"activation_bytes, workspace_bytes of {device.name}: {split} is not one of {splits}",
+    )
+    equal(
+        f"limit_bytes of {device.name}",
+        load.limit_bytes,
+        device.memory_bytes - device.reserve_bytes,
+    )
+    require(
+        total <= load.limit_bytes,
+        f"{device.name} needs {total} bytes; its limit is {load.limit_bytes}",
+    )
 
 
 def _reading(
-    request: PlacementRequest, where: Where, stages: tuple[str, ...], held: Sequence[int] | None = None
+    request: PlacementRequest,
+    where: Where,
+    stages: tuple[str, ...],
+    held: Sequence[int] | None = None,
 ) -> step.StepReading | None:
-    """The step of a map whose stages hold so many micro-batches, where a step is asked for: made once for each map."""
+    """The step of a map whose stages hold so many micro-batches, where a step is asked for: made
+    once for each map.
+    """
     return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
 
-def _least_flight(request: PlacementRequest, stages: Sequence[str], contiguous: bool, device: str) -> int:
+def _least_flight(
+    request: PlacementRequest, stages: Sequence[str], contiguous: bool, device: str
+) -> int:
     """Return the fewest micro-batches for which a device must have memory."""
     if not contiguous or device not in stages or request.schedule == "fill-drain":
         return request.chunks
@@ -286,9 +368,14 @@ def _least_flight(request: PlacementRequest, stages: Sequence[str], contiguous: 
 
 
 def _flight(
-    request: PlacementRequest, placement: Placement, device: str, reading: step.StepReading | None = None
+    request: PlacementRequest,
+    placement: Placement,
+    device: str,
+    reading: step.StepReading | None = None,
 ) -> Flight:
-    """Return the micro-batches that are in flight on a device, or on each of its segments, by what was claimed."""
+    """Return the micro-batches that are in flight on a device, or on each of its segments, by what
+    was claimed.
+    """
     if reading is not None and _by_segment(request, placement.contiguous):
         return reading.flights
     if placement.in_flight and device in placement.stages:
@@ -297,12 +384,17 @@ def _flight(
 
 
 def _backwards(request: PlacementRequest, placement: Placement, device: str) -> int | None:
-    """Return for how many micro-batches in flight backward passes have memory of their own, where there is a choice.
+    """Return for how many micro-batches in flight backward passes have memory of their own, where
+    there is a choice.
 
-    Each beyond the fewest in flight lets one more weight pass be put off, which takes such a memory. Micro-batches are
-    dealt out in whole runs, and those of a run have one each.
+    Each beyond the fewest in flight lets one more weight pass be put off, which takes such a
+    memory. Micro-batches are dealt out in whole runs, and those of a run have one each.
     """
-    if request.schedule != "zero-bubble" or not placement.in_flight or device not in placement.stages:
+    if (
+        request.schedule != "zero-bubble"
+        or not placement.in_flight
+        or device not in placement.stages
+    ):
         return None
     room = placement.in_flight[placement.stages.index(device)]
     put_off = 1 + room - _least_flight(request, placement.stages, True, device)
@@ -310,7 +402,9 @@ def _backwards(request: PlacementRequest, placement: Placement, device: str) -> 
     return room // runs + (room % runs > 0)
 
 
-def _check_in_flight(request: PlacementRequest, placement: Placement, reading: step.StepReading | None) -> None:
+def _check_in_flight(
+    request: PlacementRequest, placement: Placement, reading: step.StepReading | None
+) -> None:
     """Raise unless each stage has room for a number of micro-batches that the schedule allows."""
     claimed = placement.in_flight
     if reading is not None and _by_segment(request, placement.contiguous):
@@ -326,7 +420,8 @@ def _check_in_flight(request: PlacementRequest, placement: Placement, reading: s
         return
     most = min(request.chunks, 2 * len(stages)) if len(stages) > 1 else 1
     require(
-        len(claimed) == len(stages) and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
+        len(claimed) == len(stages)
+        and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
         f"in_flight is {claimed}: zero-bubble needs {least} or more, and has no use for more than {most}",
     )
 
@@ -348,7 +443,10 @@ def _check_objective(
     near("objective_value", value, _objective(request, where, placement, reading))
     require(bound <= value, f"bound {bound} is above objective_value {value}")
     near("gap", gap, (value - bound) / value if value else 0.0, absolute=1e-9)
-    require((gap <= PROVEN_GAP) == (placement.status == "optimal"), f"status is {placement.status!r} at gap {gap}")
+    require(
+        (gap <= PROVEN_GAP) == (placement.status == "optimal"),
+        f"status is {placement.status!r} at gap {gap}",
+    )
 
 
 def _objective(
@@ -374,15 +472,24 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
     if single is None or value is None:
         raise PlacementError("a placement comes with what one device does")
     by_load = request.objective == "devices"
-    require((single.load_ms is not None) == by_load, "single_device.load_ms comes with objective 'devices' alone")
+    require(
+        (single.load_ms is not None) == by_load,
+        "single_device.load_ms comes with objective 'devices' alone",
+    )
     claimed = single.objective_value if single.load_ms is None else single.load_ms
-    choices = [one for asked, contiguous in _whole(request, placement) for one in _alone(asked, placement, contiguous)]
+    choices = [
+        one
+        for asked, contiguous in _whole(request, placement)
+        for one in _alone(asked, placement, contiguous)
+    ]
     fitting = [choice for choice in choices if not choice[0]] or choices
     best = min(value for _, value, _ in fitting)
     near("what single_device does", claimed, best)
     require(not by_load or single.objective_value == 1, "single_device: one device is one")
     require(
-        any((s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting),
+        any(
+            (s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting
+        ),
         f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
     )
     equal("single_device.fits", single.fits, single.short_bytes == 0)
@@ -390,8 +497,12 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
         near("speedup", placement.speedup if placement.speedup is not None else inf, best / value)
 
 
-def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) -> list[tuple[int, float, str]]:
-    """By device, how many bytes are short with all layers there, the objective or the load, and the name."""
+def _alone(
+    request: PlacementRequest, placement: Placement, contiguous: bool
+) -> list[tuple[int, float, str]]:
+    """By device, how many bytes are short with all layers there, the objective or the load, and the
+    name.
+    """
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}
     for device in request.devices:
@@ -400,7 +511,9 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             where = {layer.name: device.name for layer in request.profile.layers}
             alone, memory = (device.name,), Memory(request, where, contiguous)
             reading = _reading(request, where, alone)
-            lone = placement.model_copy(update={"stages": alone, "contiguous": contiguous, "in_flight": ()})
+            lone = placement.model_copy(
+                update={"stages": alone, "contiguous": contiguous, "in_flight": ()}
+            )
             if request.is_training and contiguous:
                 least = _least_flight(request, alone, contiguous, device.name)
                 lone = lone.model_copy(update={"in_flight": (least,)})
@@ -412,7 +525,11 @@ def _alone(request: PlacementRequest, placement: Placement, contiguous: bool) ->
             if again:
                 reading = _reading(repeated, where, alone)
             by_load = request.objective == "devices"
-            value = busiest_ms(repeated, where) if by_load else _objective(repeated, where, lone, reading)
+            value = (
+                busiest_ms(repeated, where)
+                if by_load
+                else _objective(repeated, where, lone, reading)
+            )
             alone_as[kind] = (max(0, need - device.usable_bytes), value)
         choices.append((*alone_as[kind], device.name))
     return choices
@@ -424,11 +541,20 @@ def _check_ties(request: PlacementRequest, placement: Placement) -> None:
         transfers = sum(load.send_ms + load.receive_ms for load in placement.devices)
         near("ties.transfer_ms", placement.ties.transfer_ms, transfers, absolute=1e-12)
         computes = [load.compute_ms for load in placement.devices if load.layers]
-        near("ties.spread_ms", placement.ties.spread_ms, max(computes) - min(computes), absolute=1e-9 * max(computes))
+        near(
+            "ties.spread_ms",
+            placement.ties.spread_ms,
+            max(computes) - min(computes),
+            absolute=1e-9 * max(computes),
+        )
 
 
 def _check_limits(request: PlacementRequest, placement: Placement) -> None:
     require(request.explain or placement.limits is None, "limits are given, but were not asked for")
     for help in placement.limits.helps if placement.limits else ():
-        near(f"speedup of {help.change}", help.speedup * help.objective_value, placement.objective_value or 0.0)
+        near(
+            f"speedup of {help.change}",
+            help.speedup * help.objective_value,
+            placement.objective_value or 0.0,
+        )
         require(help.speedup > 1, f"{help.change} is said to help, at a speedup of {help.speedup}")

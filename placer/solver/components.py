@@ -1,4 +1,6 @@
-"""Graph pieces: groups joined where they overlap, strongly connected components, a topological order."""
+"""Graph pieces: groups joined where they overlap, strongly connected components, a topological
+order.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,19 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
     return first
 
 
-def strong_components(count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]) -> list[list[int]]:
-    """The strongly connected components of a graph in which every group is one vertex, in topological order.
+def strong_components(
+    count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]
+) -> list[list[int]]:
+    """The strongly connected components of a graph in which every group is one vertex, in
+    topological order.
 
     Args:
         count: how many vertices there are.
         arcs: pairs of vertices.
         groups: disjoint sets of vertices that count as one.
 
-    Returns:
-        The vertices of each component, ascending; of the topological orders the one that follows their first vertices.
+    Returns: The vertices of each component, ascending; of the topological orders the one that
+        follows their first vertices.
 
     Source: Tarjan, "Depth-first search and linear graph algorithms", 1972.
     """
@@ -70,8 +75,11 @@ def strong_components(count: int, arcs: Iterable[Arc], groups: Iterable[Sequence
     return [ordered[index] for index in topological_order(len(ordered), between)]
 
 
-def topological_order(count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None) -> list[int]:
-    """The vertices so that every arc runs forwards, the smallest rank first where there is a choice.
+def topological_order(
+    count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None
+) -> list[int]:
+    """The vertices so that every arc runs forwards, the smallest rank first where there is a
+    choice.
 
     A vertex on a cycle, or behind one, is left out.
 

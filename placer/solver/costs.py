@@ -1,9 +1,10 @@
-r"""What a placement costs: the one cost model, which execution follows and the integer program states.
+r"""What a placement costs: the one cost model, which execution follows and the integer program
+states.
 
-Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e) the time of the
-link from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its gradient. A value is sent once to
-every device R(v) that reads it, other than its source's; in training its gradient, if it has bytes, comes back from
-each.
+Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e)
+the time of the link from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its
+gradient. A value is sent once to every device R(v) that reads it, other than its source's; in
+training its gradient, if it has bytes, comes back from each.
 
 **Loads**, in milliseconds, for one micro-batch::
 
@@ -17,31 +18,35 @@ Objective ``throughput``: the largest load.
 
 **Memory**, in bytes, at a device's worst moment: the formulas are those of ``memory.py``.
 
-A device that recomputes runs forwards once more before each backward pass: its layers' backward times are
-backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all devices that hold layers do so;
-with ``"auto"`` those that would be over their limits otherwise (under objective ``memory``: all) and for which that is
-less; none where micro-batches are counted segment by segment.
+A device that recomputes runs forwards once more before each backward pass: its layers' backward
+times are backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all
+devices that hold layers do so; with ``"auto"`` those that would be over their limits otherwise
+(under objective ``memory``: all) and for which that is less; none where micro-batches are counted
+segment by segment.
 
-Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which every value runs
-forwards. Where there are several such orders, it is the one that leaves the smallest largest excess over the limits
-(under objective ``memory``: the smallest largest use), recomputed where that is less, and of those the one that follows
-the stages' first layers. Excess and use are those with the fewest micro-batches in flight that the schedule allows.
+Stages are the S devices that hold layers, numbered from 0 in pipeline order: an order in which
+every value runs forwards. Where there are several such orders, it is the one that leaves the
+smallest largest excess over the limits (under objective ``memory``: the smallest largest use),
+recomputed where that is less, and of those the one that follows the stages' first layers. Excess
+and use are those with the fewest micro-batches in flight that the schedule allows.
 
-**Room**: the micro-batches in flight that a stage has memory for. ``memory.py`` says which numbers a schedule allows.
-Only zero-bubble leaves a choice: there a stage takes the largest number with which its device stays within its limit
-(under objective ``memory``: the smallest number), as more room makes steps shorter and costs nothing else. So a map
-fits if it fits with the smallest numbers.
+**Room**: the micro-batches in flight that a stage has memory for. ``memory.py`` says which numbers
+a schedule allows. Only zero-bubble leaves a choice: there a stage takes the largest number with
+which its device stays within its limit (under objective ``memory``: the smallest number), as more
+room makes steps shorter and costs nothing else. So a map fits if it fits with the smallest numbers.
 
-Objective ``memory``: the largest use. Objective ``devices``: how many devices hold layers, where no load is over
-``bottleneck_ms`` (but for rounding).
+Objective ``memory``: the largest use. Objective ``devices``: how many devices hold layers, where no
+load is over ``bottleneck_ms`` (but for rounding).
 
-**Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the schedule, each
-stage with the sums of its layers' times, between each two stages the sums of the t and g that go between them, on lanes
-of their own beside computations; plus, in training, the longest time that a device takes for its layers' optimizer_ms.
-Stages are the devices in pipeline order, or, where placements need not be contiguous, segments: maximal runs of layers
-on one device in the profile's order. Objective ``step``: that; for steps in a row
-``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the orders of segments
-under ``interleaved`` it is the shortest for whose micro-batches in flight every device has memory.
+**Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the
+schedule, each stage with the sums of its layers' times, between each two stages the sums of the t
+and g that go between them, on lanes of their own beside computations; plus, in training, the
+longest time that a device takes for its layers' optimizer_ms. Stages are the devices in pipeline
+order, or, where placements need not be contiguous, segments: maximal runs of layers on one device
+in the profile's order. Objective ``step``: that; for steps in a row
+``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the
+orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
+device has memory.
 
 **Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
 device is free and every value that it reads is there::
@@ -50,10 +55,10 @@ device is free and every value that it reads is there::
                 over the values v that l reads, made by s
     finish(l) = start(l) + forward(l)
 
-Objective ``latency`` in inference: the last finish. In training the backward pass starts when the last forward has
-finished, and is the mirror image: the layers in reverse order, backward times, and for each value that has a gradient,
-from each reader r to the source s, the time g(v, m(r), m(s)). The objective is the two added. Links are never waited
-for.
+Objective ``latency`` in inference: the last finish. In training the backward pass starts when the
+last forward has finished, and is the mirror image: the layers in reverse order, backward times, and
+for each value that has a gradient, from each reader r to the source s, the time g(v, m(r), m(s)).
+The objective is the two added. Links are never waited for.
 """
 
 from __future__ import annotations
@@ -116,22 +121,29 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """By device, what it holds at its worst moment, by kind: takes longer to tell than times, if asked for."""
+        """By device, what it holds at its worst moment, by kind: takes longer to tell than times,
+        if asked for.
+        """
         return self.use()
 
     @cached_property
     def least_memory(self) -> tuple[MemoryUse, ...]:
-        """The same with the fewest micro-batches in flight that the schedule allows, whatever the limits leave."""
+        """The same with the fewest micro-batches in flight that the schedule allows, whatever the
+        limits leave.
+        """
         return self.least_use()
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, for how many micro-batches it has room in training; empty where devices have all of them."""
+        """By stage, for how many micro-batches it has room in training; empty where devices have
+        all of them.
+        """
         return self.rooms()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
-    """All costs of an assignment; None if a value would have to pass where there is no link, or stages form a cycle.
+    """All costs of an assignment; None if a value would have to pass where there is no link, or
+    stages form a cycle.
 
     Pins, colocation and limits are not looked at.
     """
@@ -146,23 +158,42 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
     join = _overlapped if problem.request.transfers == "overlapped" else _added
     load = tuple(join(*parts) for parts in zip(compute, send, receive, strict=True))
     pipeline = plan = None
-    rooms: Callable[[], tuple[int, ...]] = cache(partial(_rooms, problem, stages, footprints, again))
+    rooms: Callable[[], tuple[int, ...]] = cache(
+        partial(_rooms, problem, stages, footprints, again)
+    )
     use = partial(_memory, problem, stages, footprints, again, rooms)
-    least_use = partial(_memory, problem, stages, footprints, again, lambda: _least_rooms(problem, stages))
+    least_use = partial(
+        _memory, problem, stages, footprints, again, lambda: _least_rooms(problem, stages)
+    )
     if problem.request.objective == "step":
         pipeline = pipelines.pipeline_of(problem, assignment, stages, again)
         if _by_segment(problem):
             held = SegmentMemory(problem, tuple(assignment), footprints)
-            plan = pipelines.plan_of(problem, pipeline, lambda flight: _within_limits(problem, held.use(flight)))
+            plan = pipelines.plan_of(
+                problem, pipeline, lambda flight: _within_limits(problem, held.use(flight))
+            )
             use = least_use = partial(held.use, plan.in_flight)
         else:
-            plan = pipelines.plan_of(problem, pipeline, room=rooms() or None if problem.weights_apart else None)
+            plan = pipelines.plan_of(
+                problem, pipeline, room=rooms() or None if problem.weights_apart else None
+            )
         rooms = partial(getattr, plan, "in_flight")
         value = pipelines.step_ms(problem, pipeline, plan)
     else:
         value = _objective(problem, assignment, load, use, again)
     told = use, rooms, least_use
-    return Costs(tuple(compute), tuple(send), tuple(receive), load, stages, value, *told, again, pipeline, plan)
+    return Costs(
+        tuple(compute),
+        tuple(send),
+        tuple(receive),
+        load,
+        stages,
+        value,
+        *told,
+        again,
+        pipeline,
+        plan,
+    )
 
 
 def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
@@ -172,10 +203,11 @@ def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
 
 
 def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) -> frozenset[int]:
-    """The devices that recompute: those that must, and of those that may the ones over their limit, if it helps.
+    """The devices that recompute: those that must, and of those that may the ones over their limit,
+    if it helps.
 
-    Over their limit are those that are with the fewest micro-batches in flight. For small memory, all recompute that
-    may and that it helps.
+    Over their limit are those that are with the fewest micro-batches in flight. For small memory,
+    all recompute that may and that it helps.
 
     Args:
         problem: what is asked.
@@ -213,7 +245,9 @@ def judged(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Whether pins, forbidden devices, colocation and the numbers of devices and layers are respected."""
+    """Whether pins, forbidden devices, colocation and the numbers of devices and layers are
+    respected.
+    """
     layers = Counter(assignment)
     return (
         all(device in problem.allowed[layer] for layer, device in enumerate(assignment))
@@ -240,7 +274,9 @@ def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> li
 def loads(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float], list[float]]:
-    """Compute, send and receive time of each device, in milliseconds; ``again`` are those that recompute."""
+    """Compute, send and receive time of each device, in milliseconds; ``again`` are those that
+    recompute.
+    """
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
     for layer, device in enumerate(assignment):
         compute[device] += problem.compute_ms(layer, device)
@@ -248,7 +284,10 @@ def loads(
     for value in problem.values:
         source, sent = assignment[value.source], False
         for target in receivers(value.readers, assignment, source):
-            there, back = problem.send_ms(value, source, target), problem.gradient_ms(value, source, target)
+            there, back = (
+                problem.send_ms(value, source, target),
+                problem.gradient_ms(value, source, target),
+            )
             send[source] += 0.0 if problem.multicast and sent else there
             sent = True
             receive[target] += there
@@ -269,13 +308,21 @@ def _memory(
     """What each device holds at its worst moment."""
     chunks = problem.request.chunks
     flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
-    for stage, room in enumerate(rooms()):  # of placements that need not be contiguous there are none
+    # of placements that need not be contiguous there are none
+    for stage, room in enumerate(rooms()):
         flights[stages[stage]] = room, _backwards(problem, len(stages), stage, room)
-    return tuple(footprints(d).use(flight, d in again, backwards) for d, (flight, backwards) in flights.items())
+    return tuple(
+        footprints(d).use(flight, d in again, backwards)
+        for d, (flight, backwards) in flights.items()
+    )
 
 
-def _rooms(problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]) -> tuple[int, ...]:
-    """Return by stage for how many micro-batches it has room: of those that the schedule allows, the most that fit."""
+def _rooms(
+    problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
+) -> tuple[int, ...]:
+    """Return by stage for how many micro-batches it has room: of those that the schedule allows,
+    the most that fit.
+    """
     least = _least_rooms(problem, stages)
     request, count = problem.request, len(stages)
     if request.objective == "memory" or not problem.weights_apart:
@@ -284,7 +331,9 @@ def _rooms(problem: Problem, stages: Sequence[int], footprints: Footprints, agai
     def most_that_fit(stage: int, fewest: int) -> int:
         device = stages[stage]
         limit, room = problem.devices[device].usable_bytes, fewest
-        for more in range(fewest + 1, schedule.in_flight(request.schedule, count, stage, request.chunks) + 1):
+        for more in range(
+            fewest + 1, schedule.in_flight(request.schedule, count, stage, request.chunks) + 1
+        ):
             backwards = _backwards(problem, count, stage, more)
             if footprints(device).total_bytes(more, device in again, backwards) > limit:
                 break
@@ -301,14 +350,19 @@ def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
 
 
 def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
-    """Return by stage the fewest micro-batches for which it needs room; nothing where devices hold all of them."""
+    """Return by stage the fewest micro-batches for which it needs room; nothing where devices hold
+    all of them.
+    """
     if not problem.training or not problem.one_stage_each:
         return ()
     return tuple(least_in_flight(problem, stages, device) for device in stages)
 
 
 def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
-    return all(use.total_bytes <= device.usable_bytes for use, device in zip(uses, problem.devices, strict=True))
+    return all(
+        use.total_bytes <= device.usable_bytes
+        for use, device in zip(uses, problem.devices, strict=True)
+    )
 
 
 def _by_segment(problem: Problem) -> bool:
@@ -321,12 +375,18 @@ def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int
     """Return the fewest micro-batches that a device must be able to hold at once in training."""
     request = problem.request
     if problem.one_stage_each and device in stages:
-        return schedule.least_in_flight(request.schedule, len(stages), stages.index(device), request.chunks)
+        return schedule.least_in_flight(
+            request.schedule, len(stages), stages.index(device), request.chunks
+        )
     return request.chunks
 
 
-def pipeline_order(problem: Problem, assignment: Assignment, footprints: Footprints) -> tuple[int, ...] | None:
-    """The devices that hold layers, in pipeline order; None if they must be contiguous and values form a cycle."""
+def pipeline_order(
+    problem: Problem, assignment: Assignment, footprints: Footprints
+) -> tuple[int, ...] | None:
+    """The devices that hold layers, in pipeline order; None if they must be contiguous and values
+    form a cycle.
+    """
     used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
         return tuple(used)
@@ -354,12 +414,14 @@ def _roomiest_order(
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
-    """Of the orders in which values run forwards, one with the smallest largest excess over the limits.
+    """Of the orders in which values run forwards, one with the smallest largest excess over the
+    limits.
 
-    A stage needs the more, the earlier it stands. So the first place goes, of the stages that wait for no other, to the
-    one that needs the least there, and so on.
+    A stage needs the more, the earlier it stands. So the first place goes, of the stages that wait
+    for no other, to the one that needs the least there, and so on.
 
-    Source: Lawler, "Optimal sequencing of a single machine subject to precedence constraints", 1973.
+    Source: Lawler, "Optimal sequencing of a single machine subject to precedence constraints",
+    1973.
     """
     stages: list[int] = []
     waiting = set(range(len(used)))
@@ -371,7 +433,11 @@ def _roomiest_order(
         return over, use if problem.request.objective == "memory" else 0
 
     while waiting:
-        ready = [stage for stage in sorted(waiting) if not any((before, stage) in arcs for before in waiting)]
+        ready = [
+            stage
+            for stage in sorted(waiting)
+            if not any((before, stage) in arcs for before in waiting)
+        ]
         chosen = min(ready, key=excess) if len(ready) > 1 else ready[0]
         stages.append(used[chosen])
         waiting.remove(chosen)
@@ -379,7 +445,9 @@ def _roomiest_order(
 
 
 def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> int:
-    """What a device needs with so many micro-batches in flight, recomputed where it must, or may and that is less."""
+    """What a device needs with so many micro-batches in flight, recomputed where it must, or may
+    and that is less.
+    """
     rule = problem.recompute[device]
     if rule == "always":
         return one.total_bytes(flight, again=True)
@@ -387,8 +455,12 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
     return min(kept, one.total_bytes(flight, again=True)) if rule == "auto" else kept
 
 
-def latency_ms(problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()) -> float:
-    """One micro-batch's way through the model, forwards and, in training, backwards, in milliseconds."""
+def latency_ms(
+    problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
+) -> float:
+    """One micro-batch's way through the model, forwards and, in training, backwards, in
+    milliseconds.
+    """
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -397,9 +469,13 @@ def latency_ms(problem: Problem, assignment: Assignment, again: frozenset[int] =
         for reader in value.readers:
             target = assignment[reader]
             apart = source != target
-            forwards[reader].append((value.source, problem.send_ms(value, source, target) if apart else 0.0))
+            forwards[reader].append(
+                (value.source, problem.send_ms(value, source, target) if apart else 0.0)
+            )
             if value.gradient_bytes:
-                backwards[value.source].append((reader, problem.gradient_ms(value, source, target) if apart else 0.0))
+                backwards[value.source].append(
+                    (reader, problem.gradient_ms(value, source, target) if apart else 0.0)
+                )
     total = _makespan(range(count), assignment, problem.forward_ms, forwards)
     if problem.training:
         times = problem.backward_ms
@@ -421,12 +497,16 @@ def _makespan(
     time_ms: Sequence[Sequence[float]],
     inputs: Sequence[Sequence[tuple[int, float]]],
 ) -> float:
-    """The last finish of layers that run in this order; ``inputs`` are pairs of a layer waited for and a delay."""
+    """The last finish of layers that run in this order; ``inputs`` are pairs of a layer waited for
+    and a delay.
+    """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}
     for layer in order:
         device = assignment[layer]
-        start = max([free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])])
+        start = max(
+            [free.get(device, 0.0), *(finish[source] + delay for source, delay in inputs[layer])]
+        )
         finish[layer] = free[device] = start + time_ms[layer][device]
     return max(finish)
 

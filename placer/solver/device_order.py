@@ -1,7 +1,8 @@
 """Of devices that are alike, the first named takes the first stage.
 
-What is alike can be exchanged without a difference to any cost. To who reads the answer there is one, and to execution:
-batches mostly lie on the first device, which is then not the one that ends a step last and begins the next.
+What is alike can be exchanged without a difference to any cost. To who reads the answer there is
+one, and to execution: batches mostly lie on the first device, which is then not the one that ends a
+step last and begins the next.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _SAME = 1e-9
 def as_named(
     problem: Problem, assignment: costs.Assignment, before: costs.Costs
 ) -> tuple[costs.Assignment, costs.Costs]:
-    """The placement with the stages of each type of device in the order in which the devices were named.
+    """The placement with the stages of each type of device in the order in which the devices were
+    named.
 
     It is the same one if any cost would change, or a requirement be broken.
 
@@ -32,7 +34,9 @@ def as_named(
     taken: dict[str, list[int]] = {}
     for device in before.stages:
         taken.setdefault(problem.devices[device].type, []).append(device)
-    exchanged = {old: new for alike in taken.values() for old, new in zip(alike, sorted(alike), strict=True)}
+    exchanged = {
+        old: new for alike in taken.values() for old, new in zip(alike, sorted(alike), strict=True)
+    }
     found = [exchanged[device] for device in assignment]
     after = None if found == list(assignment) else costs.judged(problem, found)
     if after is None or not _are_alike(before, after):
@@ -43,6 +47,10 @@ def as_named(
 def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
     """Whether no cost differs, whichever device has it."""
     pairs = [(one.objective_value, other.objective_value)]
-    for a, b in ((one.compute_ms, other.compute_ms), (one.send_ms, other.send_ms), (one.receive_ms, other.receive_ms)):
+    for a, b in (
+        (one.compute_ms, other.compute_ms),
+        (one.send_ms, other.send_ms),
+        (one.receive_ms, other.receive_ms),
+    ):
         pairs += zip(sorted(a), sorted(b), strict=True)
     return all(isclose(a, b, rel_tol=_SAME) for a, b in pairs)

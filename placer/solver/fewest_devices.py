@@ -1,7 +1,8 @@
 """Objective ``devices``: the fewest devices that keep every one of them within a bottleneck.
 
-Placements on at most n devices are sought that keep within it: n is as many as may be used at first, then one less than
-the last placement uses, until none can. Placements on fewer devices are placements on more, so that proves the number.
+Placements on at most n devices are sought that keep within it: n is as many as may be used at
+first, then one less than the last placement uses, until none can. Placements on fewer devices are
+placements on more, so that proves the number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from placer.solver.search import Progress, incumbent
 METHOD = "fewest devices"
 
 Outcome = tuple[list[int] | None, float, Infeasibility | None]
-"""By layer, its device, or None; the bound on the bottleneck; why there is no placement whatever the bottleneck."""
+"""By layer, its device, or None; the bound on the bottleneck; why there is no placement whatever
+the bottleneck."""
 
 BottleneckSearch = Callable[[Problem, float | None], Outcome]
 """Looks for a placement within a bottleneck, and for no better one; for the smallest if None."""
@@ -48,7 +50,13 @@ class FewestSearch:
         meter: Meter,
     ) -> None:
         assert request.bottleneck_ms is not None  # the request was validated
-        self._request, self._search, self._progress, self._stop, self._meter = request, search, progress, stop, meter
+        self._request, self._search, self._progress, self._stop, self._meter = (
+            request,
+            search,
+            progress,
+            stop,
+            meter,
+        )
         self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
         self._problem = Problem.from_request(request)
         self._began = monotonic()
@@ -96,7 +104,11 @@ class FewestSearch:
             return Limits(left_s, asked.workers, asked.seed, self._stop, None, work, self._meter)
 
         def offer(devices: list[int] | None) -> list[int]:
-            if devices is not None and len(set(devices)) <= few.most_devices and self._fits(devices):
+            if (
+                devices is not None
+                and len(set(devices)) <= few.most_devices
+                and self._fits(devices)
+            ):
                 kept.append(devices)
             return min(kept, key=self._rank)
 
@@ -112,7 +124,12 @@ class FewestSearch:
         """The question for a small bottleneck on at most so many devices."""
         left_s = max(0.01, self._request.time_limit_s - self._time_s())
         asked = self._request.model_copy(
-            update={"objective": "throughput", "bottleneck_ms": None, "break_ties": False, "time_limit_s": left_s}
+            update={
+                "objective": "throughput",
+                "bottleneck_ms": None,
+                "break_ties": False,
+                "time_limit_s": left_s,
+            }
         )
         return replace(self._problem, request=asked, most_devices=most)
 
@@ -123,10 +140,15 @@ class FewestSearch:
         """No fewer devices do all the work, each layer on its fastest, within the bottleneck."""
         nodes = reduced(self._problem)
         work_ms = sum(
-            min((sum(self._problem.compute_ms(n, d) for n in layers) for d in nodes.allowed[node]), default=0.0)
+            min(
+                (sum(self._problem.compute_ms(n, d) for n in layers) for d in nodes.allowed[node]),
+                default=0.0,
+            )
             for node, layers in enumerate(nodes.nodes)
         )
-        return max(self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - costs.ROUNDING)))
+        return max(
+            self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - costs.ROUNDING))
+        )
 
     def _too_slow(self) -> Infeasibility:
         """How near to the bottleneck a placement on all devices comes."""
@@ -141,7 +163,9 @@ class FewestSearch:
         )
 
     def _over(self) -> bool:
-        return self._time_s() >= self._request.time_limit_s or (self._stop is not None and self._stop.is_set())
+        return self._time_s() >= self._request.time_limit_s or (
+            self._stop is not None and self._stop.is_set()
+        )
 
     def _time_s(self) -> float:
         return monotonic() - self._began

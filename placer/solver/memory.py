@@ -1,7 +1,7 @@
 r"""What one device holds at its worst moment, by steps of the profile's order.
 
-Layers are numbered in that order; m(l) is the device of layer l. ``costs.py`` tells which stages there are and which
-devices recompute.
+Layers are numbered in that order; m(l) is the device of layer l. ``costs.py`` tells which stages
+there are and which devices recompute.
 
 **Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader is l or
 later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and freed after its last reader::
@@ -9,8 +9,9 @@ later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
 
-Parameters that several layers share count in the first of them. If these layers may be on several devices, params(d)
-and gradients(d) have a copy on every device that holds some of them and not the first.
+Parameters that several layers share count in the first of them. If these layers may be on several
+devices, params(d) and gradients(d) have a copy on every device that holds some of them and not the
+first.
 
 **Memory in training**, in bytes, where placements need not be contiguous. Layers run forwards and backwards at their
 steps t. A value is kept on d if a layer that saves it, a keeper, is on d; it counts once per device. What a layer
@@ -18,20 +19,23 @@ makes, what it reads and does not keep, and the gradients of both are in its wor
 layer counts beside them::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d, t)))
+                + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d,
+                  t)))
     step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's, when no pass runs
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
     F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
                 v made before t, read on d after t, without a keeper <= t on d
     B(d,t)    = kept(d,t) + backward_workspace(t) + sum of gradient_bytes(v) that wait on d:
-                v made on d before t and read after t, on any device: the gradient came, its source has yet to run; or
-                v made elsewhere, read on d at t or before and after t: it is summed up here before it is sent
-                + sum of rest_bytes(v) over v with its last reader on d, and its source or another reader, too, where
-                the reader before the last is at t or before, and rest_until(v) after t: what the last one returns is
-                a slice of a storage that is held as long as any part of it waits
-                + sum of gradient_bytes of tied parameters on d, where the first layer that has them is t or before,
-                and the last one is after t
+                v made on d before t and read after t, on any device: the gradient came, its source
+                has yet to run; or v made elsewhere, read on d at t or before and after t: it is
+                summed up here before it is sent
+                + sum of rest_bytes(v) over v with its last reader on d, and its source or another
+                reader, too, where the reader before the last is at t or before, and rest_until(v)
+                after t: what the last one returns is a slice of a storage that is held as long as
+                any part of it waits
+                + sum of gradient_bytes of tied parameters on d, where the first layer that has them
+                is t or before, and the last one is after t
 
     in_flight(d)  = chunks                              fill-drain, and placements that need not be contiguous
                   = min(chunks, stages - stage(d))      1F1B and interleaved, contiguous
@@ -46,11 +50,14 @@ its place beside, and what is sent stays until the next micro-batch comes. Then:
                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
                   + backwards(d) * max over t of P(d, t) + step(d)             with backwards(d) = 1
     O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before t, read elsewhere and
-                  kept by nobody on d: they wait on until the pass is over, which is a step t of its own
+                  kept by nobody on d: they wait on until the pass is over, which is a step t of its
+                  own
     P(d,t)      = pass_workspace(t)
-                  + sum of gradient_bytes(v) over v made before t and read on d after t: it waits, or is to be sent
+                  + sum of gradient_bytes(v) over v made before t and read on d after t: it waits,
+                    or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
-                  + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all who read
+                  + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all who
+                    read
     landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > backwards(d)
 
 Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that there is
@@ -67,8 +74,8 @@ memory for each that may be put off. Weight passes, of which nothing is left, ha
     landing(d)   = as above, with those gradients, if in_flight(d) > backwards(d)
     deferred(d)  = sum of deferred(l) over l on d
 
-With as many micro-batches in flight as under 1F1B, backwards(d) is 1: the memory is that of 1F1B but for what one
-backward pass leaves and one weight pass works in.
+With as many micro-batches in flight as under 1F1B, backwards(d) is 1: the memory is that of 1F1B
+but for what one backward pass leaves and one weight pass works in.
 
 Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
 ``placer.schedule`` has in flight, segment by segment. It is what is more of two: in the first formula
@@ -78,8 +85,8 @@ recorded passes of its own, for which what is made in or read by another segment
 whichever device::
 
     use(d) = params(d) + gradients(d) + optimizer(d) + buffers(d) + step(d)
-             + sum over segments s of d of
-               (in_flight(s) * (max over t of O(s, t) + crossing(s) + landing(s)) + max over t of P(s, t))
+             + sum over segments s of d of (in_flight(s) * (max over t of O(s, t) + crossing(s) +
+               landing(s)) + max over t of P(s, t))
 
 A device that recomputes runs forwards once more before each backward pass: of further micro-batches it keeps only what
 comes in, and its weight passes do not run apart::
@@ -118,14 +125,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a device holds of recorded passes, which keep their memory, whatever its place in the pipeline.
+    """What a device holds of recorded passes, which keep their memory, whatever its place in the
+    pipeline.
 
-    Attributes:
-        each_bytes: each micro-batch in flight.
-        shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing free.
-        backward_bytes: each backward pass that has memory of its own, where weight passes run apart: what it works in,
+    Attributes: each_bytes: each micro-batch in flight. shared_bytes: the last passes of all of
+        them, and the optimizer's step, which finds nothing free. backward_bytes: each backward pass
+        that has memory of its own, where weight passes run apart: what it works in,
             or leaves to them.
-        landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out of it.
+        landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out
+            of it.
     """
 
     each_bytes: int
@@ -134,7 +142,9 @@ class Recorded:
     landing_bytes: int = 0
 
     def passing_bytes(self, flight: int, backwards: int = 1) -> int:
-        """Return what so many micro-batches in flight have for themselves, and so many backward passes."""
+        """Return what so many micro-batches in flight have for themselves, and so many backward
+        passes.
+        """
         landing = self.landing_bytes if backwards < flight else 0
         return flight * (self.each_bytes + landing) + backwards * self.backward_bytes
 
@@ -143,11 +153,11 @@ class Recorded:
 class Footprint:
     """The memory of a device, whatever its place in the pipeline.
 
-    Attributes:
-        one: with one micro-batch in flight, all of whose backward pass runs at once.
+    Attributes: one: with one micro-batch in flight, all of whose backward pass runs at once.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
-        entering_bytes: what it adds where the device recomputes: the values that come from other devices.
-        recorded: what it holds without recomputing where passes are recorded; None where a device may have several
+        entering_bytes: what it adds where the device recomputes: the values that come from other
+        devices. recorded: what it holds without recomputing where passes are recorded; None where a
+        device may have several
             stages.
     """
 
@@ -176,7 +186,9 @@ class Footprint:
             passing = self.recorded.passing_bytes(flight, backwards)
             changed = {"activation_bytes": passing, "workspace_bytes": self.recorded.shared_bytes}
             return self.one.model_copy(update=changed)
-        activations = self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
+        activations = (
+            self.one.activation_bytes + self.total_bytes(flight, again) - self.one.total_bytes
+        )
         return self.one.model_copy(update={"activation_bytes": activations})
 
 
@@ -203,28 +215,37 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
     copies = [shared for shared in problem.shared if shared.is_copied_to(here)]
     state = {
-        "param_bytes": sum(layer.param_bytes for layer in layers) + sum(copy.param_bytes for copy in copies),
+        "param_bytes": sum(layer.param_bytes for layer in layers)
+        + sum(copy.param_bytes for copy in copies),
         "buffer_bytes": sum(layer.buffer_bytes for layer in layers),
     }
     if not problem.training:
         live, workspace = _worst_of_inference(problem, held)
         return Footprint(MemoryUse(**state, activation_bytes=live, workspace_bytes=workspace))
-    state["grad_bytes"] = sum(layer.grad_bytes for layer in layers) + sum(copy.grad_bytes for copy in copies)
+    state["grad_bytes"] = sum(layer.grad_bytes for layer in layers) + sum(
+        copy.grad_bytes for copy in copies
+    )
     state["optimizer_bytes"] = sum(layer.optimizer_bytes for layer in layers)
     kept = kept_by_step(problem, held)
     activations, workspace = _worst_of_training(problem, held, kept)
     one = MemoryUse(**state, activation_bytes=activations, workspace_bytes=workspace)
     entering = sum(
-        value.held_bytes for value in held.values if value.source not in here and not here.isdisjoint(value.reader_set)
+        value.held_bytes
+        for value in held.values
+        if value.source not in here and not here.isdisjoint(value.reader_set)
     )
-    return Footprint(one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None)
+    return Footprint(
+        one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None
+    )
 
 
 # Training
 
 
 def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
-    """By step, the bytes that one micro-batch leaves there for its backward pass; a value counts once."""
+    """By step, the bytes that one micro-batch leaves there for its backward pass; a value counts
+    once.
+    """
     kept: Counter[int] = Counter()
     here = set(held.layers)
     for layer in held.layers:
@@ -237,12 +258,18 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
 
 
 def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """The step of a layer, forwards or backwards, with the most; or that of the optimizer, after all of them."""
+    """The step of a layer, forwards or backwards, with the most; or that of the optimizer, after
+    all of them.
+    """
     optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
-    return max(*itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum)
+    return max(
+        *itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum
+    )
 
 
-def moments_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> list[tuple[Moment, Moment]]:
+def moments_of_training(
+    problem: Problem, held: Held, kept: Mapping[int, int]
+) -> list[tuple[Moment, Moment]]:
     """By layer, its step forwards and its step backwards, of one micro-batch."""
     values, gradients = _waiting(held)
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients)), strict=True)
@@ -257,26 +284,35 @@ def moments_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -
 
 
 def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """By step, how the bytes of values that wait for a later reader change, and those of gradients that wait."""
+    """By step, how the bytes of values that wait for a later reader change, and those of gradients
+    that wait.
+    """
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
         readers = sorted(here & value.reader_set)
         kept = [keeper for keeper in value.keepers if keeper in here]
-        if readers:  # it waits from its source to its first keeper, else to its last reader
+        # it waits from its source to its first keeper, else to its last reader
+        if readers:
             between(values, value.source + 1, kept[0] if kept else readers[-1], value.held_bytes)
         if value.source in here:
             between(gradients, value.source + 1, value.readers[-1], value.gradient_bytes)
         elif readers:
             between(gradients, readers[0], readers[-1], value.gradient_bytes)
-        if value.rest_bytes and value.readers[-1] in here and len(here.intersection((value.source, *readers))) > 1:
+        if (
+            value.rest_bytes
+            and value.readers[-1] in here
+            and len(here.intersection((value.source, *readers))) > 1
+        ):
             between(gradients, value.rest_from, value.rest_until, value.rest_bytes)
     return values, gradients
 
 
 def _waiting_or_sent(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of values that are made here change: those that wait, and those that are sent."""
+    """By step, how the bytes of values that are made here change: those that wait, and those that
+    are sent.
+    """
     values: Counter[int] = Counter()
     here = set(held.layers)
     over = max(held.layers, default=0) + 1
@@ -302,9 +338,11 @@ def recorded(problem: Problem, held: Held) -> Recorded:
 
 
 def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
-    """As ``moments_of_training``, with forward and backward passes that each have memory of their own.
+    """As ``moments_of_training``, with forward and backward passes that each have memory of their
+    own.
 
-    Backwards it is beyond what layers leave to weight passes, which all of them up to a step have yet to leave.
+    Backwards it is beyond what layers leave to weight passes, which all of them up to a step have
+    yet to leave.
     """
     return _passes(problem, held)[0]
 
@@ -315,7 +353,10 @@ def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], 
     own = Held(held.layers, [value for value in held.values if value.source in here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
     deferred = {layer: problem.deferred_bytes[layer] for layer in held.layers}
-    steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)), strict=True)
+    steps = zip(
+        *(sums(changes, held.layers) for changes in (kept, values, gradients, deferred)),
+        strict=True,
+    )
     moments = [
         (
             (before + there, problem.layers[layer].forward_workspace_bytes),
@@ -327,7 +368,9 @@ def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], 
 
 
 def crossing_bytes(held: Held) -> int:
-    """What has its place beside passes, of one micro-batch: what arrives from other devices, values and gradients."""
+    """What has its place beside passes, of one micro-batch: what arrives from other devices, values
+    and gradients.
+    """
     here = set(held.layers)
     total = 0
     for value in held.values:
@@ -339,19 +382,27 @@ def crossing_bytes(held: Held) -> int:
 
 
 def sent_bytes(held: Held) -> int:
-    """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that is over."""
+    """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that
+    is over.
+    """
     here = set(held.layers)
     return sum(value.held_bytes for value in held.values if _is_sent(value, here))
 
 
 def _is_sent(value: Value, here: set[int]) -> bool:
-    return value.source in here and not here.issuperset(value.reader_set) and here.isdisjoint(value.keepers)
+    return (
+        value.source in here
+        and not here.issuperset(value.reader_set)
+        and here.isdisjoint(value.keepers)
+    )
 
 
 def landing_bytes(held: Held) -> int:
-    """Return what has a place of its own for each micro-batch only where backward passes share memory.
+    """Return what has a place of its own for each micro-batch only where backward passes share
+    memory.
 
-    It is the gradients that a device sends, and those that it receives without a place among ``crossing_bytes``.
+    It is the gradients that a device sends, and those that it receives without a place among
+    ``crossing_bytes``.
     """
     here = set(held.layers)
     total = 0
@@ -364,12 +415,20 @@ def landing_bytes(held: Held) -> int:
 
 
 def most_crossing_bytes(problem: Problem) -> int:
-    """What a device has of neither ``crossing_bytes`` nor ``landing_bytes`` more than, where passes are recorded."""
-    return sum(value.held_bytes + value.gradient_bytes for value in problem.values) if problem.recorded else 0
+    """What a device has of neither ``crossing_bytes`` nor ``landing_bytes`` more than, where passes
+    are recorded.
+    """
+    return (
+        sum(value.held_bytes + value.gradient_bytes for value in problem.values)
+        if problem.recorded
+        else 0
+    )
 
 
 def _staying(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of gradients change that wait, or that are there until they were sent: after the pass."""
+    """By step, how the bytes of gradients change that wait, or that are there until they were sent:
+    after the pass.
+    """
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
@@ -407,9 +466,15 @@ def _worst_of_inference(problem: Problem, held: Held) -> Moment:
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
     changes = defaultdict(int, dict.fromkeys(held.layers, 0))
     for value in held.values:
-        last = value.readers[-1] if value.source in here else max(here & value.reader_set, default=value.source)
+        last = (
+            value.readers[-1]
+            if value.source in here
+            else max(here & value.reader_set, default=value.source)
+        )
         changes[value.source] += value.held_bytes
         changes[last + 1] -= value.held_bytes
     steps = sorted(changes)
     live = itertools.accumulate(changes[step] for step in steps)
-    return max(zip(live, (workspace.get(step, 0) for step in steps), strict=True), key=sum, default=(0, 0))
+    return max(
+        zip(live, (workspace.get(step, 0) for step in steps), strict=True), key=sum, default=(0, 0)
+    )

@@ -52,7 +52,12 @@ class Exchange(NamedTuple):
         """With the times over a link."""
         latency_ms, ms_per_byte = 1e3 * link.latency_s, 1e3 / link.bandwidth_bytes_per_s
         there_ms = self.number * latency_ms + self.bytes * ms_per_byte
-        return Net(self.source, self.readers, there_ms, self.gradients * latency_ms + self.gradient_bytes * ms_per_byte)
+        return Net(
+            self.source,
+            self.readers,
+            there_ms,
+            self.gradients * latency_ms + self.gradient_bytes * ms_per_byte,
+        )
 
 
 def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
@@ -71,7 +76,8 @@ def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
 
 
 def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
-    """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are left out.
+    """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are
+    left out.
 
     Args:
         problem: what is asked.

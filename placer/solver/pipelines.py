@@ -1,8 +1,9 @@
-"""An assignment as a pipeline: its stages, what each takes, what passes between them, and how long a step of it is.
+"""An assignment as a pipeline: its stages, what each takes, what passes between them, and how long
+a step of it is.
 
-Where placements are contiguous each device that holds layers is one stage. Else stages are segments: maximal runs of
-layers on one device, in the profile's order. A value goes to the first stage of each device that reads it, its gradient
-back from there.
+Where placements are contiguous each device that holds layers is one stage. Else stages are
+segments: maximal runs of layers on one device, in the profile's order. A value goes to the first
+stage of each device that reads it, its gradient back from there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ HasRoom = Callable[[Sequence[int]], bool]
 
 
 def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
-    """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a row, as is asked.
+    """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a
+    row, as is asked.
 
     Args:
         problem: what is asked; its chunks are those of the batch.
@@ -37,12 +39,19 @@ def in_a_row(problem: Problem) -> bool:
 
 
 def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """How long a step takes from idle devices to idle devices, in milliseconds, the longest optimizer at its end."""
-    return schedule.step_ms(pipeline, plan) + max(pipeline.optimizer_by_device().values(), default=0.0)
+    """How long a step takes from idle devices to idle devices, in milliseconds, the longest
+    optimizer at its end.
+    """
+    return schedule.step_ms(pipeline, plan) + max(
+        pipeline.optimizer_by_device().values(), default=0.0
+    )
 
 
 def pipeline_of(
-    problem: Problem, assignment: Sequence[int], stages: Sequence[int], again: frozenset[int] = frozenset()
+    problem: Problem,
+    assignment: Sequence[int],
+    stages: Sequence[int],
+    again: frozenset[int] = frozenset(),
 ) -> Pipeline:
     """The stages of an assignment, with their times and transfers."""
     stage_of, places = staged(problem, assignment, stages)
@@ -55,20 +64,25 @@ def pipeline_of(
         weights[stage] += weights_ms(problem, layer, device)
         optimizer[stage] += optimizer_ms(problem, layer, device)
     transfers = _transfers(problem, stage_of, places)
-    return Pipeline(places, tuple(forward), tuple(backward), tuple(weights), transfers, tuple(optimizer))
+    return Pipeline(
+        places, tuple(forward), tuple(backward), tuple(weights), transfers, tuple(optimizer)
+    )
 
 
 def plan_of(
-    problem: Problem, pipeline: Pipeline, has_room: HasRoom | None = None, room: Sequence[int] | None = None
+    problem: Problem,
+    pipeline: Pipeline,
+    has_room: HasRoom | None = None,
+    room: Sequence[int] | None = None,
 ) -> Plan:
     """The order of a pipeline's passes, by the problem's schedule.
 
-    Args:
-        problem: what is asked.
-        pipeline: its stages.
-        has_room: where micro-batches in flight are counted segment by segment, whether devices have memory for so many:
-            the shortest order for which they have is taken, and where they have for none the one of ``schedule.plan``.
-        room: by stage, for how many micro-batches it has room under zero-bubble; the most of use if left out.
+    Args: problem: what is asked. pipeline: its stages. has_room: where micro-batches in flight are
+        counted segment by segment, whether devices have memory for so many:
+            the shortest order for which they have is taken, and where they have for none the one of
+            ``schedule.plan``.
+        room: by stage, for how many micro-batches it has room under zero-bubble; the most of use if
+            left out.
     """
     asked, chunks = problem.request.schedule, problem.request.chunks
     assert asked != "auto"  # only whole questions leave it open
@@ -88,7 +102,9 @@ def _shortest_first(pipeline: Pipeline, chunks: int, repeated: bool) -> list[Pla
 
 
 @lru_cache(maxsize=16)
-def _plan_by_times(asked: Schedule, pipeline: Pipeline, chunks: int, room: tuple[int, ...] | None) -> Plan:
+def _plan_by_times(
+    asked: Schedule, pipeline: Pipeline, chunks: int, room: tuple[int, ...] | None
+) -> Plan:
     return schedule.plan(
         asked,
         pipeline.places,
@@ -106,7 +122,9 @@ def _fixed_plan(asked: Schedule, places: tuple[int, ...], chunks: int, training:
     return schedule.plan(asked, places, chunks, training=training)
 
 
-def staged(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+def staged(
+    problem: Problem, assignment: Sequence[int], stages: Sequence[int]
+) -> tuple[list[int], tuple[int, ...]]:
     """By layer, its stage; by stage, its device."""
     if problem.contiguous:
         place = {device: stage for stage, device in enumerate(stages)}
@@ -118,15 +136,25 @@ def staged(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -
 
 def weights_ms(problem: Problem, layer: int, device: int) -> float:
     """The part of a layer's backward pass that can be done later; see ``Layer.weight_half_ms``."""
-    return problem.layers[layer].weight_half_ms(problem.devices[device].type) if problem.training else 0.0
+    return (
+        problem.layers[layer].weight_half_ms(problem.devices[device].type)
+        if problem.training
+        else 0.0
+    )
 
 
 def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
     """What the optimizer's step takes for a layer on a device."""
-    return problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0) if problem.training else 0.0
+    return (
+        problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0)
+        if problem.training
+        else 0.0
+    )
 
 
-def _transfers(problem: Problem, stage_of: Sequence[int], places: Sequence[int]) -> tuple[Transfer, ...]:
+def _transfers(
+    problem: Problem, stage_of: Sequence[int], places: Sequence[int]
+) -> tuple[Transfer, ...]:
     """What passes between stages of different devices, summed up by pair."""
     there: dict[tuple[int, int], float] = {}
     back: dict[tuple[int, int], float] = {}
@@ -141,5 +169,9 @@ def _transfers(problem: Problem, stage_of: Sequence[int], places: Sequence[int])
             pair = source, target
             there[pair] = there.get(pair, 0.0) + problem.send_ms(value, places[source], device)
             if value.gradient_bytes:
-                back[pair] = back.get(pair, 0.0) + problem.gradient_ms(value, places[source], device)
-    return tuple(Transfer(*pair, time_ms, back.get(pair)) for pair, time_ms in sorted(there.items()))
+                back[pair] = back.get(pair, 0.0) + problem.gradient_ms(
+                    value, places[source], device
+                )
+    return tuple(
+        Transfer(*pair, time_ms, back.get(pair)) for pair, time_ms in sorted(there.items())
+    )

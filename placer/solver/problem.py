@@ -19,21 +19,21 @@ LARGEST_BYTES = 2**60
 
 @dataclass(frozen=True)
 class Value:
-    """One edge of the profile, by index; or the gradients of tied parameters, from the first layer to the last.
+    """One edge of the profile, by index; or the gradients of tied parameters, from the first layer
+    to the last.
 
-    Attributes:
-        source: the layer that makes it.
-        readers: the layers that read it, ascending, each once.
-        bytes: its size for one micro-batch.
-        gradient_bytes: the size of its gradient; 0 in inference.
-        keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for the one before; or of
+    Attributes: source: the layer that makes it. readers: the layers that read it, ascending, each
+        once. bytes: its size for one micro-batch. gradient_bytes: the size of its gradient; 0 in
+        inference. keepers: the layers that keep it for their backward pass; none in inference.
+        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for
+        the one before; or of
             tied parameters, that gradient.
         rest_from: the layer until which, backwards, it waits.
         rest_until: the layer from which on, backwards, it waits.
-        arriving_bytes: of its gradient, what has a place beside passes where it comes from another device: none where
-            the weight pass of its source waits with it anyhow.
-        ordered: whether its source must be at its readers' stage or before, where contiguity is asked for.
+        arriving_bytes: of its gradient, what has a place beside passes where it comes from another
+            device: none where the weight pass of its source waits with it anyhow.
+        ordered: whether its source must be at its readers' stage or before, where contiguity is
+        asked for.
         unbound: readers of which this is not asked.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -58,8 +58,14 @@ class Value:
 
     @property
     def bound_readers(self) -> tuple[int, ...]:
-        """The readers that must be at its source's stage or behind it, where contiguity is asked for."""
-        return tuple(reader for reader in self.readers if reader not in self.unbound) if self.ordered else ()
+        """The readers that must be at its source's stage or behind it, where contiguity is asked
+        for.
+        """
+        return (
+            tuple(reader for reader in self.readers if reader not in self.unbound)
+            if self.ordered
+            else ()
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -76,7 +82,8 @@ class Value:
 class SharedState:
     """Parameters that several layers share and that may be on several devices.
 
-    They count in the state of the layer that runs first. A device that holds others and not the first holds a copy.
+    They count in the state of the layer that runs first. A device that holds others and not the
+    first holds a copy.
 
     Attributes:
         first: the layer that runs first.
@@ -104,25 +111,25 @@ class SharedState:
 class Problem:
     """A placement request by index: ``[layer]``, ``[layer][device]`` and ``[device][device]``.
 
-    Attributes:
-        request: where it came from.
-        layers: in execution order.
-        devices: in the cluster's order.
-        values: one per edge, and per tie.
-        forward_ms: by layer and device.
-        backward_ms: by layer and device, with one more forward pass on devices that always recompute; zeros in
+    Attributes: request: where it came from. layers: in execution order. devices: in the cluster's
+        order. values: one per edge, and per tie. forward_ms: by layer and device. backward_ms: by
+        layer and device, with one more forward pass on devices that always recompute; zeros in
             inference.
         links: by source and target device; None where no value may pass.
         allowed: by layer, the devices that it may be on.
-        groups: layers that must share a device, two or more each; layers pinned to one device are such a group.
+        groups: layers that must share a device, two or more each; layers pinned to one device are
+        such a group.
         contiguous: whether the quotient graph over devices must be acyclic.
         loose: layers that this does not bind, see ``but_for_groups``.
         most_devices: how many devices may be used.
         least_devices: how many must be.
         most_layers: how many layers a device may hold; None: all.
-        multicast: whether one sending reaches all devices that read a value; over links that are all alike.
-        untaxed: devices whose transfers cost them nothing; it costs those that they exchange values with.
-        shared: parameters that devices hold copies of. Bounds may leave them out, as copies only add to what is held.
+        multicast: whether one sending reaches all devices that read a value; over links that are
+        all alike.
+        untaxed: devices whose transfers cost them nothing; it costs those that they exchange values
+        with.
+        shared: parameters that devices hold copies of. Bounds may leave them out, as copies only
+            add to what is held.
     """
 
     request: PlacementRequest
@@ -147,8 +154,8 @@ class Problem:
     def from_request(cls, request: PlacementRequest) -> Self:
         """Index a request.
 
-        Raises:
-            InputError: its sums are larger than any memory figure may be, or a transfer longer than any time.
+        Raises: InputError: its sums are larger than any memory figure may be, or a transfer longer
+            than any time.
         """
         layers, devices = request.profile.layers, request.devices
         place = {layer.name: index for index, layer in enumerate(layers)}
@@ -161,13 +168,17 @@ class Problem:
             layers=layers,
             devices=devices,
             values=values,
-            forward_ms=tuple(tuple(layer.forward_ms[device.type] for device in devices) for layer in layers),
+            forward_ms=tuple(
+                tuple(layer.forward_ms[device.type] for device in devices) for layer in layers
+            ),
             backward_ms=_backward_ms(request),
             links=_links(request),
             allowed=_allowed(request, place),
             groups=groups,
             contiguous=_contiguous(request, len(layers), values, groups),
-            most_devices=min(request.constraints.max_devices or len(devices), len(devices), len(layers)),
+            most_devices=min(
+                request.constraints.max_devices or len(devices), len(devices), len(layers)
+            ),
             least_devices=request.constraints.min_devices or 1,
             most_layers=request.constraints.max_layers,
             shared=_shared(request, place),
@@ -197,11 +208,14 @@ class Problem:
 
     @property
     def recorded(self) -> bool:
-        """Whether memory is that of recorded passes: in training, but where a device may have several stages."""
+        """Whether memory is that of recorded passes: in training, but where a device may have
+        several stages.
+        """
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:
-        """Return the problem of placements that are contiguous but for colocated layers; None if it does not help.
+        """Return the problem of placements that are contiguous but for colocated layers; None if it
+        does not help.
 
         Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
         that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
@@ -216,16 +230,26 @@ class Problem:
             return None
         grouped = {layer for group in self.groups for layer in group}
         components = strong_components(len(self.layers), arcs_of(self.values), self.groups)
-        pulling = [grouped.intersection(component) for component in components if not grouped.issuperset(component)]
+        pulling = [
+            grouped.intersection(component)
+            for component in components
+            if not grouped.issuperset(component)
+        ]
         loose = frozenset[int]().union(*pulling)
         values = tuple(
-            replace(value, ordered=value.ordered and value.source not in loose, unbound=loose & value.reader_set)
+            replace(
+                value,
+                ordered=value.ordered and value.source not in loose,
+                unbound=loose & value.reader_set,
+            )
             for value in self.values
         )
         return replace(self, contiguous=True, loose=loose, values=values)
 
     def backwards(self, flight: int) -> int:
-        """Return for how many micro-batches in flight backward passes have memory of their own at the least."""
+        """Return for how many micro-batches in flight backward passes have memory of their own at
+        the least.
+        """
         return flight if self.weights_apart and not self.one_stage_each else 1
 
     @cached_property
@@ -239,12 +263,16 @@ class Problem:
 
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
-        """By layer, what each micro-batch in flight leaves to its weight pass, where that runs apart."""
+        """By layer, what each micro-batch in flight leaves to its weight pass, where that runs
+        apart.
+        """
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
     def back_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its backward pass works in; where its halves run apart, the one by input; 0 in inference."""
+        """By layer, what its backward pass works in; where its halves run apart, the one by input;
+        0 in inference.
+        """
         if self.weights_apart:
             return tuple(map(input_workspace_bytes, self.layers))
         if not self.training:
@@ -253,12 +281,18 @@ class Problem:
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its weight pass works in, where that runs apart: the same memory for all micro-batches."""
-        return tuple(layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers)
+        """By layer, what its weight pass works in, where that runs apart: the same memory for all
+        micro-batches.
+        """
+        return tuple(
+            layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers
+        )
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:
-        """By layer, what the optimizer's step makes of its parameters and frees again; nothing in inference."""
+        """By layer, what the optimizer's step makes of its parameters and frees again; nothing in
+        inference.
+        """
         share = self.request.profile.optimizer_step_share if self.training else 0.0
         return tuple(int(share * layer.grad_bytes) for layer in self.layers)
 
@@ -268,7 +302,9 @@ class Problem:
         return any(rule != "never" for rule in self.recompute)
 
     def again_ms(self, layer: int, device: int) -> float:
-        """What a layer takes more where its device recomputes and need not: ``compute_ms`` has it where it must."""
+        """What a layer takes more where its device recomputes and need not: ``compute_ms`` has it
+        where it must.
+        """
         return 0.0 if self.recompute[device] == "always" else self.forward_ms[layer][device]
 
     def compute_ms(self, layer: int, device: int) -> float:
@@ -287,9 +323,15 @@ class Problem:
         return link.transfer_ms(value.bytes)
 
     def gradient_ms(self, value: Value, source: int, target: int) -> float:
-        """The time that the gradient takes back, from ``target`` to ``source``; 0 without a gradient."""
+        """The time that the gradient takes back, from ``target`` to ``source``; 0 without a
+        gradient.
+        """
         link = self.links[target][source]
-        return link.transfer_ms(value.gradient_bytes) if link is not None and value.gradient_bytes else 0.0
+        return (
+            link.transfer_ms(value.gradient_bytes)
+            if link is not None and value.gradient_bytes
+            else 0.0
+        )
 
     @cached_property
     def one_link(self) -> Link | None:
@@ -305,7 +347,9 @@ class Problem:
         return frozenset(self.allowed)
 
     def alike(self, one: int, other: int) -> bool:
-        """Whether swapping two devices changes nothing: neither times, limits, links, pins nor forbidden layers."""
+        """Whether swapping two devices changes nothing: neither times, limits, links, pins nor
+        forbidden layers.
+        """
         return (
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
             and self.devices[one].type == self.devices[other].type
@@ -335,12 +379,16 @@ class Problem:
 
 
 def input_workspace_bytes(layer: Layer) -> int:
-    """What the input half of a layer's backward pass holds; what all of it does where that was not told apart."""
+    """What the input half of a layer's backward pass holds; what all of it does where that was not
+    told apart.
+    """
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """What a layer's recorded backward pass holds; what an eager one does where that was not told apart."""
+    """What a layer's recorded backward pass holds; what an eager one does where that was not told
+    apart.
+    """
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 
@@ -356,7 +404,9 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
                 readers=ends[1:],
                 bytes=edge.bytes,
                 gradient_bytes=edge.gradient_bytes if training else 0,
-                keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})) if training else (),
+                keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by}))
+                if training
+                else (),
                 rest_bytes=edge.rest_bytes if training else 0,
                 rest_from=ends[-2],
                 rest_until=place[edge.rest_until] if edge.rest_until else ends[-1],
@@ -368,7 +418,9 @@ def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ..
             continue
         sharing = sorted(place[layer] for layer in tie.layers)
         first, last = sharing[0], sharing[-1]
-        values.append(Value(first, (last,), 0, 0, (), tie.gradient_bytes, first, last, ordered=False))
+        values.append(
+            Value(first, (last,), 0, 0, (), tie.gradient_bytes, first, last, ordered=False)
+        )
     return tuple(values)
 
 
@@ -385,7 +437,9 @@ def _shared(request: PlacementRequest, place: dict[str, int]) -> tuple[SharedSta
 def _backward_ms(request: PlacementRequest) -> tuple[tuple[float, ...], ...]:
     if not request.is_training:
         return ((0.0,) * len(request.devices),) * len(request.profile.layers)
-    always = [request.constraints.recompute_on(device.name) == "always" for device in request.devices]
+    always = [
+        request.constraints.recompute_on(device.name) == "always" for device in request.devices
+    ]
     return tuple(
         tuple(
             layer.backward_ms[device.type] + (layer.forward_ms[device.type] if again else 0.0)
@@ -418,21 +472,29 @@ def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozense
 
 
 def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The colocated groups of profile and constraints, joined where they overlap; layers pinned together are one."""
+    """The colocated groups of profile and constraints, joined where they overlap; layers pinned
+    together are one.
+    """
     pinned: dict[str, list[str]] = defaultdict(list)
     for layer, device in request.constraints.pinned.items():
         pinned[device].append(layer)
-    named: list[Sequence[str]] = [*request.profile.colocated, *request.constraints.colocated, *pinned.values()]
+    named: list[Sequence[str]] = [
+        *request.profile.colocated,
+        *request.constraints.colocated,
+        *pinned.values(),
+    ]
     return closed_groups([place[name] for name in group] for group in named)
 
 
 def _contiguous(
     request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
 ) -> bool:
-    """What is asked for; else contiguous, unless colocation would then pull much of the model onto one device.
+    """What is asked for; else contiguous, unless colocation would then pull much of the model onto
+    one device.
 
-    Contiguity makes one layer of every strongly connected component of the layer graph with its groups joined. If such
-    a component pulls in half or more of the layers outside its groups, as tied embeddings do, the placement is free.
+    Contiguity makes one layer of every strongly connected component of the layer graph with its
+    groups joined. If such a component pulls in half or more of the layers outside its groups, as
+    tied embeddings do, the placement is free.
     """
     if request.constraints.contiguous is not None:
         return request.constraints.contiguous
@@ -448,7 +510,9 @@ def _contiguous(
 
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
-    """Every pair of a layer that makes a value and one that reads it, where contiguity orders the two."""
+    """Every pair of a layer that makes a value and one that reads it, where contiguity orders the
+    two.
+    """
     return [(value.source, reader) for value in values for reader in value.bound_readers]
 
 
@@ -465,7 +529,10 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         + layer.weights_workspace_bytes
         for layer in request.profile.layers
     )
-    total += int(request.profile.optimizer_step_share * sum(layer.grad_bytes for layer in request.profile.layers))
+    total += int(
+        request.profile.optimizer_step_share
+        * sum(layer.grad_bytes for layer in request.profile.layers)
+    )
     if total > LARGEST_BYTES:
         raise InputError(
             f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"
@@ -475,4 +542,7 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
 def _same_way(one: Link | None, other: Link | None) -> bool:
     if one is None or other is None:
         return one is other
-    return (one.bandwidth_bytes_per_s, one.latency_s) == (other.bandwidth_bytes_per_s, other.latency_s)
+    return (one.bandwidth_bytes_per_s, one.latency_s) == (
+        other.bandwidth_bytes_per_s,
+        other.latency_s,
+    )

@@ -17,8 +17,8 @@ SLACK = 1e-9
 class Reduction:
     """The layers in nodes; all layers of a node share a device in every placement that is allowed.
 
-    Attributes:
-        nodes: the layers of each node, ascending; in a topological order if contiguity is asked for, else by first
+    Attributes: nodes: the layers of each node, ascending; in a topological order if contiguity is
+        asked for, else by first
             layer.
         node_of: by layer, its node.
         allowed: by node, the devices that it may be on.
@@ -45,8 +45,8 @@ class Reduction:
 def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
     """Layers that share a device in every placement whose bottleneck is no more than ``upper``.
 
-    A value that crosses keeps the device of its source busy for its transfer there, and its gradient's back; if that
-    alone takes longer, its source and readers stay together. Where one
+    A value that crosses keeps the device of its source busy for its transfer there, and its
+    gradient's back; if that alone takes longer, its source and readers stay together. Where one
     device pays for nothing, another is at the other end.
     """
     if len(problem.untaxed) > 1:
@@ -74,8 +74,8 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
         problem: what is asked.
         upper: only placements whose objective is no more than this are looked for.
 
-    A group is one node. Under contiguity so is each strongly connected component of the layer graph with groups joined:
-    a path that leaves a device must not come back to it.
+    A group is one node. Under contiguity so is each strongly connected component of the layer graph
+    with groups joined: a path that leaves a device must not come back to it.
     """
     groups = problem.groups
     if upper < inf and problem.request.objective == "throughput":
@@ -84,10 +84,15 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
 
 
 def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
-    """The nodes where these disjoint groups of layers share devices, which the problem's own groups are parts of."""
+    """The nodes where these disjoint groups of layers share devices, which the problem's own groups
+    are parts of.
+    """
     count = len(problem.layers)
     if problem.contiguous:
-        nodes = [tuple(component) for component in strong_components(count, arcs_of(problem.values), groups)]
+        nodes = [
+            tuple(component)
+            for component in strong_components(count, arcs_of(problem.values), groups)
+        ]
     else:
         members: dict[int, list[int]] = {}
         for layer, first in enumerate(group_of(count, groups)):
@@ -97,5 +102,7 @@ def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
     for node, layers in enumerate(nodes):
         for layer in layers:
             node_of[layer] = node
-    allowed = tuple(frozenset.intersection(*(problem.allowed[layer] for layer in layers)) for layers in nodes)
+    allowed = tuple(
+        frozenset.intersection(*(problem.allowed[layer] for layer in layers)) for layers in nodes
+    )
     return Reduction(tuple(nodes), tuple(node_of), allowed)

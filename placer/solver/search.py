@@ -27,11 +27,9 @@ SAME = 1e-12
 class Incumbent:
     """The best placement so far.
 
-    Attributes:
-        objective_value: in the objective's unit.
-        bound: the proven lower bound at that time.
-        time_s: since the solve began.
-        placement: makes it as ``solve`` would return it had it ended then, but not checked; called where it is wanted,
+    Attributes: objective_value: in the objective's unit. bound: the proven lower bound at that
+        time. time_s: since the solve began. placement: makes it as ``solve`` would return it had it
+        ended then, but not checked; called where it is wanted,
             from any thread, as that takes a while.
     """
 
@@ -45,20 +43,16 @@ class Incumbent:
 class Search:
     """One solve: the incumbent, the bound and the time.
 
-    Attributes:
-        problem: what is asked.
-        progress: as ``solve`` takes it.
-        stop: as ``solve`` takes it.
-        best: by layer, the device in the best placement so far.
-        value: its objective.
-        rank: its transfer and spread, which break ties.
-        bound: the proven lower bound.
-        method: what found the best.
-        enough: a bottleneck that will do: the search ends with a placement within it, or the proof that none is; None
+    Attributes: problem: what is asked. progress: as ``solve`` takes it. stop: as ``solve`` takes
+        it. best: by layer, the device in the best placement so far. value: its objective. rank: its
+        transfer and spread, which break ties. bound: the proven lower bound. method: what found the
+        best. enough: a bottleneck that will do: the search ends with a placement within it, or the
+        proof that none is; None
             for the smallest.
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
-        merged: the layers in the nodes of the threshold that was last asked for, and that threshold.
+        merged: the layers in the nodes of the threshold that was last asked for, and that
+        threshold.
         began: when, by the monotonic clock.
         request: that of the problem.
         nodes: what must be on one device, as one node.
@@ -87,12 +81,16 @@ class Search:
     def limits(self, work: float) -> Limits:
         """For a search of so much work whose placements are offered as they are found."""
         request = self.request
-        return Limits(self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter)
+        return Limits(
+            self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter
+        )
 
     def quietly(self, work: float) -> Limits:
         """For a search of so much work whose placements are looked at when it ends."""
         request = self.request
-        return Limits(self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter)
+        return Limits(
+            self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter
+        )
 
     def over(self, share: float) -> bool:
         """Whether a share of the time, or of the work, is over."""
@@ -101,7 +99,9 @@ class Search:
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
     def counted(self, work: float) -> bool:
-        """Count so much work, in the measure of ``cpsat.Meter``; whether the time, or the work, is over."""
+        """Count so much work, in the measure of ``cpsat.Meter``; whether the time, or the work, is
+        over.
+        """
         self.meter.done += work
         return self.over(1.0)
 
@@ -110,7 +110,11 @@ class Search:
 
     def better(self) -> float:
         """The objective from which a placement counts as better than the best so far."""
-        better = self.value - 1 if self.request.objective == "memory" else self.value * (1 - answer.PROVEN_GAP / 2)
+        better = (
+            self.value - 1
+            if self.request.objective == "memory"
+            else self.value * (1 - answer.PROVEN_GAP / 2)
+        )
         return better if self.enough is None else min(better, self.enough)
 
     def nothing_below(self) -> float:
@@ -131,10 +135,18 @@ class Search:
         if result is None or not self._beats(result) or not costs.fits(self.problem, result):
             return  # in this order, as what fits takes longest to tell
         better = result.objective_value < self.value
-        self.best, self.value, self.method = devices, result.objective_value, method if better else self.method
+        self.best, self.value, self.method = (
+            devices,
+            result.objective_value,
+            method if better else self.method,
+        )
         self.rank = ties.rank(result)
         if better and self.progress is not None:
-            self.progress(incumbent(self.problem, devices, self.value, self.bound, self.method, self._time_s()))
+            self.progress(
+                incumbent(
+                    self.problem, devices, self.value, self.bound, self.method, self._time_s()
+                )
+            )
 
     def _beats(self, result: costs.Costs) -> bool:
         """Whether a placement is better than the best so far, or as good and of smaller rank."""

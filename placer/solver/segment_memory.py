@@ -1,7 +1,8 @@
-"""What devices hold where each of their segments has as many micro-batches in flight as its order of passes has.
+"""What devices hold where each of their segments has as many micro-batches in flight as its order
+of passes has.
 
-Segments run as they are, layer by layer, or as recorded passes; a device is reckoned with what is more (see
-``memory.py``).
+Segments run as they are, layer by layer, or as recorded passes; a device is reckoned with what is
+more (see ``memory.py``).
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ class SegmentMemory:
         footprints: by device, what its layers hold, whatever their segments.
     """
 
-    def __init__(self, problem: Problem, assignment: Sequence[int], footprints: Callable[[int], Footprint]) -> None:
+    def __init__(
+        self, problem: Problem, assignment: Sequence[int], footprints: Callable[[int], Footprint]
+    ) -> None:
         self._problem, self._footprints = problem, footprints
         self._segment_of, self._places = pipelines.staged(problem, assignment, ())
 
     def use(self, flight: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """By device, what it holds at its worst moment, with so many micro-batches in flight in each segment."""
+        """By device, what it holds at its worst moment, with so many micro-batches in flight in
+        each segment.
+        """
         further = self._further_bytes(flight)
-        return tuple(self._of(device, further[device], flight) for device in range(len(self._problem.devices)))
+        return tuple(
+            self._of(device, further[device], flight)
+            for device in range(len(self._problem.devices))
+        )
 
     def _of(self, device: int, further: int, flight: Sequence[int]) -> MemoryUse:
         one = self._footprints(device).one
@@ -51,17 +59,21 @@ class SegmentMemory:
         layers: list[list[int]] = [[] for _ in self._places]
         for layer, segment in enumerate(self._segment_of):
             layers[segment].append(layer)
-        return [memory.recorded(self._problem, memory.held_with(self._problem, own)) for own in layers]
+        return [
+            memory.recorded(self._problem, memory.held_with(self._problem, own)) for own in layers
+        ]
 
     def _further_bytes(self, flight: Sequence[int]) -> list[int]:
         """By device, what micro-batches beside the first keep, layer by layer.
 
-        A layer keeps what it saves for as many as its segment has in flight, a value that several segments of a device
-        keep is there for as many as the largest of those numbers.
+        A layer keeps what it saves for as many as its segment has in flight, a value that several
+        segments of a device keep is there for as many as the largest of those numbers.
         """
         further = [0] * len(self._problem.devices)
         for layer, segment in enumerate(self._segment_of):
-            further[self._places[segment]] += (flight[segment] - 1) * self._problem.layers[layer].saved_bytes
+            further[self._places[segment]] += (flight[segment] - 1) * self._problem.layers[
+                layer
+            ].saved_bytes
         for value in self._problem.values:
             most: dict[int, int] = {}
             for segment in map(self._segment_of.__getitem__, value.keepers):

@@ -15,7 +15,9 @@ def refuse_slow_links(request: PlacementRequest) -> None:
     Raises:
         InputError: one does not; it names the link and the layer that makes the value.
     """
-    sizes = [(max(edge.bytes, edge.gradient_bytes, 1), edge.source) for edge in request.profile.edges]
+    sizes = [
+        (max(edge.bytes, edge.gradient_bytes, 1), edge.source) for edge in request.profile.edges
+    ]
     if not sizes:
         return
     size_bytes, source = max(sizes, key=lambda one: one[0])

@@ -1,17 +1,18 @@
 """The portfolio: from a request to a checked placement, with its bound.
 
-reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶ check
+reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶
+check
                 │                    (work,      │ and, if free, layers         │ in rounds; between
                 ▼                     knots)     │ moved, shares, devices       │ them stages are
             infeasible                           ▼ redivided                    ▼ divided anew
                                               optimal          infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``stage_program.py``) where it can be, and asked for thresholds on a
-graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it (``stage_search.py``, ``redivision.py``);
-else it is by node and device (``model.py``). Graphs with few ideals need none (``contiguous/ideals.py``), nor
-do devices of few classes over links that are not alike (``order_search.py``).
-Objectives ``step`` and ``devices`` have searches of their own (``step_search.py``, ``fewest_devices.py``), which ask this one
-for small bottlenecks.
+The integer program is in stage-prefix form (``stage_program.py``) where it can be, and asked for
+thresholds on a graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it
+(``stage_search.py``, ``redivision.py``); else it is by node and device (``model.py``). Graphs with
+few ideals need none (``contiguous/ideals.py``), nor do devices of few classes over links that are
+not alike (``order_search.py``). Objectives ``step`` and ``devices`` have searches of their own
+(``step_search.py``, ``fewest_devices.py``), which ask this one for small bottlenecks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
 from placer.solver.cpsat.runner import Meter
 from placer.solver.enumeration import every_map
 from placer.solver.explain import conflict, limits
-from placer.solver.explain.infeasible import CONTRADICTION, Searcher, plain_reason, reason_of_closest, searched_reason
+from placer.solver.explain.infeasible import (
+    CONTRADICTION,
+    Searcher,
+    plain_reason,
+    reason_of_closest,
+    searched_reason,
+)
 from placer.solver.fewest_devices import FewestSearch, Outcome
 from placer.solver.free import free_search
 from placer.solver.latency import latency_search
@@ -51,10 +58,12 @@ from placer.solver.step.step_search import StepSearch
 __all__ = ["Incumbent", "Portfolio", "solve"]
 
 WORK = (16.0, inf, inf, inf)
-"""Limits of the integer program's rounds: a better placement narrows the next one, and makes its steps finer."""
+"""Limits of the integer program's rounds: a better placement narrows the next one, and makes its
+steps finer."""
 
 FINER_SHARE, ONLY_ORDER_SHARE = 0.5, 0.9
-"""How much of the time finer cuts of many nodes may take, all before them included; the latter where they can prove."""
+"""How much of the time finer cuts of many nodes may take, all before them included; the latter
+where they can prove."""
 
 RELAXED_SHARE = 0.4
 """How much of the time that is left a problem may take that asks less."""
@@ -70,7 +79,10 @@ CONFLICT_SHARE = 0.2
 
 
 def solve(
-    request: PlacementRequest, *, progress: Progress | None = None, stop: threading.Event | None = None
+    request: PlacementRequest,
+    *,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> Placement:
     """The best placement for a request, or why there is none.
 
@@ -79,18 +91,19 @@ def solve(
         progress: called with each better placement, maybe from another thread.
         stop: set it to end the search at any moment with the best so far.
 
-    Returns:
-        A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was set), ``infeasible``
-        with the reason, or ``unknown`` (the time ran out before any was found). The same for the same request unless
-        the time runs out, or the share of it that local search may use. Every placement has passed
-        ``check``.
+    Returns: A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop``
+        was set), ``infeasible`` with the reason, or ``unknown`` (the time ran out before any was
+        found). The same for the same request unless the time runs out, or the share of it that
+        local search may use. Every placement has passed ``check``.
 
     Raises:
         InputError: this is no request, or its figures are too large to add up.
     """
     began = monotonic()
     if not isinstance(request, PlacementRequest):
-        raise InputError(f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)")
+        raise InputError(
+            f"solve was given {kind_of(request)}; give a placer.PlacementRequest(profile=profile)"
+        )
     meter = Meter(request.work_limit or inf)
     if request.objective == "step":
         placement = _step_search(request, progress, stop, meter).answer()
@@ -110,9 +123,15 @@ def solve(
 
 
 def _conflict(
-    request: PlacementRequest, reason: Infeasibility, stop: threading.Event | None, meter: Meter, began: float
+    request: PlacementRequest,
+    reason: Infeasibility,
+    stop: threading.Event | None,
+    meter: Meter,
+    began: float,
 ) -> Infeasibility:
-    """The reason, with the smallest group of requirements that cannot hold together where there is time to find it."""
+    """The reason, with the smallest group of requirements that cannot hold together where there is
+    time to find it.
+    """
     until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
 
     def left_s() -> float:
@@ -126,11 +145,14 @@ def _conflict(
     return conflict.explained([Problem.from_request(way) for way in ways], reason, search, over)
 
 
-def _smallest(problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter) -> Placement:
-    """The placement with the smallest objective, of those that are contiguous but for colocated layers where there are.
+def _smallest(
+    problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
+) -> Placement:
+    """The placement with the smallest objective, of those that are contiguous but for colocated
+    layers where there are.
 
-    So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer, and would be hardly
-    better, with many more changes of device.
+    So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer,
+    and would be hardly better, with many more changes of device.
     """
     pipeline = problem.but_for_groups()
     if pipeline is None:
@@ -199,7 +221,9 @@ class Portfolio(Search):
                 return
         if self.request.objective == "latency":
             latency_search.start(self)
-        for start in initial_placements.starts(self.problem, self.nodes, self.counted) if self.open() else ():
+        for start in (
+            initial_placements.starts(self.problem, self.nodes, self.counted) if self.open() else ()
+        ):
             self.prove(start.bound)
             self.offer(start.devices, start.method)
             if not self.open() or (self.best is not None and self.over(1.0)):
@@ -213,10 +237,14 @@ class Portfolio(Search):
             stage_search.few_ideals(self)
 
     def _cut_finer(self, share: float) -> None:
-        """Cuts of the same order, where it has too many nodes to look at each, in a share of the time."""
+        """Cuts of the same order, where it has too many nodes to look at each, in a share of the
+        time.
+        """
 
         def left_s() -> float:
-            return 0.0 if self.over(share) else self.left_s() - (1 - share) * self.request.time_limit_s
+            return (
+                0.0 if self.over(share) else self.left_s() - (1 - share) * self.request.time_limit_s
+            )
 
         for cut in refined_cuts.finer_cuts(self.problem, self.nodes, self.best, left_s):
             self.prove(cut.bound)
@@ -225,7 +253,10 @@ class Portfolio(Search):
                 return
 
     def _cut(
-        self, orders: Callable[[Problem, Reduction, initial_placements.Over], Iterable[initial_placements.Start]]
+        self,
+        orders: Callable[
+            [Problem, Reduction, initial_placements.Over], Iterable[initial_placements.Start]
+        ],
     ) -> None:
         """Cuts of other linear orders, of nodes that may as well be together."""
         if self.open() and not self.over(1.0):
@@ -235,11 +266,19 @@ class Portfolio(Search):
                     return
 
     def _program(self) -> Infeasibility | None:
-        """The integer program, in rounds, each narrowed by what the last one found; the reason if infeasible."""
+        """The integer program, in rounds, each narrowed by what the last one found; the reason if
+        infeasible.
+        """
         if none_in_any_order(self):
             return self._reason()
-        staged = stage_scope.applies(self.problem) and stage_scope.worth_building(self.problem, self.nodes)
-        if not staged and stage_scope.bounds(self.problem) and stage_scope.worth_building(self.problem, self.nodes):
+        staged = stage_scope.applies(self.problem) and stage_scope.worth_building(
+            self.problem, self.nodes
+        )
+        if (
+            not staged
+            and stage_scope.bounds(self.problem)
+            and stage_scope.worth_building(self.problem, self.nodes)
+        ):
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
@@ -247,7 +286,8 @@ class Portfolio(Search):
             if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
                 stage_search.sweep(self)
                 return None
-            most = inf if staged else MOST_RULES  # where it is staged nothing else finds a first placement
+            # where it is staged nothing else finds a first placement
+            most = inf if staged else MOST_RULES
             if not worth_building(self.problem, self.nodes, self.left_s(), most):
                 break
             if turn == 1:
@@ -255,7 +295,9 @@ class Portfolio(Search):
                 if not self.open():
                     break
             upper = self.better() if self.best is not None or self.enough is not None else None
-            nodes = reduced(self.problem, self.value if self.enough is None else min(self.value, self.enough))
+            nodes = reduced(
+                self.problem, self.value if self.enough is None else min(self.value, self.enough)
+            )
             result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
             if result.infeasible and self.best is None and self.enough is None:
                 return self._reason()
@@ -267,7 +309,8 @@ class Portfolio(Search):
 
     def _reason(self) -> Infeasibility:
         """Why there is no placement."""
-        if self.problem.loose:  # free placements are looked for next, and the reason is theirs
+        # free placements are looked for next, and the reason is theirs
+        if self.problem.loose:
             return Infeasibility(reason=CONTRADICTION)
         return searched_reason(self.problem, self.nodes, self._searcher())
 
@@ -276,10 +319,16 @@ class Portfolio(Search):
         nearest = every_map.try_all(self)
         if nearest is None:
             return None
-        return reason_of_closest(self.problem, nearest) if nearest else Infeasibility(reason=CONTRADICTION)
+        return (
+            reason_of_closest(self.problem, nearest)
+            if nearest
+            else Infeasibility(reason=CONTRADICTION)
+        )
 
     def _relax(self) -> None:
-        """A bound, and maybe better placements, from problems that ask less: of links, and of memory."""
+        """A bound, and maybe better placements, from problems that ask less: of links, and of
+        memory.
+        """
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
@@ -291,7 +340,9 @@ class Portfolio(Search):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
         result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
-        self.prove(self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below()))
+        self.prove(
+            self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below())
+        )
         self.offer(result.devices, "integer program")
         if self.open() and not self.over(1.0):
             stage_search.halve(self, QUICK)
@@ -316,8 +367,16 @@ class Portfolio(Search):
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def _searcher(self) -> Searcher:
-        """For reasons: half of the time that is left, the other half is for the requirements that conflict."""
-        return Searcher(lambda: self.left_s() / 2, self.request.workers, self.request.seed, self.stop, self.meter)
+        """For reasons: half of the time that is left, the other half is for the requirements that
+        conflict.
+        """
+        return Searcher(
+            lambda: self.left_s() / 2,
+            self.request.workers,
+            self.request.seed,
+            self.stop,
+            self.meter,
+        )
 
     def _nothing(self, reason: Infeasibility | None, method: str) -> Placement:
         return answer.nothing(self.problem, reason, self.bound, method, self._time_s())

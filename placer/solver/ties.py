@@ -1,11 +1,12 @@
-"""Ties: of the placements with as small an objective the one that transfers least, of those the best balanced.
+"""Ties: of the placements with as small an objective the one that transfers least, of those the
+best balanced.
 
     transfer   sum of send(d) + receive(d) over all devices, in milliseconds
     spread     the largest compute(d) less the smallest, over the devices that hold layers, in milliseconds
 
-Two searches follow the one for the objective: placements that reach it, with as little transfer as can be; and those
-that transfer as little, with as small a spread. Under objective ``devices`` those on as few devices are as good; see
-``step_ties.py`` for objective ``step``.
+Two searches follow the one for the objective: placements that reach it, with as little transfer as
+can be; and those that transfer as little, with as small a spread. Under objective ``devices`` those
+on as few devices are as good; see ``step_ties.py`` for objective ``step``.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ CLOSE = 1e-6
 """A rank is proven if its bound is so close, for its size and that of the compute of all layers."""
 
 DIGITS = 12
-"""Of transfers; the same sum in another order differs behind these, and is none the better for it."""
+"""Of transfers; the same sum in another order differs behind these, and is none the better for it.
+"""
 
 Rank = tuple[float, float]
 
 
 def rank(result: costs.Costs) -> Rank:
-    """Transfer and spread of a placement: of two with the same objective, the one with the smaller rank is better."""
+    """Transfer and spread of a placement: of two with the same objective, the one with the smaller
+    rank is better.
+    """
     busy = [result.compute_ms[device] for device in result.stages]
     transfer_ms = sum(result.send_ms) + sum(result.receive_ms)
     return float(f"{transfer_ms:.{DIGITS}g}"), max(busy) - min(busy)
@@ -67,18 +71,23 @@ def broken(
 
     if not is_time():
         return ties_of(found, proven=False)
-    best, transfer_proven = _least(_TieModel(problem, nodes, most, None), problem, best, limits, offer, 0)
+    best, transfer_proven = _least(
+        _TieModel(problem, nodes, most, None), problem, best, limits, offer, 0
+    )
     if not is_time():
         return ties_of(_costs(problem, best), proven=False)
     model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
-    # Of a device that may recompute the program knows too little time: its smallest spread is none that is proven.
+    # Of a device that may recompute the program knows too little time: its smallest spread is none
+    # that is proven.
     known = "auto" not in problem.recompute
     return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
 
 
 def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
-    """The rank of a placement that is told before ties are broken; None where that was not asked for."""
+    """The rank of a placement that is told before ties are broken; None where that was not asked
+    for.
+    """
     return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
 
 
@@ -114,21 +123,25 @@ def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:
 class _TieModel(PlacementModel):
     """Placements that are as good as one that is known.
 
-    Args:
-        problem: what is asked.
-        nodes: its layers, joined where they must be together.
-        most: the objective of that placement.
-        most_ms: transfers may take no more than this, and the spread is made small; None: transfers are.
+    Args: problem: what is asked. nodes: its layers, joined where they must be together. most: the
+        objective of that placement. most_ms: transfers may take no more than this, and the spread
+        is made small; None: transfers are.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, most: float, most_ms: float | None) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, most: float, most_ms: float | None
+    ) -> None:
         self._most_ms = most_ms
         self._steps_per_ms = TIME_STEPS / max(longest_ms(problem), 1e-9)
         super().__init__(problem, nodes, upper=most)
 
     def steps(self, time_ms: float) -> int:
         """A time in the model's unit, rounded down; where bytes are the objective too."""
-        return floor(time_ms * self._steps_per_ms) if self.objective == "memory" else super().steps(time_ms)
+        return (
+            floor(time_ms * self._steps_per_ms)
+            if self.objective == "memory"
+            else super().steps(time_ms)
+        )
 
     def _set_goal(self) -> None:
         compute, send, receive = self.load_parts
@@ -149,7 +162,10 @@ class _TieModel(PlacementModel):
     def _compute_ms(self) -> list[list[float]]:
         """By node, the time of each of its layers on the slowest device."""
         devices = range(len(self.problem.devices))
-        return [[max(self.problem.compute_ms(n, d) for d in devices) for n in node] for node in self.nodes.nodes]
+        return [
+            [max(self.problem.compute_ms(n, d) for d in devices) for n in node]
+            for node in self.nodes.nodes
+        ]
 
     @property
     def _scale(self) -> float:

@@ -11,23 +11,31 @@ from pathlib import Path
 
 __all__ = ["write_whole"]
 
-_NOT_MOVED_THERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.ENOENT, errno.ENOTDIR)
-"""Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or there is no folder,
-which then is told of the file itself."""
+_NOT_MOVED_THERE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EBUSY,
+    errno.ENOENT,
+    errno.ENOTDIR,
+)
+"""Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or
+there is no folder, which then is told of the file itself."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text beside its file and move it there in one step: no reader, crash or full disk meets half of it.
+    """Write a text beside its file and move it there in one step: no reader, crash or full disk
+    meets half of it.
 
-    Links stay, and files keep their owner and permissions. What cannot be moved there is written in place, as is what
-    goes to a device or a pipe.
+    Links stay, and files keep their owner and permissions. What cannot be moved there is written in
+    place, as is what goes to a device or a pipe.
 
     Args:
         path: of the file, in UTF-8.
         text: all that it shall hold.
 
-    Raises:
-        OSError: it cannot be written; what was there still is, unless that had to be written in place.
+    Raises: OSError: it cannot be written; what was there still is, unless that had to be written in
+        place.
     """
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         path.write_text(text, encoding="utf-8")
@@ -49,6 +57,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _take_after(old: Path, new: Path) -> None:
-    with suppress(PermissionError, AttributeError):  # others' files, and systems without owners
+    # others' files, and systems without owners
+    with suppress(PermissionError, AttributeError):
         os.chown(new, old.stat().st_uid, old.stat().st_gid)
     shutil.copymode(old, new)

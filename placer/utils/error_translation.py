@@ -9,13 +9,14 @@ from types import TracebackType
 class ErrorTranslation:
     """A context manager that raises, for an error inside it, what a function makes of that error.
 
-    From Python 3.12 on, a generator under ``contextlib.contextmanager`` that raises another error than the one inside
-    keeps that one in a reference cycle: the frame of contextlib that has thrown it into the generator has it as a
-    variable, and the frames of its traceback lead to that frame. Only a garbage collection would free the tensors of
-    all calls that the error has passed through, and no device that runs out of memory asks for one.
+    From Python 3.12 on, a generator under ``contextlib.contextmanager`` that raises another error
+    than the one inside keeps that one in a reference cycle: the frame of contextlib that has thrown
+    it into the generator has it as a variable, and the frames of its traceback lead to that frame.
+    Only a garbage collection would free the tensors of all calls that the error has passed through,
+    and no device that runs out of memory asks for one.
 
-    Args:
-        translate: from the error inside to the error to raise, its ``__cause__`` set; the same error goes on as it is.
+    Args: translate: from the error inside to the error to raise, its ``__cause__`` set; the same
+        error goes on as it is.
     """
 
     def __init__(self, translate: Callable[[BaseException], BaseException]) -> None:
@@ -25,7 +26,10 @@ class ErrorTranslation:
         """Begin."""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Raise the translated error, if there is one."""
         if error is None:

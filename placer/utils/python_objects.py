@@ -14,7 +14,9 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
 def is_object(value: Any) -> bool:
-    """Return whether a value is an instance of a user's or a library's class, such as a configuration."""
+    """Return whether a value is an instance of a user's or a library's class, such as a
+    configuration.
+    """
     return _has_own_class(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -24,16 +26,25 @@ def is_torchs(cls: type) -> bool:
 
 
 def own(holder: Any) -> dict[str, Any]:
-    """Return the instance attributes of an object, although its class may define another way to look them up."""
+    """Return the instance attributes of an object, although its class may define another way to
+    look them up.
+    """
     kind = type(holder)
-    is_usual = issubclass(kind, nn.Module) or getattr(kind, "__getattribute__", None) is object.__getattribute__
+    is_usual = (
+        issubclass(kind, nn.Module)
+        or getattr(kind, "__getattribute__", None) is object.__getattribute__
+    )
     # The compiler of a branch of torch.cond can follow the usual way only.
-    found: dict[str, Any] = holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
+    found: dict[str, Any] = (
+        holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
+    )
     return found
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """Return the fields of an object by name, those in ``__slots__`` too; {} if no user's class defines it."""
+    """Return the fields of an object by name, those in ``__slots__`` too; {} if no user's class
+    defines it.
+    """
     if not _has_own_class(value):
         return {}
     found = dict(own(value)) if isinstance(getattr(value, "__dict__", None), dict) else {}

@@ -88,8 +88,8 @@ def parse_bytes(text: str) -> int:
 def parse_bandwidth(text: str) -> float:
     """A bandwidth in bytes per second from what a person types: ``12GB/s``, ``100Gbit/s``.
 
-    Args:
-        text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per second.
+    Args: text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per
+        second.
 
     Raises:
         InputError: it is no bandwidth, or none at all.
@@ -101,7 +101,9 @@ def parse_bandwidth(text: str) -> float:
     except InputError:
         value = 0.0
     if value <= 0:
-        raise InputError(f"{text!r} is no bandwidth; write what flows in a second, as in 12GB/s or 100Gbit/s")
+        raise InputError(
+            f"{text!r} is no bandwidth; write what flows in a second, as in 12GB/s or 100Gbit/s"
+        )
     return value
 
 

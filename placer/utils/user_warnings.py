@@ -1,4 +1,6 @@
-"""Warnings that name the line of the user's code which led to them, however deep in the library they arise."""
+"""Warnings that name the line of the user's code which led to them, however deep in the library
+they arise.
+"""
 
 from __future__ import annotations
 

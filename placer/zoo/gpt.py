@@ -1,4 +1,5 @@
-"""A decoder-only transformer, as in GPT-2: learned positions, normalisation before each half of a block.
+"""A decoder-only transformer, as in GPT-2: learned positions, normalisation before each half of a
+block.
 
     tokens ─▶ token + position embedding ─▶ blocks ─▶ norm ─▶ head ─▶ logits
                                             └─ each  x + attention(norm(x)),  then  x + mlp(norm(x))
@@ -40,13 +41,16 @@ class CausalSelfAttention(nn.Module):
         split = self.qkv(x).view(size, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
         dropped = self.dropout if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+        seen = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropped, is_causal=True
+        )
         mixed: Tensor = self.out(seen.transpose(1, 2).reshape(size, length, width))
         return mixed
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to its input: ``(N, T, width)`` to ``(N, T, width)``.
+    """Attention and a two-layer perceptron, each added to its input: ``(N, T, width)`` to ``(N, T,
+    width)``.
 
     Args:
         width: of the embedding; the perceptron's hidden layer has four times as many features.
@@ -60,7 +64,10 @@ class Block(nn.Module):
         self.attention = CausalSelfAttention(width, heads, dropout)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width), nn.Dropout(dropout)
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +78,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token logits: int64 tokens of shape ``(N, T)`` to ``(N, T, vocabulary)``; T at most ``context``.
+    """Next-token logits: int64 tokens of shape ``(N, T)`` to ``(N, T, vocabulary)``; T at most
+    ``context``.
 
     Args:
         layers: blocks.

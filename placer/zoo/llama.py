@@ -1,12 +1,13 @@
-"""A Llama: rotary positions, normalisation by the root mean square, gated perceptrons, fewer heads for keys and values.
+"""A Llama: rotary positions, normalisation by the root mean square, gated perceptrons, fewer heads
+for keys and values.
 
     tokens ─▶ embedding ─▶ blocks ─▶ norm ─▶ head ─▶ logits
                            └─ each  x + attention(norm(x)),  then  x + mlp(norm(x))
 
 Parameters have the names of transformers' ``LlamaForCausalLM``, without its ``model.`` in front.
 
-Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023, section 2.2, and "Llama 2", 2023,
-section 2.2; Su et al., "RoFormer", 2021, for the rotary positions.
+Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023, section 2.2,
+and "Llama 2", 2023, section 2.2; Su et al., "RoFormer", 2021, for the rotary positions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, key_heads: int) -> None:
         super().__init__()
         if width % heads or heads % key_heads:
-            raise ValueError(f"{key_heads} key heads, {heads} heads and a width of {width} do not divide one another")
+            raise ValueError(
+                f"{key_heads} key heads, {heads} heads and a width of {width} do not divide one another"
+            )
         self.size = width // heads
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, key_heads * self.size, bias=False)
@@ -44,9 +47,14 @@ class Attention(nn.Module):
         """Shape ``(N, T, width)`` for an input of that shape and the rotation of its positions."""
         count, length, _ = x.shape
         shape = (count, length, -1, self.size)
-        query, key, value = (layer(x).view(shape).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            layer(x).view(shape).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
         query, key = rotated(query, rotation), rotated(key, rotation)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        seen = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
         mixed: Tensor = self.o_proj(seen.transpose(1, 2).reshape(count, length, -1))
         return mixed
 
@@ -72,7 +80,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated perceptron, each added to its input: ``(N, T, width)`` to ``(N, T, width)``."""
+    """Attention and a gated perceptron, each added to its input: ``(N, T, width)`` to ``(N, T,
+    width)``.
+    """
 
     def __init__(self, width: int, heads: int, key_heads: int, hidden: int) -> None:
         super().__init__()
@@ -100,7 +110,9 @@ class Llama(nn.Module):
         vocabulary: distinct tokens.
     """
 
-    def __init__(self, layers: int, width: int, heads: int, key_heads: int, hidden: int, vocabulary: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, key_heads: int, hidden: int, vocabulary: int
+    ) -> None:
         super().__init__()
         self.size = width // heads
         self.embed_tokens = nn.Embedding(vocabulary, width)
@@ -140,7 +152,9 @@ def llama(
 
 
 def llama_70b() -> Llama:
-    """A Llama of the sizes of Llama 2 70B: 69.0 billion parameters; make it under ``torch.device("meta")``."""
+    """A Llama of the sizes of Llama 2 70B: 69.0 billion parameters; make it under
+    ``torch.device("meta")``.
+    """
     return Llama(layers=80, width=8192, heads=64, key_heads=8, hidden=28672, vocabulary=32000)
 
 

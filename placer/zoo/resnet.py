@@ -1,10 +1,11 @@
 """ResNet (He et al., 2016): parameter names, initial values and results are those of torchvision.
 
-    images ─▶ conv1 ─▶ bn1 ─▶ relu ─▶ maxpool ─▶ layer1 ─▶ layer2 ─▶ layer3 ─▶ layer4 ─▶ avgpool ─▶ fc ─▶ logits
+    images ─▶ conv1 ─▶ bn1 ─▶ relu ─▶ maxpool ─▶ layer1 ─▶ layer2 ─▶ layer3 ─▶ layer4 ─▶ avgpool ─▶
+    fc ─▶ logits
                                                  └─ blocks, each  relu(x + f(x)) ─┘
 
-Source: "Deep Residual Learning for Image Recognition", CVPR 2016, section 3.3 and table 1; the bottleneck strides in
-its 3x3 convolution, as torchvision's and NVIDIA's do ("v1.5").
+Source: "Deep Residual Learning for Image Recognition", CVPR 2016, section 3.3 and table 1; the
+bottleneck strides in its 3x3 convolution, as torchvision's and NVIDIA's do ("v1.5").
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ __all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet50", "resnet
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and the input added: ``(N, in_channels, H, W)`` to ``(N, width, H / stride, W / stride)``.
+    """Two 3x3 convolutions and the input added: ``(N, in_channels, H, W)`` to ``(N, width, H /
+    stride, W / stride)``.
 
     Args:
         in_channels: of the input.
@@ -29,7 +31,9 @@ class BasicBlock(nn.Module):
 
     expansion: ClassVar[int] = 1
 
-    def __init__(self, in_channels: int, width: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+    def __init__(
+        self, in_channels: int, width: int, stride: int = 1, downsample: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.conv1 = _convolution(in_channels, width, kernel=3, stride=stride)
         self.bn1 = nn.BatchNorm2d(width)
@@ -61,7 +65,9 @@ class Bottleneck(nn.Module):
 
     expansion: ClassVar[int] = 4
 
-    def __init__(self, in_channels: int, width: int, stride: int = 1, downsample: nn.Module | None = None) -> None:
+    def __init__(
+        self, in_channels: int, width: int, stride: int = 1, downsample: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.conv1 = _convolution(in_channels, width, kernel=1)
         self.bn1 = nn.BatchNorm2d(width)
@@ -83,7 +89,8 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for images: ``(N, 3, H, W)`` to logits of shape ``(N, num_classes)``; H and W at least 32.
+    """A residual network for images: ``(N, 3, H, W)`` to logits of shape ``(N, num_classes)``; H
+    and W at least 32.
 
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
@@ -91,7 +98,9 @@ class ResNet(nn.Module):
         num_classes: logits an image.
     """
 
-    def __init__(self, block: type[BasicBlock | Bottleneck], depths: Sequence[int], num_classes: int = 1000) -> None:
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], depths: Sequence[int], num_classes: int = 1000
+    ) -> None:
         super().__init__()
         self.conv1 = _convolution(3, 64, kernel=7, stride=2)
         self.bn1 = nn.BatchNorm2d(64)
@@ -143,7 +152,9 @@ def resnet101(num_classes: int = 1000) -> ResNet:
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Conv2d(
+        in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False
+    )
 
 
 def _group(

@@ -8,7 +8,8 @@ __all__ = ["SeqNet"]
 
 
 class SeqNet(nn.Sequential):
-    """Two convolutions and two linears: images of shape ``(N, 1, size, size)`` to logits of shape ``(N, num_classes)``.
+    """Two convolutions and two linears: images of shape ``(N, 1, size, size)`` to logits of shape
+    ``(N, num_classes)``.
 
     Args:
         size: pixels along an image's edge, even; 8 as in scikit-learn's digits.

@@ -6,8 +6,9 @@
                            └─▶ down3 ────────────── skip ─▶ up1 ─┘
                                  └─▶ down4 ───────────────┘
 
-Source: Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI 2015,
-figure 1; with padded convolutions and batch normalisation, so that the logits have the size of the image.
+Source: Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image
+Segmentation", MICCAI 2015, figure 1; with padded convolutions and batch normalisation, so that the
+logits have the size of the image.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ __all__ = ["DoubleConv", "Down", "UNet", "Up", "unet"]
 
 
 class DoubleConv(nn.Sequential):
-    """Twice 3x3 convolution, batch normalisation and ReLU: ``(N, in_channels, H, W)`` to ``(N, out_channels, H, W)``.
+    """Twice 3x3 convolution, batch normalisation and ReLU: ``(N, in_channels, H, W)`` to ``(N,
+    out_channels, H, W)``.
 
     Args:
         in_channels: of the input.
@@ -28,7 +30,9 @@ class DoubleConv(nn.Sequential):
         mid_channels: between the two convolutions; ``out_channels`` if None.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, mid_channels: int | None = None) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, mid_channels: int | None = None
+    ) -> None:
         mid_channels = mid_channels or out_channels
         super().__init__(
             nn.Conv2d(in_channels, mid_channels, kernel_size=3, padding=1, bias=False),
@@ -41,7 +45,8 @@ class DoubleConv(nn.Sequential):
 
 
 class Down(nn.Sequential):
-    """Halves the image and convolves twice: ``(N, in_channels, H, W)`` to ``(N, out_channels, H // 2, W // 2)``.
+    """Halves the image and convolves twice: ``(N, in_channels, H, W)`` to ``(N, out_channels, H //
+    2, W // 2)``.
 
     Args:
         in_channels: of the input.
@@ -84,13 +89,16 @@ class Up(nn.Module):
         doubled: Tensor = self.up(below)
         rows = skipped.size(2) - doubled.size(2)
         columns = skipped.size(3) - doubled.size(3)
-        doubled = functional.pad(doubled, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2])
+        doubled = functional.pad(
+            doubled, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2]
+        )
         joined: Tensor = self.conv(torch.cat([skipped, doubled], dim=1))
         return joined
 
 
 class UNet(nn.Module):
-    """Classes of pixels: ``(N, in_channels, H, W)`` to logits of shape ``(N, num_classes, H, W)``; H and W at least 16.
+    """Classes of pixels: ``(N, in_channels, H, W)`` to logits of shape ``(N, num_classes, H, W)``;
+    H and W at least 16.
 
     Args:
         in_channels: of the images.
@@ -99,9 +107,12 @@ class UNet(nn.Module):
         bilinear: interpolate upwards instead of a transposed convolution.
     """
 
-    def __init__(self, in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False) -> None:
+    def __init__(
+        self, in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False
+    ) -> None:
         super().__init__()
-        # Interpolation keeps the channels that a transposed convolution halves: the level below has half as many.
+        # Interpolation keeps the channels that a transposed convolution halves: the level below has
+        # half as many.
         halve = 2 if bilinear else 1
         self.inc = DoubleConv(in_channels, width)
         self.down1 = Down(width, 2 * width)
@@ -115,7 +126,9 @@ class UNet(nn.Module):
         self.outc = nn.Conv2d(width, num_classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape ``(N, num_classes, H, W)`` for images of shape ``(N, in_channels, H, W)``."""
+        """Logits of shape ``(N, num_classes, H, W)`` for images of shape ``(N, in_channels, H,
+        W)``.
+        """
         level1 = self.inc(images)
         level2 = self.down1(level1)
         level3 = self.down2(level2)
@@ -129,7 +142,9 @@ class UNet(nn.Module):
         return logits
 
 
-def unet(in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False) -> UNet:
+def unet(
+    in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False
+) -> UNet:
     """U-Net with four levels below the first: 31.0 million parameters at the defaults.
 
     Args:

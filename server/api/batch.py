@@ -22,10 +22,11 @@ router = APIRouter()
 
 @router.post("/v1/placements:batch", response_model=BatchAnswers)
 async def post_batch(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Ask for several placements; what differs between them is all that each has to say, the rest is `shared`.
+    """Ask for several placements; what differs between them is all that each has to say, the rest
+    is `shared`.
 
-    A fault of one, or a queue that is full for one, is its own answer and does not touch the others. All are waited for
-    together.
+    A fault of one, or a queue that is full for one, is its own answer and does not touch the
+    others. All are waited for together.
     """
     async with service.intake.body(request) as body:
         bodies = await service.checker.split(body)
@@ -52,7 +53,9 @@ async def _ask(service: Service, body: bytes, client: str) -> Job | Problem | tu
         return problem
     except StoreError:
         detail = "the store cannot be used at the moment; asking again may go well"
-        return Problem(503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"})
+        return Problem(
+            503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
+        )
     job.wanted = True
     return job
 

@@ -40,7 +40,8 @@ SHORTEST_S = 0.05
 """Between two events; a solver that finds much is told of in its latest."""
 
 BEAT_S = 10.0
-"""So often something is sent, so that a client which went away is noticed and proxies keep the connection."""
+"""So often something is sent, so that a client which went away is noticed and proxies keep the
+connection."""
 
 
 @router.get(
@@ -48,7 +49,9 @@ BEAT_S = 10.0
     response_class=StreamingResponse,
     responses={200: {"content": {EVENTS: {"schema": EVENT}}, "description": "A stream of events."}},
 )
-async def get_events(request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep") -> Response:
+async def get_events(
+    request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep"
+) -> Response:
     """Incumbent, bound and time of a solve as they change, and its end, as server-sent events."""
     key = checked_id(id)
     job = await service.jobs.seek(key)

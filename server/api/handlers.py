@@ -39,23 +39,38 @@ async def _on_http(request: Request, error: Exception) -> Response:
     path = clip(request.url.path, 200)
     if error.status_code == 404:
         problem = Problem(
-            404, "no-such-path", "There is no such path", f"there is nothing at {path}; see /openapi.json"
+            404,
+            "no-such-path",
+            "There is no such path",
+            f"there is nothing at {path}; see /openapi.json",
         )
     elif error.status_code == 405:
         allowed = ", ".join(_methods(request))
         detail = f"{clip(request.method, 40)} is not possible on {path}; it takes {allowed}"
-        problem = Problem(405, "method", "The method is not possible here", detail, headers={"Allow": allowed})
+        problem = Problem(
+            405, "method", "The method is not possible here", detail, headers={"Allow": allowed}
+        )
     else:
-        problem = Problem(error.status_code, "http", "The request failed", str(error.detail), headers=error.headers)
+        problem = Problem(
+            error.status_code,
+            "http",
+            "The request failed",
+            str(error.detail),
+            headers=error.headers,
+        )
     return problem.response()
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of every route of the request's path; the framework names those of the first alone."""
+    """The methods of every route of the request's path; the framework names those of the first
+    alone.
+    """
     every = [route for router in ROUTERS for route in router.routes] + list(request.app.routes)
     routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]
     methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
-    return sorted(methods | {"HEAD"} if "GET" in methods and takes_head(request.url.path) else methods)
+    return sorted(
+        methods | {"HEAD"} if "GET" in methods and takes_head(request.url.path) else methods
+    )
 
 
 async def _on_parameters(request: Request, error: Exception) -> Response:
@@ -67,8 +82,12 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
         }
         for item in error.errors()
     ]
-    detail = "; ".join(f"{fault['pointer'].removeprefix('query ')}: {fault['detail']}" for fault in faults)
-    return Problem(422, "invalid-parameter", "A parameter cannot be used", detail, faults).response()
+    detail = "; ".join(
+        f"{fault['pointer'].removeprefix('query ')}: {fault['detail']}" for fault in faults
+    )
+    return Problem(
+        422, "invalid-parameter", "A parameter cannot be used", detail, faults
+    ).response()
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -80,7 +99,9 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_store(request: Request, error: Exception) -> Response:
     log.error("%s %s: %s", request.method, clip(request.url.path, 200), error)
     detail = "the store cannot be used at the moment; what was accepted is kept, and asking again may go well"
-    return Problem(503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}).response()
+    return Problem(
+        503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
+    ).response()
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -40,7 +40,9 @@ async def get_health() -> Response:
 async def get_readiness(service: Serving) -> Response:
     """Whether the service takes solves."""
     if why := service.not_ready or (STORE_AWAY if service.jobs.away else ""):
-        raise Problem(503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"})
+        raise Problem(
+            503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"}
+        )
     return _health("ready")
 
 
@@ -51,4 +53,6 @@ async def get_metrics(service: Serving) -> Response:
 
 
 def _health(status: str) -> Response:
-    return Response(Health(status=status, version=placer.__version__).model_dump_json(), media_type=JSON)
+    return Response(
+        Health(status=status, version=placer.__version__).model_dump_json(), media_type=JSON
+    )

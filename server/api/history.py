@@ -22,8 +22,12 @@ NEWEST = 2**62
 _CURSOR = re.compile(r"[0-9a-f]{1,15}")
 
 Limit = Annotated[int, Query(ge=1, le=200, description="How many at most.")]
-Cursor = Annotated[str | None, Query(max_length=100, description="Where to go on: `next` of the answer before.")]
-Text = Annotated[str, Query(max_length=200, description="What the model's name or the id must contain.")]
+Cursor = Annotated[
+    str | None, Query(max_length=100, description="Where to go on: `next` of the answer before.")
+]
+Text = Annotated[
+    str, Query(max_length=200, description="What the model's name or the id must contain.")
+]
 
 
 @router.get("/v1/placements", response_model=PlacementPage)
@@ -38,7 +42,9 @@ async def list_placements(
 ) -> Response:
     """Past placements, newest first; `next` and the `Link` header lead on."""
     filters: dict[str, str] = {
-        name: value for name, value in (("status", status), ("objective", objective)) if value is not None
+        name: value
+        for name, value in (("status", status), ("objective", objective))
+        if value is not None
     }
     found = await asyncio.to_thread(service.store.search, q, filters, _before(cursor), limit + 1)
     more = len(found) > limit

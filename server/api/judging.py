@@ -17,16 +17,23 @@ router = APIRouter()
 
 Id = Annotated[str | None, Query(description="The placement whose request is the question.")]
 Ids = Annotated[
-    list[str], Query(max_length=MAX_MAPS, description="Placements to compare; the first one's request judges.")
+    list[str],
+    Query(
+        max_length=MAX_MAPS, description="Placements to compare; the first one's request judges."
+    ),
 ]
 
 
 @router.post("/v1/placements:evaluate", response_model=Evaluation)
 async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
-    """Judge a map of your own by the cost model that the solver minimises, and say what is wrong with it."""
+    """Judge a map of your own by the cost model that the solver minimises, and say what is wrong
+    with it.
+    """
     stored = [await stored_of(service, id)] if id is not None else []
     async with service.intake.body(request) as body:
-        content = await service.judge.judge(evaluate_task, Asking(body, tuple(stored)), client_of(request))
+        content = await service.judge.judge(
+            evaluate_task, Asking(body, tuple(stored)), client_of(request)
+        )
     return json_reply(request, content)
 
 
@@ -35,7 +42,9 @@ async def compare(request: Request, service: Serving, id: Ids = []) -> Response:
     """Hold placements and maps of your own against each other, all judged by one request."""
     stored = [await stored_of(service, one) for one in dict.fromkeys(id)]
     async with service.intake.body(request, optional=True) as body:
-        content = await service.judge.judge(compare_task, Asking(body, tuple(stored)), client_of(request))
+        content = await service.judge.judge(
+            compare_task, Asking(body, tuple(stored)), client_of(request)
+        )
     return json_reply(request, content)
 
 

@@ -2,7 +2,8 @@
 
 node a ── PUT /v1/nodes/a ──▶ store ◀── PUT /v1/nodes/b ── node b
                                 │
-          GET /v1/cluster?node=a&node=b&network_bytes_per_s=... ──▶ a/cuda:0, a/cuda:1, b/cuda:0, ...
+          GET /v1/cluster?node=a&node=b&network_bytes_per_s=... ──▶ a/cuda:0, a/cuda:1, b/cuda:0,
+          ...
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ LONGEST_NAME = 64
 
 SLOWEST_BYTES_PER_S = 1.0
 LONGEST_LATENCY_S = 1e5
-"""Of the network, and of a device's ways to and from its host: what the three make together must still be a link."""
+"""Of the network, and of a device's ways to and from its host: what the three make together must
+still be a link."""
 
-Nodes = Annotated[list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")]
+Nodes = Annotated[
+    list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")
+]
 Network = Annotated[
     float | None,
     Query(
@@ -53,22 +57,31 @@ Network = Annotated[
     ),
 ]
 Latency = Annotated[
-    float, Query(ge=0, le=LONGEST_LATENCY_S, allow_inf_nan=False, description="Of a transfer between nodes.")
+    float,
+    Query(
+        ge=0, le=LONGEST_LATENCY_S, allow_inf_nan=False, description="Of a transfer between nodes."
+    ),
 ]
 
 
 @router.put("/v1/nodes/{name}", response_model=Node)
 async def put_node(request: Request, name: str, service: Serving) -> Response:
-    """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an update."""
+    """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an
+    update.
+    """
     _check_name(name)
     async with service.intake.body(request) as body:
         cluster = await service.checker.read_cluster(body)
     _check_devices(cluster)
     nodes = await service.store.ask(service.store.nodes)
     if name not in nodes and len(nodes) >= MOST_NODES:
-        detail = f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
+        detail = (
+            f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
+        )
         raise Problem(422, "too-many-nodes", "There are too many nodes", detail)
-    created_s = await asyncio.to_thread(service.store.keep_node, name, cluster.model_dump_json().encode())
+    created_s = await asyncio.to_thread(
+        service.store.keep_node, name, cluster.model_dump_json().encode()
+    )
     return json_reply(request, _described(name, created_s, cluster).model_dump_json().encode())
 
 
@@ -97,7 +110,8 @@ async def get_cluster(
     network_bytes_per_s: Network = None,
     network_latency_s: Latency = 0.0,
 ) -> Response:
-    """This node's own devices and links, measured once; or those of registered nodes, joined by the network.
+    """This node's own devices and links, measured once; or those of registered nodes, joined by the
+    network.
 
     Devices of several nodes are named `NODE/cuda:0`, as `placer.distributed` takes them.
     """
@@ -119,7 +133,9 @@ async def get_cluster(
     if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MOST_JOINED:
         detail = f"these nodes have {count} devices, each pair of them a link; name fewer, up to {MOST_JOINED} devices"
         raise Problem(422, "too-many-devices", "There are too many devices", detail)
-    content = await asyncio.to_thread(_joined, chosen, network_bytes_per_s or 1.0, network_latency_s)
+    content = await asyncio.to_thread(
+        _joined, chosen, network_bytes_per_s or 1.0, network_latency_s
+    )
     return json_reply(request, content, tagged=True)
 
 
@@ -164,7 +180,8 @@ def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
 
 
 def _registered(name: str, content: bytes) -> Cluster:
-    """The devices of a node, which may have registered with a version of Placer that took what this one refuses.
+    """The devices of a node, which may have registered with a version of Placer that took what this
+    one refuses.
 
     Raises:
         InputError: this version does not take them; the log names node and reason.

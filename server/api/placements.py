@@ -26,8 +26,9 @@ async def post_placement(
 ) -> Response:
     """Ask for a placement.
 
-    The same request has the same id and is answered from the store at once. An infeasible request is answered too: with
-    a placement whose status is `infeasible`. What is answered 202 is written down before: it outlives the service.
+    The same request has the same id and is answered from the store at once. An infeasible request
+    is answered too: with a placement whose status is `infeasible`. What is answered 202 is written
+    down before: it outlives the service.
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
@@ -38,7 +39,13 @@ async def post_placement(
     del body  # the job holds it as long as it needs it
     job.wanted = job.wanted or on_disconnect == "keep"
     written = await job.is_written()
-    await _wait(request, service, job, service.settings.default_wait_s if wait is None else wait, on_disconnect)
+    await _wait(
+        request,
+        service,
+        job,
+        service.settings.default_wait_s if wait is None else wait,
+        on_disconnect,
+    )
     if not written and job.answer is None and job.problem is None:
         raise not_kept(job)
     return job_response(request, job)
@@ -46,7 +53,11 @@ async def post_placement(
 
 @router.get("/v1/placements/{id}", response_model=Placement, responses={202: {"model": Progress}})
 async def get_placement(
-    request: Request, id: str, service: Serving, wait: Wait = 0.0, on_disconnect: OnDisconnect = "keep"
+    request: Request,
+    id: str,
+    service: Serving,
+    wait: Wait = 0.0,
+    on_disconnect: OnDisconnect = "keep",
 ) -> Response:
     """A placement that was asked for, or how far its solve is."""
     key = checked_id(id)
@@ -58,7 +69,8 @@ async def get_placement(
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
 async def stop_placement(request: Request, id: str, service: Serving) -> Response:
-    """Stop the solve and keep the best placement so far, which is the answer; one that has ended is just answered.
+    """Stop the solve and keep the best placement so far, which is the answer; one that has ended is
+    just answered.
 
     Asking the same question again solves it again, with all its time.
     """
@@ -69,7 +81,9 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
     return await stored_response(request, service, key)
 
 
-async def _wait(request: Request, service: Service, job: Job, seconds: float, on_disconnect: str) -> None:
+async def _wait(
+    request: Request, service: Service, job: Job, seconds: float, on_disconnect: str
+) -> None:
     """Wait for a job; where its client goes away meanwhile and said so, the job ends."""
     if on_disconnect == "keep" or seconds <= 0:
         await job.wait(seconds)
@@ -104,7 +118,9 @@ async def complete_answer(service: Service, question: Question) -> bytes | None:
     return answer.placement
 
 
-async def stored_response(request: Request, service: Service, key: str, *, plain: bool = False) -> Response:
+async def stored_response(
+    request: Request, service: Service, key: str, *, plain: bool = False
+) -> Response:
     """What the store has of an id: an answer or a failure.
 
     Args:
@@ -133,7 +149,9 @@ def not_kept(job: Job) -> Problem:
         f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
         " ask again for its answer"
     )
-    return Problem(503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"})
+    return Problem(
+        503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"}
+    )
 
 
 def job_response(request: Request, job: Job) -> Response:

@@ -1,4 +1,6 @@
-"""The paths of profiles: those that came with requests, and those that this node measures of graphs."""
+"""The paths of profiles: those that came with requests, and those that this node measures of
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class MeasuringStatus(BaseModel):
 
 @router.post("/v1/profiles", response_model=Profile, responses={202: {"model": MeasuringStatus}})
 async def post_profile(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Have a captured graph measured on this node's devices; it holds operations, shapes and dtypes, and no weights.
+    """Have a captured graph measured on this node's devices; it holds operations, shapes and
+    dtypes, and no weights.
 
     The same request is answered from the store. While it is measured, ask `GET /v1/profiles/{id}`.
     """
@@ -52,23 +55,29 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
     if measuring.written is not None and not measuring.ended.is_set():
         await asyncio.wait([measuring.written])
         if measuring.written.exception() is not None:
-            detail = (
-                "the graph could not be written to the store, so a crash would lose it; it is measured all the same"
+            detail = "the graph could not be written to the store, so a crash would lose it; it is measured all the same"
+            raise Problem(
+                503, "not-kept", "The graph could not be kept", detail, headers={"Retry-After": "2"}
             )
-            raise Problem(503, "not-kept", "The graph could not be kept", detail, headers={"Retry-After": "2"})
     return _reply(request, measuring)
 
 
-@router.get("/v1/profiles/{id}", response_model=Profile, responses={202: {"model": MeasuringStatus}})
+@router.get(
+    "/v1/profiles/{id}", response_model=Profile, responses={202: {"model": MeasuringStatus}}
+)
 async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 0.0) -> Response:
-    """A profile that placements were asked for (lists of placements have its id), or one that this node measures."""
+    """A profile that placements were asked for (lists of placements have its id), or one that this
+    node measures.
+    """
     key, store = checked_id(id, "profile"), service.store
     if (measuring := service.profiling.find(key)) is not None:
         await _wait(measuring, wait or 0.0)
         return _reply(request, measuring)
     profile = await store.ask(store.profile, key) or await store.ask(store.measured, key)
     if profile is None:
-        raise Problem(404, "no-such-profile", "There is no such profile", f"there is no profile {key}")
+        raise Problem(
+            404, "no-such-profile", "There is no such profile", f"there is no profile {key}"
+        )
     return json_reply(request, profile, tagged=True)
 
 

@@ -63,7 +63,12 @@ def _refuse_unknown_parameters(request: Request) -> None:
 Serving = Annotated[Service, Depends(_service)]
 Wait = Annotated[
     float | None,
-    Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for the answer before a 202."),
+    Query(
+        ge=0,
+        le=MAX_WAIT_S,
+        allow_inf_nan=False,
+        description="Seconds to wait for the answer before a 202.",
+    ),
 ]
 OnDisconnect = Annotated[
     Literal["keep", "stop"],
@@ -104,4 +109,6 @@ async def refuse_pending(service: Service, key: str) -> None:
     if job.problem is not None:
         raise job.problem
     detail = f"placement {key} is still being solved; GET /v1/placements/{key} is 200 when it is done, 202 before"
-    raise Problem(409, "not-done", "The placement is not there yet", detail, headers={"Retry-After": "1"})
+    raise Problem(
+        409, "not-done", "The placement is not there yet", detail, headers={"Retry-After": "1"}
+    )

@@ -33,7 +33,12 @@ async def get_trace(request: Request, id: str, service: Serving) -> Response:
 @router.get(
     "/v1/placements/{id}/report",
     response_class=Response,
-    responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "One HTML file."}},
+    responses={
+        200: {
+            "content": {"text/html": {"schema": {"type": "string"}}},
+            "description": "One HTML file.",
+        }
+    },
 )
 async def get_report(request: Request, id: str, service: Serving) -> Response:
     """A report for people in one file that needs nothing else: what ``placer show --html`` writes."""
@@ -42,7 +47,9 @@ async def get_report(request: Request, id: str, service: Serving) -> Response:
 
 
 async def _made(request: Request, service: Service, id: str, task: Task[bytes | Problem]) -> bytes:
-    return await service.judge.judge(task, Asking(b"", (await stored_of(service, id),)), client_of(request))
+    return await service.judge.judge(
+        task, Asking(b"", (await stored_of(service, id),)), client_of(request)
+    )
 
 
 def _attached(name: str) -> dict[str, str]:

@@ -26,25 +26,37 @@ class Elsewhere(Exception):
 def nothing_found(job: Job) -> bytes:
     """The Placement, as JSON, of a job that was stopped before the solver had one."""
     placement = Placement(
-        id=job.question.id, status="unknown", objective=job.question.objective, method="stopped before any was found"
+        id=job.question.id,
+        status="unknown",
+        objective=job.question.objective,
+        method="stopped before any was found",
     )
     return placement.model_dump_json().encode()
 
 
 def keep(job: Job, store: Store) -> None:
-    """Write the job's answer down; it is the store's, where an earlier solve of the question found a better one."""
+    """Write the job's answer down; it is the store's, where an earlier solve of the question found
+    a better one.
+    """
     assert job.answer is not None
     complete = is_proven(job) or not (job.stopped or job.handed_on or job.rescued)
     answer = Answer(job.answer, complete=complete, version=placer.__version__)
     if (solved := job.solved) is not None:
         summary, asked = solved.summary, Asked(solved.profile_id, solved.profile, solved.question)
     else:  # nothing was found, and the profile not looked at
-        summary, asked = json.dumps({"status": "unknown", "objective": job.question.objective}).encode(), None
+        summary, asked = (
+            json.dumps({"status": "unknown", "objective": job.question.objective}).encode(),
+            None,
+        )
     try:
-        kept = store.put(job.question.id, answer, summary, asked, settled=complete or not job.handed_on)
+        kept = store.put(
+            job.question.id, answer, summary, asked, settled=complete or not job.handed_on
+        )
         job.answer = kept.placement
     except StoreError as error:
-        log.error("placement %s could not be written, and is kept in memory: %s", job.question.id, error)
+        log.error(
+            "placement %s could not be written, and is kept in memory: %s", job.question.id, error
+        )
 
 
 def problem_of(error: Exception) -> Problem:
@@ -57,10 +69,14 @@ def problem_of(error: Exception) -> Problem:
         way_out = "asking again tries again"
         if isinstance(error, Killed):
             way_out = "a coarser granularity is solved sooner, a longer PLACER_STOP_GRACE_S lets it tell what it found"
-        detail = f"the solver failed on this request: {error}. Other requests are not touched; {way_out}"
+        detail = (
+            f"the solver failed on this request: {error}. Other requests are not touched; {way_out}"
+        )
         return Problem(500, "solver-failed", "The solver failed", detail)
     if isinstance(error, OSError):
-        return Problem(500, "solver-failed", "The solver failed", f"the worker could not be run: {error}")
+        return Problem(
+            500, "solver-failed", "The solver failed", f"the worker could not be run: {error}"
+        )
     return defect()
 
 
@@ -71,9 +87,11 @@ def stopping() -> Problem:
 
 
 def refuse_excess(question: Question, settings: Settings) -> None:
-    """Refuse a question whose solve would hold a worker, or cores, for longer than this service allows.
+    """Refuse a question whose solve would hold a worker, or cores, for longer than this service
+    allows.
 
-    It is refused, not solved within the bounds: its answer would not be the one that another service gives.
+    It is refused, not solved within the bounds: its answer would not be the one that another
+    service gives.
 
     Raises:
         Problem: it asks for more.
@@ -81,24 +99,36 @@ def refuse_excess(question: Question, settings: Settings) -> None:
     bounds = {"time_limit_s": settings.max_time_limit_s, "workers": settings.max_solver_workers}
     variables = {"time_limit_s": "PLACER_MAX_TIME_LIMIT_S", "workers": "PLACER_MAX_SOLVER_WORKERS"}
     faults = [
-        {"pointer": f"#/{name}", "detail": f"is {given:g}; this service allows at most {most:g} ({variables[name]})"}
+        {
+            "pointer": f"#/{name}",
+            "detail": f"is {given:g}; this service allows at most {most:g} ({variables[name]})",
+        }
         for name, most in bounds.items()
         if (given := getattr(question, name)) > most
     ]
     if faults:
-        detail = "; ".join(f"{fault['pointer'].removeprefix('#/')} {fault['detail']}" for fault in faults)
-        raise Problem(422, "over-limit", "The request asks for too much", f"{detail}: ask for less", faults)
+        detail = "; ".join(
+            f"{fault['pointer'].removeprefix('#/')} {fault['detail']}" for fault in faults
+        )
+        raise Problem(
+            422, "over-limit", "The request asks for too much", f"{detail}: ask for less", faults
+        )
 
 
 def queue_full(what: str, seconds: int) -> Problem:
     """There is no room for one more, and when there may be."""
     detail = f"{what}; try again in {seconds} s"
-    return Problem(429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)})
+    return Problem(
+        429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)}
+    )
 
 
 def is_proven(job: Job) -> bool:
     """Whether no longer solve would find anything else."""
-    return job.solved is not None and json.loads(job.solved.summary)["status"] in ("optimal", "infeasible")
+    return job.solved is not None and json.loads(job.solved.summary)["status"] in (
+        "optimal",
+        "infeasible",
+    )
 
 
 def gap_of(job: Job) -> float | None:

@@ -46,7 +46,8 @@ log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
 RETURN_S = 1.0
-"""So soon a client that waits asks again after it was told that its solve goes on: a round trip and some."""
+"""So soon a client that waits asks again after it was told that its solve goes on: a round trip and
+some."""
 
 FAILURES_KEPT = 1000
 _WRITERS = 4
@@ -57,13 +58,19 @@ MAX_STARTS = 3
 
 
 class Jobs:
-    """Runs the solves, at most ``settings.workers`` at once, with at most ``settings.queue`` waiting.
+    """Runs the solves, at most ``settings.workers`` at once, with at most ``settings.queue``
+    waiting.
 
     All methods are called in the event loop.
     """
 
     def __init__(
-        self, settings: Settings, store: Store, metrics: Metrics, solver: Solver, peers: Peers | None = None
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: Metrics,
+        solver: Solver,
+        peers: Peers | None = None,
     ) -> None:
         self._settings = settings
         self._peers = peers
@@ -75,13 +82,16 @@ class Jobs:
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
-        self._unsolved: dict[str, Job] = {}  # stopped before a worker began; their end is being written down
+        # stopped before a worker began; their end is being written down
+        self._unsolved: dict[str, Job] = {}
         self._failed: OrderedDict[str, Job] = OrderedDict()
         self._tasks = Tasks()
         self._closing = False
 
     def find(self, key: str) -> Job | None:
-        """The job of that id that is queued, runs or failed lately, or that is watched while another solves it."""
+        """The job of that id that is queued, runs or failed lately, or that is watched while
+        another solves it.
+        """
         watched = self._peers.find(key) if self._peers else None
         here = self._queued.get(key) or self._running.get(key) or self._unsolved.get(key)
         return here or watched or self._failed.get(key)
@@ -98,8 +108,8 @@ class Jobs:
     def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
         """The job that answers the question: one that is on its way already, else a new one.
 
-        Raises:
-            Problem: the question asks for more than a solve may take here, the queue is full, or the service is
+        Raises: Problem: the question asks for more than a solve may take here, the queue is full,
+            or the service is
                 stopping.
         """
         job = self.find(question.id)
@@ -117,7 +127,9 @@ class Jobs:
         return job
 
     def _accept(self, asked: Accepted) -> asyncio.Future[bool]:
-        """Write a request down: after the end of the same that was stopped, which takes its row away."""
+        """Write a request down: after the end of the same that was stopped, which takes its row
+        away.
+        """
         before = self._tasks.end_of(asked.id)
         if before is not None:
             return self._tasks.spawn(self._accept_after(before, asked))
@@ -125,10 +137,14 @@ class Jobs:
 
     async def _accept_after(self, before: asyncio.Task[Any], asked: Accepted) -> bool:
         await asyncio.wait([before])
-        return await asyncio.get_running_loop().run_in_executor(self._writers, self._store.accept, asked)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._writers, self._store.accept, asked
+        )
 
     def resume(self) -> None:
-        """Take up what was accepted and not answered, one by one, as there is room; in memory nothing is left."""
+        """Take up what was accepted and not answered, one by one, as there is room; in memory
+        nothing is left.
+        """
         if self._peers:
             self._peers.start(self)
 
@@ -139,7 +155,11 @@ class Jobs:
 
     def room(self) -> int:
         """How many jobs could begin at once."""
-        return 0 if self._closing else max(0, self._settings.workers - len(self._running) - len(self._queued))
+        return (
+            0
+            if self._closing
+            else max(0, self._settings.workers - len(self._running) - len(self._queued))
+        )
 
     def running(self) -> list[Job]:
         """Those that have a worker."""
@@ -190,10 +210,15 @@ class Jobs:
     def leave(self, job: Job) -> None:
         """A client that waited went away: end the job, unless somebody else waits or wants it kept.
 
-        Clients wait in turns of some seconds. One that was just told to ask again is given the time for that. A job
-        that another replica has goes on, as others may wait for it there.
+        Clients wait in turns of some seconds. One that was just told to ask again is given the time
+        for that. A job that another replica has goes on, as others may wait for it there.
         """
-        if job.wanted or job.waiting or job.finished.is_set() or (self._peers and self._peers.find(job.question.id)):
+        if (
+            job.wanted
+            or job.waiting
+            or job.finished.is_set()
+            or (self._peers and self._peers.find(job.question.id))
+        ):
             return
         left_s = job.left_waiting_s + RETURN_S - time.monotonic()
         if left_s > 0:
@@ -203,7 +228,9 @@ class Jobs:
         self._tell(job)
 
     def stop_all(self) -> None:
-        """End every job with the best so far, and take no more; the next start goes on with those that are not done."""
+        """End every job with the best so far, and take no more; the next start goes on with those
+        that are not done.
+        """
         if self._closing:
             return
         self._closing = True
@@ -237,7 +264,9 @@ class Jobs:
             self._tasks.spawn(self._keep_unsolved(job), end_of=job.question.id)
 
     def _hand_on(self, job: Job) -> None:
-        """The next start finds it in the store; those who wait, or ask again, are told here that it will be there."""
+        """The next start finds it in the store; those who wait, or ask again, are told here that it
+        will be there.
+        """
         job.handed_on = True
         job.state = "queued"
         self._queued.add(job)
@@ -247,7 +276,10 @@ class Jobs:
     def _start_next(self) -> None:
         if self._closing:
             return
-        while len(self._running) < self._settings.workers and (job := self._queued.pop(self._running)) is not None:
+        while (
+            len(self._running) < self._settings.workers
+            and (job := self._queued.pop(self._running)) is not None
+        ):
             self._running[job.question.id] = job
             job.worker = self._worker(job)
             job.state, job.started_s = "running", time.monotonic()
@@ -280,7 +312,8 @@ class Jobs:
 
     async def _work(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        await job.is_written()  # else it could be written after its answer, and stay
+        # else it could be written after its answer, and stay
+        await job.is_written()
         while True:
             try:
                 await loop.run_in_executor(self._threads, self._solve, job)
@@ -313,9 +346,16 @@ class Jobs:
             trace = error if problem.name == "defect" else None
             log.error("solve %s failed: %s", job.question.id, error, exc_info=trace)
         try:
-            await asyncio.to_thread(self._store.fail, job.question.id, problem.status, problem.content())
-        except Exception as unwritten:  # whatever it is, those who wait for the job are answered
-            log.error("failure of %s could not be written, and is kept in memory: %s", job.question.id, unwritten)
+            await asyncio.to_thread(
+                self._store.fail, job.question.id, problem.status, problem.content()
+            )
+        except Exception as unwritten:
+            # whatever it is, those who wait for the job are answered
+            log.error(
+                "failure of %s could not be written, and is kept in memory: %s",
+                job.question.id,
+                unwritten,
+            )
 
     def _goes_on(self, job: Job, error: Exception) -> bool:
         """Whether a job goes on after its worker ended so: at the next start, or in another one."""
@@ -327,7 +367,9 @@ class Jobs:
         """Runs in a thread of its own."""
         assert job.worker is not None
         if job.starts >= MAX_STARTS:
-            raise Crashed(f"it was begun {job.starts} times, and the service or its worker was killed each time")
+            raise Crashed(
+                f"it was begun {job.starts} times, and the service or its worker was killed each time"
+            )
         job.starts += 1
         try:
             if self._begin(job) == "answered":
@@ -407,5 +449,8 @@ class Jobs:
 
     def _next_free_s(self) -> int:
         now = time.monotonic()
-        left = [(job.started_s or now) + job.question.time_limit_s - now for job in self._running.values()]
+        left = [
+            (job.started_s or now) + job.question.time_limit_s - now
+            for job in self._running.values()
+        ]
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(min(left, default=1))))

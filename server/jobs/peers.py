@@ -118,7 +118,9 @@ class Peers:
     async def _turn(self, solves: Solves) -> None:
         asked = list(self._watched)
         now = {job.question.id: (job.incumbent, job.bound) for job in solves.running()}
-        new = {key: found for key, found in now.items() if self._told.get(key, (None, None)) != found}
+        new = {
+            key: found for key, found in now.items() if self._told.get(key, (None, None)) != found
+        }
         turn = await asyncio.to_thread(self.replicas.turn, new, asked, solves.room())
         if turn.told:
             self._told = now
@@ -164,4 +166,10 @@ def _problem(failure: tuple[int, bytes] | None) -> Problem:
         detail = "another replica ended it, and its answer is kept no more; ask again"
         return Problem(500, "solver-failed", "The solver failed", detail)
     told = json.loads(failure[1])
-    return Problem(failure[0], told["type"].rpartition(":")[2], told["title"], told["detail"], told.get("errors", ()))
+    return Problem(
+        failure[0],
+        told["type"].rpartition(":")[2],
+        told["title"],
+        told["detail"],
+        told.get("errors", ()),
+    )

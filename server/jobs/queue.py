@@ -1,4 +1,6 @@
-"""The jobs that wait for a worker: clients take turns, so that one who asks much does not keep the others waiting."""
+"""The jobs that wait for a worker: clients take turns, so that one who asks much does not keep the
+others waiting.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[str, OrderedDict[str, Job]] = OrderedDict()  # whose turn it is comes first
+        # whose turn it is comes first
+        self._clients: OrderedDict[str, OrderedDict[str, Job]] = OrderedDict()
         self._jobs: dict[str, Job] = {}
 
     def __len__(self) -> int:
@@ -48,7 +51,9 @@ class FairQueue:
             del self._clients[job.client]
 
     def pop(self, running: Container[str]) -> Job | None:
-        """The job whose turn it is; none of an id that runs already, as one that was stopped and asked again may."""
+        """The job whose turn it is; none of an id that runs already, as one that was stopped and
+        asked again may.
+        """
         for client, jobs in self._clients.items():
             for key, job in jobs.items():
                 if key not in running:

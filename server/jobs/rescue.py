@@ -17,7 +17,8 @@ RESCUE_S = 30.0
 
 
 def is_rescued(job: Job, error: Exception, settings: Settings) -> bool:
-    """Whether a job has an answer after its worker was killed: the best that it told, or, if it was stopped, none.
+    """Whether a job has an answer after its worker was killed: the best that it told, or, if it was
+    stopped, none.
 
     Args:
         job: whose ``best`` it is; ``solved`` is set to it.

@@ -82,32 +82,43 @@ class Asking(NamedTuple):
 
 
 def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the body."""
-    asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
+    """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the
+    body.
+    """
+    # made by this service, from bytes that are not unpickled
+    asking: Asking = pickle.loads(payload)
     try:
         body = read_json(EvaluateBody, asking.body, strict=True)
     except ValidationError as error:
         return invalid_body(error, EvaluateBody)
     request = body.request or _request_of(asking.stored)
-    return judge(request, body.layer_devices, _best(request, asking.stored)).model_dump_json().encode()
+    return (
+        judge(request, body.layer_devices, _best(request, asking.stored)).model_dump_json().encode()
+    )
 
 
 def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the body."""
+    """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the
+    body.
+    """
     asking: Asking = pickle.loads(payload)
     try:
         body = read_json(CompareBody, asking.body or b"{}", strict=True)
     except ValidationError as error:
         return invalid_body(error, CompareBody)
     request = body.request or _request_of(asking.stored)
-    placements = {stored.id: Placement.model_validate_json(stored.placement) for stored in asking.stored}
+    placements = {
+        stored.id: Placement.model_validate_json(stored.placement) for stored in asking.stored
+    }
     maps = {name: placement.layer_devices for name, placement in placements.items()}
     return compare(request, {**maps, **body.maps}, placements).model_dump_json().encode()
 
 
 def _request_of(stored: Sequence[Stored]) -> PlacementRequest:
     if not stored:
-        raise InputError("there is no question to judge by: send a request in the body, or name a placement with ?id=")
+        raise InputError(
+            "there is no question to judge by: send a request in the body, or name a placement with ?id="
+        )
     return read_request(stored[0].request)
 
 
@@ -118,15 +129,16 @@ def _best(request: PlacementRequest, stored: Sequence[Stored]) -> Placement | No
 
 
 def compare(
-    request: PlacementRequest, maps: Mapping[str, Map], placements: Mapping[str, Placement] | None = None
+    request: PlacementRequest,
+    maps: Mapping[str, Map],
+    placements: Mapping[str, Placement] | None = None,
 ) -> Comparison:
     """Judge maps by one request and list where they differ.
 
-    Args:
-        request: the question.
-        maps: name -> layer -> device.
-        placements: by name, the placement that a map is from. Objective ``step`` judges that map with the placement's
-            micro-batches and schedule, where the request allows them; it judges other maps with the best choice.
+    Args: request: the question. maps: name -> layer -> device. placements: by name, the placement
+        that a map is from. Objective ``step`` judges that map with the placement's
+            micro-batches and schedule, where the request allows them; it judges other maps with the
+            best choice.
     """
     if len(maps) < 2:
         raise InputError(
@@ -140,7 +152,10 @@ def compare(
         if one.valid and one.objective_value is not None
     ]
     every = [*dict.fromkeys(layer.name for layer in request.profile.layers)]
-    rows = [Move(layer=layer, devices=tuple(where.get(layer) for where in maps.values())) for layer in every]
+    rows = [
+        Move(layer=layer, devices=tuple(where.get(layer) for where in maps.values()))
+        for layer in every
+    ]
     moves = [row for row in rows if len(set(row.devices)) > 1]
     return Comparison(
         names=tuple(maps),
@@ -152,15 +167,16 @@ def compare(
 
 
 def judge(
-    request: PlacementRequest, where: Map, best: Placement | None = None, chosen_by: Placement | None = None
+    request: PlacementRequest,
+    where: Map,
+    best: Placement | None = None,
+    chosen_by: Placement | None = None,
 ) -> Evaluation:
     """Return what a map costs, and what is wrong with it.
 
-    Args:
-        request: the question that it answers.
-        where: layer -> device.
-        best: the placement that is known for the request.
-        chosen_by: the placement that the map is from. Objective ``step`` takes over its micro-batches and schedule,
+    Args: request: the question that it answers. where: layer -> device. best: the placement that is
+        known for the request. chosen_by: the placement that the map is from. Objective ``step``
+        takes over its micro-batches and schedule,
             where the request allows them, and else the best for the map.
     """
     from placer.solver import costs
@@ -172,7 +188,9 @@ def judge(
     if faults:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     if request.objective == "step":
-        request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(request, where)
+        request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(
+            request, where
+        )
     problem = Indexed.from_request(request)
     faults += _rules(request, where)
     faults += _links(request, where)
@@ -210,7 +228,9 @@ def _names(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
         yield _fault("layer-missing", missing, (), f"{_listed(missing)} {_have(missing)} no device")
     if unknown := [name for name in where if name not in layers]:
-        yield _fault("layer-unknown", unknown, (), f"{_listed(unknown)}: the profile has no such layer")
+        yield _fault(
+            "layer-unknown", unknown, (), f"{_listed(unknown)}: the profile has no such layer"
+        )
     strange = defaultdict(list)
     for layer, device in where.items():
         if device not in devices:
@@ -229,7 +249,12 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     everywhere = rules.forbidden.get("*", ())
     for layer, device in where.items():
         if device in everywhere or device in rules.forbidden.get(layer, ()):
-            yield _fault("device-forbidden", (layer,), (device,), f"layer {layer!r} must not be on {device!r}")
+            yield _fault(
+                "device-forbidden",
+                (layer,),
+                (device,),
+                f"layer {layer!r} must not be on {device!r}",
+            )
     for group in (*request.profile.colocated, *rules.colocated):
         apart = sorted({where[layer] for layer in group})
         if len(apart) > 1:
@@ -244,7 +269,9 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
         yield _fault("too-few-devices", (), used, detail)
     for device, count in Counter(where.values()).items():
         if rules.max_layers is not None and count > rules.max_layers:
-            detail = f"{device!r} holds {count_text(count, 'layer')}; max_layers is {rules.max_layers}"
+            detail = (
+                f"{device!r} holds {count_text(count, 'layer')}; max_layers is {rules.max_layers}"
+            )
             held = [layer for layer, other in where.items() if other == device]
             yield _fault("too-many-layers", held, (device,), detail)
 
@@ -264,7 +291,10 @@ def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     for edge in request.profile.edges:
         for target in {where[name] for name in edge.targets} - {where[edge.source]}:
             back = request.is_training and edge.gradient_bytes > 0
-            for way in [(where[edge.source], target), *([(target, where[edge.source])] if back else [])]:
+            for way in [
+                (where[edge.source], target),
+                *([(target, where[edge.source])] if back else []),
+            ]:
                 if way not in links:
                     broken[way].append(edge.source)
     for (source, target), values in broken.items():
@@ -281,9 +311,13 @@ def _not_contiguous(request: PlacementRequest, where: Map) -> Fault:
         if where[edge.source] != where[target]
     }
     left = set(where.values())
-    while first := {device for device in left if not any((other, device) in feeds for other in left)}:
+    while first := {
+        device for device in left if not any((other, device) in feeds for other in left)
+    }:
         left -= first
-    while last := {device for device in left if not any((device, other) in feeds for other in left)}:
+    while last := {
+        device for device in left if not any((device, other) in feeds for other in left)
+    }:
         left -= last
     detail = (
         f"the stages are not contiguous: values go round between {_listed(sorted(left))};"
@@ -303,9 +337,19 @@ def _memory(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
             yield _fault("out-of-memory", (), (load.device,), detail, short)
 
 
-def _fault(kind: FaultKind, layers: Sequence[str], devices: Sequence[str], detail: str, short_bytes: int = 0) -> Fault:
+def _fault(
+    kind: FaultKind,
+    layers: Sequence[str],
+    devices: Sequence[str],
+    detail: str,
+    short_bytes: int = 0,
+) -> Fault:
     return Fault(
-        kind=kind, detail=detail, layers=tuple(layers[:MAX_NAMED]), devices=tuple(devices), short_bytes=short_bytes
+        kind=kind,
+        detail=detail,
+        layers=tuple(layers[:MAX_NAMED]),
+        devices=tuple(devices),
+        short_bytes=short_bytes,
     )
 
 

@@ -22,7 +22,9 @@ class Judge:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._free = asyncio.Semaphore(AT_ONCE)
-        self._shares = Shares(AT_ONCE + MOST_WAITING, settings.client_share, "evaluations run or wait", retry_s=1)
+        self._shares = Shares(
+            AT_ONCE + MOST_WAITING, settings.client_share, "evaluations run or wait", retry_s=1
+        )
 
     async def judge(self, task: Task[bytes | Problem], asking: Asking, client: str) -> bytes:
         """What the task makes of it.
@@ -47,7 +49,9 @@ class Judge:
         try:
             result = await asyncio.to_thread(worker.run)
         except Refused as error:
-            raise Problem(422, "invalid-request", "The request cannot be used", str(error)) from error
+            raise Problem(
+                422, "invalid-request", "The request cannot be used", str(error)
+            ) from error
         except (Crashed, Killed) as error:
             detail = f"the map could not be judged: {error}. Other requests are not touched"
             raise Problem(500, "not-judged", "Judging failed", detail) from error

@@ -1,4 +1,6 @@
-"""What is shown of a stored placement: its timeline, a trace of that, and a report, by the placement's own schedule."""
+"""What is shown of a stored placement: its timeline, a trace of that, and a report, by the
+placement's own schedule.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from placer.errors import InputError
-from placer.schema import DeviceTime, Placement, PlacementRequest, Profile, Timeline, TimelineCopy, TimelinePass
+from placer.schema import (
+    DeviceTime,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Timeline,
+    TimelineCopy,
+    TimelinePass,
+)
 
 from ..workers.solving import read_request
 from ..workers.worker import Report
@@ -26,7 +36,9 @@ MOST_PASSES = 6000
 
 def timeline_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
     """The task of ``/timeline``: a stored placement to its Timeline as JSON."""
-    return _shown(payload, lambda request, placement: timeline(request, placement).model_dump_json())
+    return _shown(
+        payload, lambda request, placement: timeline(request, placement).model_dump_json()
+    )
 
 
 def trace_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
@@ -35,24 +47,30 @@ def trace_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
 
 
 def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task of ``/report``: a stored placement to the HTML file that ``placer show --html`` writes."""
+    """The task of ``/report``: a stored placement to the HTML file that ``placer show --html``
+    writes.
+    """
     from placer.report.page import html_report
 
     def show(request: PlacementRequest, placement: Placement) -> str:
-        return html_report(placement, profile_of(request, placement) if placement.layer_devices else None)
+        return html_report(
+            placement, profile_of(request, placement) if placement.layer_devices else None
+        )
 
     return _shown(payload, show)
 
 
 def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
-    asking: Asking = pickle.loads(payload)  # made by this service, from bytes that are not unpickled
+    # made by this service, from bytes that are not unpickled
+    asking: Asking = pickle.loads(payload)
     (stored,) = asking.stored
     placement = Placement.model_validate_json(stored.placement)
     return show(read_request(stored.request), placement).encode()
 
 
 def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
-    """Return the profile with the placement's micro-batch size, and the devices that the request places on.
+    """Return the profile with the placement's micro-batch size, and the devices that the request
+    places on.
 
     Raises:
         InputError: the request does not allow what the placement chose.
@@ -80,8 +98,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         request: the question that the placement answers.
         placement: with a map.
 
-    Raises:
-        InputError: the placement has no map, one that cannot run, or a choice that the request does not allow.
+    Raises: InputError: the placement has no map, one that cannot run, or a choice that the request
+        does not allow.
     """
     from placer import schedule
     from placer.solver import costs, pipelines
@@ -89,9 +107,12 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
 
     where = placement.layer_devices
     if not where:
-        raise InputError(f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline")
+        raise InputError(
+            f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline"
+        )
     asked = _asked(request, placement)
-    assert asked.schedule != "auto"  # only objective "step" allows it, and there the placement has chosen
+    # only objective "step" allows it, and there the placement has chosen
+    assert asked.schedule != "auto"
     problem = Problem.from_request(asked)
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[where[layer.name]] for layer in problem.layers]
@@ -106,7 +127,9 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
     held = placement.in_flight or result.in_flight
-    has_room, room = (partial(_are_no_more, held), [min(one, shown) for one in held]) if held else (None, None)
+    has_room, room = (
+        (partial(_are_no_more, held), [min(one, shown) for one in held]) if held else (None, None)
+    )
     played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
     optimizer = pipeline.optimizer_by_device()
     single = placement.single_device
@@ -118,7 +141,9 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         chunks=asked.chunks,
         shown_chunks=shown,
         step_ms=played.step_ms + max(optimizer.values(), default=0.0),
-        single_device_ms=None if single is None else _single_device_ms(problem, index[single.device], shown),
+        single_device_ms=None
+        if single is None
+        else _single_device_ms(problem, index[single.device], shown),
         bubble=min(1.0, max(0.0, played.bubble)),
         devices=tuple(
             DeviceTime(
@@ -163,7 +188,9 @@ def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:
     layers = range(len(problem.layers))
     result = costs.evaluate(problem, [device] * len(layers))
     assert result is not None  # nothing crosses
-    return chunks * result.compute_ms[device] + sum(pipelines.optimizer_ms(problem, layer, device) for layer in layers)
+    return chunks * result.compute_ms[device] + sum(
+        pipelines.optimizer_ms(problem, layer, device) for layer in layers
+    )
 
 
 def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
@@ -175,7 +202,10 @@ def trace(shown: Timeline) -> str:
     from placer.report.timeline import Row
     from placer.report.trace import events
 
-    rows = [Row(p.device, p.phase, p.stage, None, p.micro_batch, p.start_ms, p.end_ms) for p in shown.passes]
+    rows = [
+        Row(p.device, p.phase, p.stage, None, p.micro_batch, p.start_ms, p.end_ms)
+        for p in shown.passes
+    ]
     rows += [
         Row(
             f"{copy.source} → {copy.target}",
@@ -190,15 +220,27 @@ def trace(shown: Timeline) -> str:
     ]
     passes_end_ms = shown.step_ms - max(spent.optimizer_ms for spent in shown.devices)
     rows += [
-        Row(spent.device, "optimizer", None, None, 0, passes_end_ms, passes_end_ms + spent.optimizer_ms)
+        Row(
+            spent.device,
+            "optimizer",
+            None,
+            None,
+            0,
+            passes_end_ms,
+            passes_end_ms + spent.optimizer_ms,
+        )
         for spent in shown.devices
         if spent.optimizer_ms
     ]
     devices = [spent.device for spent in shown.devices]
-    return json.dumps({"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"})
+    return json.dumps(
+        {"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"}
+    )
 
 
 def _most_chunks(stages: int, devices: int) -> int:
-    """So many micro-batches that their passes can be drawn: whole rounds through the devices, if any."""
+    """So many micro-batches that their passes can be drawn: whole rounds through the devices, if
+    any.
+    """
     most = max(1, MOST_PASSES // (3 * stages))
     return most - most % devices if most > devices else most

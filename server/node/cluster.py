@@ -14,7 +14,8 @@ log = logging.getLogger("placer_server")
 
 
 class NodeCluster:
-    """Measures in a process of its own, so that torch never enters the service's, and keeps the result.
+    """Measures in a process of its own, so that torch never enters the service's, and keeps the
+    result.
 
     Args:
         settings: for the time that measuring may take.
@@ -52,17 +53,25 @@ class NodeCluster:
     async def _measure(self) -> bytes:
         settings = self._settings
         self._worker = Worker(
-            self._task, b"", lambda *_: None, limit_s=settings.measure_timeout_s, grace_s=settings.stop_grace_s
+            self._task,
+            b"",
+            lambda *_: None,
+            limit_s=settings.measure_timeout_s,
+            grace_s=settings.stop_grace_s,
         )
         try:
             return await asyncio.to_thread(self._worker.run)
         except Missing as error:
-            raise Problem(501, "cannot-measure", "This node's devices cannot be measured", str(error)) from error
+            raise Problem(
+                501, "cannot-measure", "This node's devices cannot be measured", str(error)
+            ) from error
         except (Crashed, Killed, Refused) as error:
             log.error("this node's devices could not be measured: %s", error)
             detail = f"this node's devices could not be measured: {error}. Asking again tries again"
             headers = {"Retry-After": "10"}
-            raise Problem(503, "not-measured", "Measuring failed", detail, headers=headers) from error
+            raise Problem(
+                503, "not-measured", "Measuring failed", detail, headers=headers
+            ) from error
         finally:
             self._worker = None
 

@@ -10,7 +10,8 @@ from placer.schema import Cluster, Device, Link
 def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s: float) -> Cluster:
     """The devices of several nodes as one cluster.
 
-    A transfer between nodes goes through both hosts' memories and over the network, one after the other.
+    A transfer between nodes goes through both hosts' memories and over the network, one after the
+    other.
 
     Args:
         clusters: by the name of the node.
@@ -20,9 +21,15 @@ def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s:
     devices: list[Device] = []
     links: list[Link] = []
     for node, cluster in clusters.items():
-        devices += [one.model_copy(update={"name": f"{node}/{one.name}", "host": node}) for one in cluster.devices]
+        devices += [
+            one.model_copy(update={"name": f"{node}/{one.name}", "host": node})
+            for one in cluster.devices
+        ]
         ends = [(f"{node}/{link.source}", f"{node}/{link.target}", link) for link in cluster.links]
-        links += [link.model_copy(update={"source": source, "target": target}) for source, target, link in ends]
+        links += [
+            link.model_copy(update={"source": source, "target": target})
+            for source, target, link in ends
+        ]
     for source in devices:
         for target in devices:
             if source.host != target.host:

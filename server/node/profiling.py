@@ -1,4 +1,6 @@
-"""Profiles of graphs that clients send, measured on this node's devices: one at a time, in a process of its own."""
+"""Profiles of graphs that clients send, measured on this node's devices: one at a time, in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ class Measuring:
 class Profiling:
     """Measures graphs, one after another, so that they do not disturb each other's times.
 
-    What is accepted is in the store until it is measured: the next start on this node goes on with it.
+    What is accepted is in the store until it is measured: the next start on this node goes on with
+    it.
     """
 
     def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
@@ -70,7 +73,9 @@ class Profiling:
         self._free = asyncio.Lock()
         self._open: dict[str, Measuring] = {}
         self._ended: OrderedDict[str, Measuring] = OrderedDict()
-        self._shares = Shares(1 + MOST_WAITING, settings.client_share, "graphs are measured or wait", retry_s=10)
+        self._shares = Shares(
+            1 + MOST_WAITING, settings.client_share, "graphs are measured or wait", retry_s=10
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker: Worker[bytes | Problem] | None = None
         self._closing = False
@@ -97,7 +102,9 @@ class Profiling:
         return measuring
 
     async def resume(self) -> None:
-        """Take up what a service on this node accepted and will not measure any more, now and from time to time."""
+        """Take up what a service on this node accepted and will not measure any more, now and from
+        time to time.
+        """
         while not self._closing:
             try:
                 left = await asyncio.to_thread(self._store.take_graphs, self._settings.node_name)
@@ -106,7 +113,9 @@ class Profiling:
                 left = []
             for key, body in left:
                 if key not in self._open:
-                    log.info("graph %s was accepted by another start of the service and goes on", key)
+                    log.info(
+                        "graph %s was accepted by another start of the service and goes on", key
+                    )
                     self._take(key, body)
             await asyncio.sleep(self._settings.lease_s / 4)
 
@@ -145,16 +154,21 @@ class Profiling:
         """Measure, and keep what came of it."""
         node = self._settings.node_name
         if measuring.written is not None:
-            await asyncio.wait([measuring.written])  # else it could be written after its end, and stay
+            # else it could be written after its end, and stay
+            await asyncio.wait([measuring.written])
         try:
             measuring.profile = await self._measure(body)
-            await asyncio.to_thread(self._store.keep_measured, measuring.id, node, measuring.profile)
+            await asyncio.to_thread(
+                self._store.keep_measured, measuring.id, node, measuring.profile
+            )
         except Problem as problem:
             measuring.problem = problem
             if not self._closing:  # else the next start goes on with it
                 await self._drop(measuring.id, node)
         except StoreError as error:
-            log.error("profile %s could not be written, and is kept in memory: %s", measuring.id, error)
+            log.error(
+                "profile %s could not be written, and is kept in memory: %s", measuring.id, error
+            )
         except Exception as error:
             log.exception("graph %s could not be measured", measuring.id)
             measuring.problem = _not_measured(str(error))
@@ -182,7 +196,9 @@ class Profiling:
         except Missing as error:
             raise Problem(501, "cannot-measure", "This node cannot measure", str(error)) from error
         except Refused as error:
-            raise Problem(422, "invalid-graph", "The graph cannot be measured", str(error)) from error
+            raise Problem(
+                422, "invalid-graph", "The graph cannot be measured", str(error)
+            ) from error
         except Killed as error:
             if self._closing:
                 raise _stopping() from error
@@ -203,7 +219,8 @@ class Profiling:
 
 
 def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task that replays a graph; torch is imported in its process alone, and only for a graph that can be read.
+    """The task that replays a graph; torch is imported in its process alone, and only for a graph
+    that can be read.
 
     Raises:
         MissingExtraError: torch is not installed.

@@ -23,7 +23,8 @@ RETRY_S = 10.0
 
 async def register_forever(settings: Settings, node: NodeCluster) -> None:
     """Tell the service at ``settings.register_url`` this node's devices, now and every minute."""
-    import httpx  # for those services alone that register: it is a tenth of a second of every start
+    # for those services alone that register: it is a tenth of a second of every start
+    import httpx
 
     where = f"{settings.register_url.rstrip('/')}/v1/nodes/{settings.node_name}"
     headers = {"Content-Type": "application/json", "User-Agent": f"placer/{placer.__version__}"}
@@ -34,7 +35,9 @@ async def register_forever(settings: Settings, node: NodeCluster) -> None:
         while True:
             problem = await _register(client, where, node)
             if problem and problem != failed:
-                log.error("this node could not be registered at %s: %s", settings.register_url, problem)
+                log.error(
+                    "this node could not be registered at %s: %s", settings.register_url, problem
+                )
             elif not problem and failed:
                 log.info("this node is registered at %s", settings.register_url)
             failed = problem

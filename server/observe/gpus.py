@@ -1,4 +1,6 @@
-"""The state of this node's GPUs for ``/metrics``, as ``nvidia-smi`` tells it; nothing where there is none."""
+"""The state of this node's GPUs for ``/metrics``, as ``nvidia-smi`` tells it; nothing where there
+is none.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,19 @@ async def watch_gpus(metrics: Metrics) -> None:
 
 async def _ask(program: str) -> str:
     command = (program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits")
-    # Not asyncio's own way to start it: a service that ends meanwhile would kill it without what it has started.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    # Not asyncio's own way to start it: a service that ends meanwhile would kill it without what it
+    # has started.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         async with asyncio.timeout(TIMEOUT_S):
             said, _ = await asyncio.to_thread(process.communicate)
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started, which holds the pipe open
+                # with what it started, which holds the pipe open
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise OSError(f"nvidia-smi ended with {process.returncode}")
     return said.decode(errors="replace")

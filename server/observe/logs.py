@@ -47,7 +47,9 @@ class TextFormatter(logging.Formatter):
         return f"{super().format(record)} [{request_id}]" if request_id else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever is in it: a layer's name with a line break would else forge a line of the log."""
+        """One line, whatever is in it: a layer's name with a line break would else forge a line of
+        the log.
+        """
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 

@@ -1,4 +1,6 @@
-"""What Prometheus reads at ``/metrics``; each app has a registry of its own, so two can live in one process."""
+"""What Prometheus reads at ``/metrics``; each app has a registry of its own, so two can live in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked for every few seconds, and not logged."""
 
 UNKNOWN = "unknown"
-"""The route of all paths that the service does not have: they are without number, and counters are not."""
+"""The route of all paths that the service does not have: they are without number, and counters are
+not."""
 
 LONGEST_PATH = 200
 """Of a path that the service does not have, so many characters are logged."""
@@ -36,31 +39,62 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "placer_requests", "HTTP requests answered", ["method", "route", "status"], registry=registry
+            "placer_requests",
+            "HTTP requests answered",
+            ["method", "route", "status"],
+            registry=registry,
         )
         self.request_seconds = Histogram(
-            "placer_request_seconds", "Time to answer a request", ["route"], buckets=_REQUEST_BUCKETS, registry=registry
+            "placer_request_seconds",
+            "Time to answer a request",
+            ["route"],
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
         )
-        self.solves = Counter("placer_solves", "Solves that ended, by how", ["status"], registry=registry)
+        self.solves = Counter(
+            "placer_solves", "Solves that ended, by how", ["status"], registry=registry
+        )
         self.solve_seconds = Histogram(
-            "placer_solve_seconds", "Time from a solve's start to its end", buckets=_SOLVE_BUCKETS, registry=registry
+            "placer_solve_seconds",
+            "Time from a solve's start to its end",
+            buckets=_SOLVE_BUCKETS,
+            registry=registry,
         )
         self.solve_gap = Histogram(
-            "placer_solve_gap", "Gap of placements, a share of 1", buckets=_GAP_BUCKETS, registry=registry
+            "placer_solve_gap",
+            "Gap of placements, a share of 1",
+            buckets=_GAP_BUCKETS,
+            registry=registry,
         )
-        self.cache_hits = Counter("placer_cache_hits", "Requests answered from the store", registry=registry)
-        self.rejections = Counter("placer_rejections", "Requests refused because the queue was full", registry=registry)
+        self.cache_hits = Counter(
+            "placer_cache_hits", "Requests answered from the store", registry=registry
+        )
+        self.rejections = Counter(
+            "placer_rejections", "Requests refused because the queue was full", registry=registry
+        )
         self.running = Gauge("placer_solves_running", "Solves that run now", registry=registry)
-        self.queued = Gauge("placer_solves_queued", "Solves that wait for a worker", registry=registry)
-        self.profiles = Counter("placer_profiles", "Graphs that were measured, by how", ["status"], registry=registry)
+        self.queued = Gauge(
+            "placer_solves_queued", "Solves that wait for a worker", registry=registry
+        )
+        self.profiles = Counter(
+            "placer_profiles", "Graphs that were measured, by how", ["status"], registry=registry
+        )
         gpu = ["uuid", "name"]
-        self.gpu_memory_used = Gauge("placer_gpu_memory_used_bytes", "Memory in use", gpu, registry=registry)
-        self.gpu_memory_total = Gauge("placer_gpu_memory_bytes", "Memory of the GPU", gpu, registry=registry)
-        self.gpu_busy = Gauge("placer_gpu_busy", "Share of time in which a kernel ran", gpu, registry=registry)
+        self.gpu_memory_used = Gauge(
+            "placer_gpu_memory_used_bytes", "Memory in use", gpu, registry=registry
+        )
+        self.gpu_memory_total = Gauge(
+            "placer_gpu_memory_bytes", "Memory of the GPU", gpu, registry=registry
+        )
+        self.gpu_busy = Gauge(
+            "placer_gpu_busy", "Share of time in which a kernel ran", gpu, registry=registry
+        )
         self.gpu_celsius = Gauge("placer_gpu_celsius", "Temperature", gpu, registry=registry)
 
     def count_unread(self, status: int) -> None:
-        """A request was refused whose head was not read to its end: of its method and path nothing is known."""
+        """A request was refused whose head was not read to its end: of its method and path nothing
+        is known.
+        """
         self.requests.labels("other", UNKNOWN, str(status)).inc()
 
     def forget_gpus(self) -> None:
@@ -104,11 +138,18 @@ class Measured:
             self._metrics.request_seconds.labels(route).observe(seconds)
             if route not in QUIET and log.isEnabledFor(logging.INFO):
                 shown = _asked(scope) if route == UNKNOWN else route
-                about = {"method": method, "route": shown, "status": status, "ms": round(1e3 * seconds, 1)}
+                about = {
+                    "method": method,
+                    "route": shown,
+                    "status": status,
+                    "ms": round(1e3 * seconds, 1),
+                }
                 client = scope.get("placer.client", "")
                 log.info("%s %s %d %.1f ms", *about.values(), extra={**about, "client": client})
 
 
 def _asked(scope: Scope) -> str:
-    """For a log line: the path that was asked for, without anything that could look like a line of its own."""
+    """For a log line: the path that was asked for, without anything that could look like a line of
+    its own.
+    """
     return quote(scope["path"][:LONGEST_PATH])

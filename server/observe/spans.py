@@ -1,8 +1,11 @@
-"""OpenTelemetry spans, where ``opentelemetry-api`` is installed and a tracer provider is set; else nothing.
+"""OpenTelemetry spans, where ``opentelemetry-api`` is installed and a tracer provider is set; else
+nothing.
 
-    POST /v1/placements ──▶ placer.solve (queued, then a worker), also where the request has long been answered 202
+    POST /v1/placements ──▶ placer.solve (queued, then a worker), also where the request has long
+    been answered 202
 
-The spans of requests come from FastAPI, or from ``opentelemetry-instrumentation-asgi`` for versions without.
+The spans of requests come from FastAPI, or from ``opentelemetry-instrumentation-asgi`` for versions
+without.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ def here() -> Any:
 
 
 @contextmanager
-def span(name: str, attributes: Attributes, parent: Any = None) -> Iterator[dict[str, str | int | float | bool]]:
+def span(
+    name: str, attributes: Attributes, parent: Any = None
+) -> Iterator[dict[str, str | int | float | bool]]:
     """A span around what is done in the context.
 
     Args:

@@ -1,4 +1,6 @@
-"""The OpenAPI document: the wire types as schemas, examples that run, and the problems of every path."""
+"""The OpenAPI document: the wire types as schemas, examples that run, and the problems of every
+path.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,30 @@ _OF_PATH = {
     ("/v1/placements/{id}/timeline", "get"): ("404", "409", "422", "429", "500"),
     ("/v1/placements/{id}/trace", "get"): ("404", "409", "422", "429", "500"),
     ("/v1/placements/{id}/report", "get"): ("404", "409", "422", "429", "500"),
-    ("/v1/placements:evaluate", "post"): ("400", "404", "408", "409", "413", "415", "422", "429", "500", "503"),
-    ("/v1/placements:compare", "post"): ("400", "404", "408", "409", "413", "415", "422", "429", "500", "503"),
+    ("/v1/placements:evaluate", "post"): (
+        "400",
+        "404",
+        "408",
+        "409",
+        "413",
+        "415",
+        "422",
+        "429",
+        "500",
+        "503",
+    ),
+    ("/v1/placements:compare", "post"): (
+        "400",
+        "404",
+        "408",
+        "409",
+        "413",
+        "415",
+        "422",
+        "429",
+        "500",
+        "503",
+    ),
     ("/v1/profiles", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/profiles/{id}", "get"): ("404", "422", "500", "501"),
     ("/v1/placements/{id}", "get"): ("404", "422", "500", "501"),
@@ -83,7 +107,9 @@ def describe(app: FastAPI) -> None:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        document = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, routes=app.routes
+        )
         schema = PlacementRequest.model_json_schema(ref_template=REF)
         graph = ProfileRequest.model_json_schema(ref_template=REF)
         schemas = document["components"]["schemas"]
@@ -106,14 +132,18 @@ def _document(app: FastAPI) -> dict[str, Any]:
             body = model.model_json_schema(ref_template=REF)
             body.pop("$defs", None)  # those of PlacementRequest
             schemas[model.__name__] = body
-            _describe_body(paths[path]["post"], model.__name__, examples, required=model is not CompareBody)
+            _describe_body(
+                paths[path]["post"], model.__name__, examples, required=model is not CompareBody
+            )
         for (path, method), codes in _OF_PATH.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _describe_body(operation: dict[str, Any], model: str, examples: dict[str, Any], *, required: bool = True) -> None:
+def _describe_body(
+    operation: dict[str, Any], model: str, examples: dict[str, Any], *, required: bool = True
+) -> None:
     content = {"schema": {"$ref": REF.format(model=model)}, "examples": examples}
     operation["requestBody"] = {"required": required, "content": {"application/json": content}}
 

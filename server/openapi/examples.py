@@ -33,7 +33,9 @@ def _edge(source: str, *targets: str) -> dict[str, Any]:
 def _cluster(memory_gib: int) -> dict[str, Any]:
     names = ["cuda:0", "cuda:1"]
     return {
-        "devices": [{"name": name, "type": "gpu", "memory_bytes": memory_gib * GIB} for name in names],
+        "devices": [
+            {"name": name, "type": "gpu", "memory_bytes": memory_gib * GIB} for name in names
+        ],
         "links": [
             {"source": one, "target": other, "bandwidth_bytes_per_s": 2e11, "latency_s": 1e-5}
             for one in names
@@ -59,7 +61,13 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
         ],
         "edges": [_edge(source, target) for source, target in pairwise(names)],
     }
-    return {"schema_version": "1", "profile": profile, "cluster": _cluster(memory_gib), "time_limit_s": 10, **more}
+    return {
+        "schema_version": "1",
+        "profile": profile,
+        "cluster": _cluster(memory_gib),
+        "time_limit_s": 10,
+        **more,
+    }
 
 
 def requests() -> dict[str, dict[str, Any]]:
@@ -72,7 +80,10 @@ def requests() -> dict[str, dict[str, Any]]:
         "latency": {
             "summary": "Inference, one sample's smallest time, with a layer pinned",
             "value": _request(
-                16, objective="latency", training=False, constraints={"pinned": {"head": "cuda:1"}, "contiguous": True}
+                16,
+                objective="latency",
+                training=False,
+                constraints={"pinned": {"head": "cuda:1"}, "contiguous": True},
             ),
         },
         "infeasible": {
@@ -98,14 +109,21 @@ def comparisons() -> dict[str, dict[str, Any]]:
     return {
         "two maps": {
             "summary": "An even map against one that is not",
-            "value": {"request": _request(16, chunks=4), "maps": {"even": even, "uneven": own_map()}},
+            "value": {
+                "request": _request(16, chunks=4),
+                "maps": {"even": even, "uneven": own_map()},
+            },
         }
     }
 
 
 def batches() -> dict[str, dict[str, Any]]:
     """The examples of ``:batch``."""
-    objectives = [{"objective": "throughput"}, {"objective": "latency"}, {"objective": "throughput", "chunks": 8}]
+    objectives = [
+        {"objective": "throughput"},
+        {"objective": "latency"},
+        {"objective": "throughput", "chunks": 8},
+    ]
     return {
         "three questions": {
             "summary": "Three questions about one profile on one cluster",
@@ -125,9 +143,17 @@ def graphs() -> dict[str, dict[str, Any]]:
         "reads": ["x"],
         "writes": ["y"],
         "results": ["n0"],
-        "operations": [{"op": "aten.linear.default", "out": "n0", "args": [{"ref": "r0"}, {"ref": "s0"}]}],
+        "operations": [
+            {"op": "aten.linear.default", "out": "n0", "args": [{"ref": "r0"}, {"ref": "s0"}]}
+        ],
     }
-    weight = {"name": "linear.weight", "shape": [16, 16], "dtype": "float32", "kind": "parameter", "trained": True}
+    weight = {
+        "name": "linear.weight",
+        "shape": [16, 16],
+        "dtype": "float32",
+        "kind": "parameter",
+        "trained": True,
+    }
     graph = {
         "model": "Example",
         "training": True,
@@ -148,7 +174,12 @@ def graphs() -> dict[str, dict[str, Any]]:
 
 def clusters() -> dict[str, dict[str, Any]]:
     """The examples of ``PUT /v1/nodes/{name}``."""
-    return {"two devices": {"summary": "A node with two devices, each linked with the other", "value": _cluster(16)}}
+    return {
+        "two devices": {
+            "summary": "A node with two devices, each linked with the other",
+            "value": _cluster(16),
+        }
+    }
 
 
 def own_map() -> dict[str, str]:

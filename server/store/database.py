@@ -1,4 +1,6 @@
-"""Where the store's tables are: an SQLite file, or a PostgreSQL database. Several services may share either."""
+"""Where the store's tables are: an SQLite file, or a PostgreSQL database. Several services may
+share either.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from .upgrade import upgrade
 
 try:
     import fcntl
-except ImportError:  # Windows: a start cannot see that no other service has the file open, and waits for leases to end
+except ImportError:
+    # Windows: a start cannot see that no other service has the file open, and waits for leases to
+    # end
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
@@ -66,7 +70,9 @@ class Database(ABC):
         return self._do(self._searching, work)
 
     def write(self, work: Work[T]) -> T:
-        """Do all of what writes, or none of it. It may be done twice, where the connection broke at its end."""
+        """Do all of what writes, or none of it. It may be done twice, where the connection broke at
+        its end.
+        """
         return self._do(self._writing, work)
 
     def write_one(self, work: Work[T]) -> T:
@@ -97,7 +103,8 @@ class Database(ABC):
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-            with connecting() as connection:  # the server was restarted since; a new connection finds it
+            # the server was restarted since; a new connection finds it
+            with connecting() as connection:
                 return work(connection)
         except SQLAlchemyError as error:
             raise StoreError(f"database {self.name!r} cannot be used: {_reason(error)}") from error
@@ -106,8 +113,8 @@ class Database(ABC):
 def open_database(name: str) -> Database:
     """The database of that name, its tables made or migrated.
 
-    Args:
-        name: an SQLite file, made if missing; ``:memory:``; or ``postgresql://user:password@host/database``.
+    Args: name: an SQLite file, made if missing; ``:memory:``; or
+        ``postgresql://user:password@host/database``.
 
     Raises:
         InputError: the URL cannot be read.
@@ -127,9 +134,10 @@ def open_database(name: str) -> Database:
 class SqliteDatabase(Database):
     """One SQLite file with a write-ahead log, or ``:memory:``.
 
-    One connection writes, one reads, so that it is never held up by a writer that waits for the disk, and one searches.
-    Several services may have the file open: they share its jobs as replicas do (see ``Replicas``). A start that finds
-    the file open nowhere knows without waiting for leases that every replica of before is gone.
+    One connection writes, one reads, so that it is never held up by a writer that waits for the
+    disk, and one searches. Several services may have the file open: they share its jobs as replicas
+    do (see ``Replicas``). A start that finds the file open nowhere knows without waiting for leases
+    that every replica of before is gone.
     """
 
     dialect = "sqlite"
@@ -154,9 +162,15 @@ class SqliteDatabase(Database):
     def _open(self) -> None:
         self._open_file = _OpenFile(self.name + ".lock") if self.durable else None
         self._writer = _Turns(self._engine.connect())
-        # NORMAL: a commit outlives a killed process at once, and a power failure after the next checkpoint.
-        # Large pages: requests are tens of kilobytes, and each page of a write has a price of its own.
-        for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=1000"):
+        # NORMAL: a commit outlives a killed process at once, and a power failure after the next
+        # checkpoint. Large pages: requests are tens of kilobytes, and each page of a write has a
+        # price of its own.
+        for pragma in (
+            "page_size=16384",
+            "journal_mode=WAL",
+            "synchronous=NORMAL",
+            "wal_autocheckpoint=1000",
+        ):
             self._writer.connection.exec_driver_sql(f"PRAGMA {pragma}")
         with self._writing() as connection:
             upgrade(connection, self.name)
@@ -198,9 +212,11 @@ class SqliteDatabase(Database):
 
 
 class PostgresDatabase(Database):
-    """A PostgreSQL database, through two pools of connections: for single statements, and for transactions.
+    """A PostgreSQL database, through two pools of connections: for single statements, and for
+    transactions.
 
-    A connection that is always in autocommit is handed out and taken back for half of what one costs that is switched.
+    A connection that is always in autocommit is handed out and taken back for half of what one
+    costs that is switched.
     """
 
     dialect = "postgresql"
@@ -225,9 +241,19 @@ class PostgresDatabase(Database):
 
     @staticmethod
     def _pool(url: sa.URL, **options: Any) -> sa.Engine:
-        given = {"connect_timeout": CONNECT_S, "keepalives_idle": CONNECT_S, **_LIVENESS, **url.query}
+        given = {
+            "connect_timeout": CONNECT_S,
+            "keepalives_idle": CONNECT_S,
+            **_LIVENESS,
+            **url.query,
+        }
         engine = sa.create_engine(
-            url, pool_size=POOL, max_overflow=0, pool_timeout=CONNECT_S, connect_args=given, **options
+            url,
+            pool_size=POOL,
+            max_overflow=0,
+            pool_timeout=CONNECT_S,
+            connect_args=given,
+            **options,
         )
         sa.event.listen(engine, "connect", _set_limits)
         return engine
@@ -250,7 +276,11 @@ class PostgresDatabase(Database):
         return self._engine.begin()
 
 
-_LIVENESS = {"keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 1000 * 2 * CONNECT_S}
+_LIVENESS = {
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 1000 * 2 * CONNECT_S,
+}
 """A server that went away without a word is noticed in seconds, not hours."""
 
 
@@ -278,10 +308,12 @@ class _Turns:
 
 
 class _OpenFile:
-    """A lock that shows other services that this one has the database open; it ends with the process.
+    """A lock that shows other services that this one has the database open; it ends with the
+    process.
 
-    Every service holds a shared lock on a file beside the database. The first of them gets the exclusive lock, so it
-    knows that it is alone. It keeps that lock until ``share``: no other service starts meanwhile.
+    Every service holds a shared lock on a file beside the database. The first of them gets the
+    exclusive lock, so it knows that it is alone. It keeps that lock until ``share``: no other
+    service starts meanwhile.
 
     Args:
         path: of the file that is locked.
@@ -297,7 +329,9 @@ class _OpenFile:
         while not self.is_alone and not self._locks(exclusive=False):
             if time.monotonic() > until_s:
                 self._file.close()
-                raise StoreError(f"{path!r} is locked by a service that does not share its database; stop that one")
+                raise StoreError(
+                    f"{path!r} is locked by a service that does not share its database; stop that one"
+                )
             time.sleep(0.05)
 
     def share(self) -> None:
@@ -305,7 +339,9 @@ class _OpenFile:
         self._locks(exclusive=False)
 
     def _locks(self, exclusive: bool) -> bool:
-        """Try to lock the file; whether it is locked. Where the system has no such locks, none is exclusive."""
+        """Try to lock the file; whether it is locked. Where the system has no such locks, none is
+        exclusive.
+        """
         if fcntl is None:
             return not exclusive
         try:

@@ -1,10 +1,12 @@
-"""How several services share the jobs of one store: which service answers for which job, and which services live.
+"""How several services share the jobs of one store: which service answers for which job, and which
+services live.
 
-Each replica counts up its own row of ``replicas``, as long as there are others to see it: one that is alone writes
-nothing while nothing happens. A replica whose count has not changed for ``lease_s`` by the watcher's own monotonic
-clock is dead, so clocks that differ or jump cost nothing. A job is free to take when its owner is none, dead, or has
-not begun with it. Where several reach for it, one gets it: by ``FOR UPDATE SKIP LOCKED`` in PostgreSQL, and in SQLite
-because one transaction writes at a time.
+Each replica counts up its own row of ``replicas``, as long as there are others to see it: one that
+is alone writes nothing while nothing happens. A replica whose count has not changed for ``lease_s``
+by the watcher's own monotonic clock is dead, so clocks that differ or jump cost nothing. A job is
+free to take when its owner is none, dead, or has not begun with it. Where several reach for it, one
+gets it: by ``FOR UPDATE SKIP LOCKED`` in PostgreSQL, and in SQLite because one transaction writes
+at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ class Seen:
     bound: float | None
 
 
-SEEN = (jobs.c.id, jobs.c.objective, jobs.c.time_limit_s, jobs.c.running, jobs.c.incumbent, jobs.c.bound)
+SEEN = (
+    jobs.c.id,
+    jobs.c.objective,
+    jobs.c.time_limit_s,
+    jobs.c.running,
+    jobs.c.incumbent,
+    jobs.c.bound,
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,10 @@ class Replicas:
         self._beats: dict[str, tuple[int, float]] = {}
 
     def turn(
-        self, progress: Mapping[str, tuple[float | None, float | None]], watched: Sequence[str], room: int
+        self,
+        progress: Mapping[str, tuple[float | None, float | None]],
+        watched: Sequence[str],
+        room: int,
     ) -> Turn:
         """Give a sign of life, and see what is new.
 
@@ -99,9 +111,15 @@ class Replicas:
             for key, (incumbent, bound) in progress.items():
                 mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
                 connection.execute(mine.values(incumbent=incumbent, bound=bound))
-            stops = connection.scalars(sa.select(jobs.c.id).where(jobs.c.owner == self._owner, jobs.c.stop)).all()
+            stops = connection.scalars(
+                sa.select(jobs.c.id).where(jobs.c.owner == self._owner, jobs.c.stop)
+            ).all()
             taken = self._take(connection, room) if room > 0 else []
-            seen = connection.execute(sa.select(*SEEN).where(jobs.c.id.in_(watched))).all() if watched else []
+            seen = (
+                connection.execute(sa.select(*SEEN).where(jobs.c.id.in_(watched))).all()
+                if watched
+                else []
+            )
             return Turn(taken, stops, {row.id: Seen(*row) for row in seen})
 
         if not watched and self._database.read(lambda connection: self._is_alone(connection, room)):
@@ -117,8 +135,13 @@ class Replicas:
         return bool(is_there and not has_others and not (has_left and room > 0))
 
     def _beat(self, connection: sa.Connection) -> None:
-        mine = sa.update(replicas).where(replicas.c.id == self._owner).values(beats=replicas.c.beats + 1)
-        if connection.execute(mine).rowcount == 0:  # the first time, or others took it for dead
+        mine = (
+            sa.update(replicas)
+            .where(replicas.c.id == self._owner)
+            .values(beats=replicas.c.beats + 1)
+        )
+        # the first time, or others took it for dead
+        if connection.execute(mine).rowcount == 0:
             connection.execute(sa.insert(replicas), {"id": self._owner, "beats": 1})
         now, found = time.monotonic(), {}
         for name, beats in connection.execute(sa.select(replicas.c.id, replicas.c.beats)):
@@ -156,7 +179,10 @@ class Replicas:
         def work(connection: sa.Connection) -> Begun:
             mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
             held = connection.execute(mine.values(starts=starts, running=True)).rowcount
-            if not held and connection.execute(sa.select(jobs.c.id).where(jobs.c.id == key)).first():
+            if (
+                not held
+                and connection.execute(sa.select(jobs.c.id).where(jobs.c.id == key)).first()
+            ):
                 return "taken"
             if not self._answered(connection, key):
                 return "mine"
@@ -174,8 +200,9 @@ class Replicas:
     def find(self, key: str) -> Seen | None:
         """How far a job of another replica is; None if none has a job of that id.
 
-        A row of this replica whose job is no longer in its memory has ended here. The row is only still there because
-        the next start goes on with the job, or because the end could not be written.
+        A row of this replica whose job is no longer in its memory has ended here. The row is only
+        still there because the next start goes on with the job, or because the end could not be
+        written.
         """
         query = sa.select(*SEEN).where(jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner))
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
@@ -192,7 +219,9 @@ class Replicas:
         def work(connection: sa.Connection) -> None:
             mine = sa.update(jobs).where(jobs.c.owner == self._owner)
             connection.execute(mine.values(owner=None, running=False, starts=0))
-            connection.execute(sa.update(graphs).where(graphs.c.owner == self._owner).values(owner=None))
+            connection.execute(
+                sa.update(graphs).where(graphs.c.owner == self._owner).values(owner=None)
+            )
             connection.execute(sa.delete(replicas).where(replicas.c.id == self._owner))
 
         self._database.write(work)

@@ -3,8 +3,8 @@
     accept ──▶ jobs ──▶ settle ──▶ placements, profiles
                   └───▶ fail ────▶ failures
 
-What was accepted stays in ``jobs`` until it is answered, so that the next start, or another replica, finds what a crash
-left. How services share the jobs is in ``replicas``.
+What was accepted stays in ``jobs`` until it is answered, so that the next start, or another
+replica, finds what a crash left. How services share the jobs is in ``replicas``.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FAILURES_KEPT = 1000
 MEASURED_KEPT = 1000
 
 MOST_UNWRITTEN = 1_000
-"""Ends of jobs that wait for a store which takes nothing; the jobs of more are solved again by the next start."""
+"""Ends of jobs that wait for a store which takes nothing; the jobs of more are solved again by the
+next start."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """One placement as it was sent.
 
-    Attributes:
-        placement: the Placement as JSON.
-        complete: whether the solver had all the time that the request gave it. An answer that was stopped early is kept
+    Attributes: placement: the Placement as JSON. complete: whether the solver had all the time that
+        the request gave it. An answer that was stopped early is kept
             and can be read, but the same question asked again is solved again.
         version: of the Placer that made it; another version solves the question again.
     """
@@ -91,11 +91,20 @@ class Accepted:
     starts: int = 0
 
 
-JOB = (jobs.c.id, jobs.c.client, jobs.c.objective, jobs.c.time_limit_s, jobs.c.request, jobs.c.starts)
+JOB = (
+    jobs.c.id,
+    jobs.c.client,
+    jobs.c.objective,
+    jobs.c.time_limit_s,
+    jobs.c.request,
+    jobs.c.starts,
+)
 
 _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _KEY: sa.BindParameter[str] = sa.bindparam("key")
-_ANSWER = sa.select(placements.c.placement, placements.c.complete, placements.c.version).where(placements.c.id == _KEY)
+_ANSWER = sa.select(placements.c.placement, placements.c.complete, placements.c.version).where(
+    placements.c.id == _KEY
+)
 _BEFORE = _ANSWER.add_columns(placements.c.summary)
 _PROFILE = sa.select(profiles.c.profile).where(profiles.c.id == _KEY)
 _MEASURED = sa.select(measured.c.profile).where(measured.c.id == _KEY)
@@ -108,7 +117,8 @@ _REQUEST = (
 
 
 class Store:
-    """The answers, newest ``keep`` of them, and what is yet to be answered. Safe to use from several threads.
+    """The answers, newest ``keep`` of them, and what is yet to be answered. Safe to use from
+    several threads.
 
     Every method that reads or writes raises StoreError where the store cannot be used.
 
@@ -118,7 +128,9 @@ class Store:
         owner: this replica, where several share the store.
     """
 
-    def __init__(self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None) -> None:
+    def __init__(
+        self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None
+    ) -> None:
         self._keep = keep
         self._recent: Recent[Answer] = Recent(MEMORY_BYTES if cache_bytes is None else cache_bytes)
         self._unwritten: dict[str, Callable[[sa.Connection], Answer | None]] = {}
@@ -131,7 +143,9 @@ class Store:
         self._accept = new.execution_options(preserve_rowcount=True)
 
     async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the store from the event loop: here if it only reads a file, else in a thread."""
+        """Call a method of the store from the event loop: here if it only reads a file, else in a
+        thread.
+        """
         if self.database.remote:
             return await asyncio.to_thread(call, *args, **kwargs)
         return call(*args, **kwargs)
@@ -152,7 +166,13 @@ class Store:
         return answer
 
     def put(
-        self, key: str, answer: Answer, summary: bytes = b"{}", asked: Asked | None = None, *, settled: bool = True
+        self,
+        key: str,
+        answer: Answer,
+        summary: bytes = b"{}",
+        asked: Asked | None = None,
+        *,
+        settled: bool = True,
     ) -> Answer:
         """Keep an answer, and with it its question, unless what is kept of that question is better.
 
@@ -166,10 +186,12 @@ class Store:
         Returns:
             The better of the two, which is kept.
 
-        Raises:
-            StoreError: it could not be written; it is kept in memory all the same, and ``mend`` tries again.
+        Raises: StoreError: it could not be written; it is kept in memory all the same, and ``mend``
+            tries again.
         """
-        write = partial(self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled)
+        write = partial(
+            self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled
+        )
         kept = answer
         try:
             kept = self._end(key, write, answer) or answer
@@ -178,12 +200,20 @@ class Store:
         return kept
 
     def _put(
-        self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None, settled: bool
+        self,
+        connection: sa.Connection,
+        key: str,
+        answer: Answer,
+        summary: Any,
+        asked: Asked | None,
+        settled: bool,
     ) -> Answer:
         before = connection.execute(_BEFORE, {"key": key}).one_or_none()
         if before is not None and is_worse(answer.version, summary, before):
             kept = Answer(before.placement, before.complete or answer.complete, before.version)
-            connection.execute(sa.update(placements).where(placements.c.id == key).values(complete=kept.complete))
+            connection.execute(
+                sa.update(placements).where(placements.c.id == key).values(complete=kept.complete)
+            )
         else:
             kept = answer
             self._replace(connection, key, answer, summary, asked)
@@ -191,21 +221,40 @@ class Store:
             connection.execute(sa.delete(jobs).where(jobs.c.id == key))
         return kept
 
-    def _replace(self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None) -> None:
+    def _replace(
+        self, connection: sa.Connection, key: str, answer: Answer, summary: Any, asked: Asked | None
+    ) -> None:
         values: dict[str, Any] = {"profile_id": None, "question": b"{}"}
         if asked is not None:
             new = self._insert(profiles).on_conflict_do_nothing(index_elements=["id"])
             connection.execute(new, {"id": asked.profile_id, "profile": asked.profile})
             values = {"profile_id": asked.profile_id, "question": asked.question}
-        values |= {"id": key, "version": answer.version, "complete": answer.complete, "created_s": time.time()}
-        connection.execute(sa.delete(placements).where(placements.c.id == key))  # the newest is written last
-        connection.execute(sa.insert(placements), {**values, "summary": summary, "placement": answer.placement})
+        values |= {
+            "id": key,
+            "version": answer.version,
+            "complete": answer.complete,
+            "created_s": time.time(),
+        }
+        # the newest is written last
+        connection.execute(sa.delete(placements).where(placements.c.id == key))
+        connection.execute(
+            sa.insert(placements), {**values, "summary": summary, "placement": answer.placement}
+        )
         self._prune(connection)
 
     def _prune(self, connection: sa.Connection) -> None:
         """By the order of writing: a clock may jump."""
-        last = sa.select(placements.c.row).order_by(placements.c.row.desc()).offset(self._keep).limit(1)
-        old = sa.delete(placements).where(placements.c.row <= last.scalar_subquery()).returning(placements.c.profile_id)
+        last = (
+            sa.select(placements.c.row)
+            .order_by(placements.c.row.desc())
+            .offset(self._keep)
+            .limit(1)
+        )
+        old = (
+            sa.delete(placements)
+            .where(placements.c.row <= last.scalar_subquery())
+            .returning(placements.c.profile_id)
+        )
         for profile_id in set(connection.scalars(old)):
             left = sa.exists().where(placements.c.profile_id == profile_id)
             connection.execute(sa.delete(profiles).where(profiles.c.id == profile_id, ~left))
@@ -216,16 +265,26 @@ class Store:
         Returns:
             Whether it is this replica's to answer; if not, another has accepted the same before.
         """
-        values = {"id": job.id, "client": job.client, "objective": job.objective, "time_limit_s": job.time_limit_s}
+        values = {
+            "id": job.id,
+            "client": job.client,
+            "objective": job.objective,
+            "time_limit_s": job.time_limit_s,
+        }
         row = {**values, "request": job.request, "owner": self._owner}
-        if self.database.write_one(lambda connection: connection.execute(self._accept, row).rowcount == 1):
+        if self.database.write_one(
+            lambda connection: connection.execute(self._accept, row).rowcount == 1
+        ):
             return True
         query = sa.select(jobs.c.owner).where(jobs.c.id == job.id)
         owner = self.database.read(lambda connection: connection.scalar(query))
-        return owner == self._owner  # its own row is still there where the end of an earlier solve was not written
+        # its own row is still there where the end of an earlier solve was not written
+        return owner == self._owner
 
     def started(self, key: str, starts: int) -> None:
-        """Write down that a worker begins with a job, so that one which takes the service down is not tried forever."""
+        """Write down that a worker begins with a job, so that one which takes the service down is
+        not tried forever.
+        """
         begun = sa.update(jobs).where(jobs.c.id == key).values(starts=starts, running=True)
         self.database.write_one(lambda connection: connection.execute(begun))
 
@@ -245,7 +304,10 @@ class Store:
     def backlog(self) -> list[Accepted]:
         """What was accepted and not answered, in the order in which it came."""
         query = sa.select(*JOB).order_by(jobs.c.row)
-        return [Accepted(*row) for row in self.database.read(lambda connection: connection.execute(query).all())]
+        return [
+            Accepted(*row)
+            for row in self.database.read(lambda connection: connection.execute(query).all())
+        ]
 
     def profile(self, key: str) -> bytes | None:
         """A profile as JSON by its content hash, or None if no placement of it is kept."""
@@ -259,11 +321,15 @@ class Store:
         self.database.write_one(lambda connection: connection.execute(new, row))
 
     def take_graphs(self, node: str) -> list[tuple[str, bytes]]:
-        """Take over the graphs that no living service on a node measures; their ids and bodies, the oldest first."""
+        """Take over the graphs that no living service on a node measures; their ids and bodies, the
+        oldest first.
+        """
         free = sa.or_(graphs.c.owner.is_(None), graphs.c.owner.not_in(sa.select(replicas.c.id)))
         mine = graphs.c.owner.is_not_distinct_from(self._owner)
         left = sa.and_(graphs.c.node == node, free, ~mine)
-        query = sa.select(graphs.c.row, graphs.c.id, graphs.c.body).where(left).order_by(graphs.c.row)
+        query = (
+            sa.select(graphs.c.row, graphs.c.id, graphs.c.body).where(left).order_by(graphs.c.row)
+        )
 
         def take(connection: sa.Connection) -> list[tuple[str, bytes]]:
             found = connection.execute(query.with_for_update(skip_locked=True)).all()
@@ -277,9 +343,18 @@ class Store:
         return self.database.write(take)
 
     def graphs(self, node: str) -> list[tuple[str, bytes]]:
-        """The ids and bodies of what a node accepted and did not measure, in the order in which they came."""
-        query = sa.select(graphs.c.id, graphs.c.body).where(graphs.c.node == node).order_by(graphs.c.row)
-        return [(key, body) for key, body in self.database.read(lambda connection: connection.execute(query).all())]
+        """The ids and bodies of what a node accepted and did not measure, in the order in which
+        they came.
+        """
+        query = (
+            sa.select(graphs.c.id, graphs.c.body)
+            .where(graphs.c.node == node)
+            .order_by(graphs.c.row)
+        )
+        return [
+            (key, body)
+            for key, body in self.database.read(lambda connection: connection.execute(query).all())
+        ]
 
     def drop_graph(self, key: str, node: str) -> None:
         """A graph cannot be measured, and is not tried again."""
@@ -293,7 +368,12 @@ class Store:
             connection.execute(sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node))
             connection.execute(sa.delete(measured).where(measured.c.id == key))
             connection.execute(sa.insert(measured), {"id": key, "profile": profile})
-            last = sa.select(measured.c.row).order_by(measured.c.row.desc()).offset(MEASURED_KEPT).limit(1)
+            last = (
+                sa.select(measured.c.row)
+                .order_by(measured.c.row.desc())
+                .offset(MEASURED_KEPT)
+                .limit(1)
+            )
             connection.execute(sa.delete(measured).where(measured.c.row <= last.scalar_subquery()))
 
         self.database.write(write)
@@ -327,7 +407,9 @@ class Store:
         row = self._one(_REQUEST, key)
         return b'{"profile": %s, %s' % (row[1], row[0][1:]) if row else None
 
-    def search(self, text: str, filters: dict[str, str], before: int, limit: int) -> list[dict[str, Any]]:
+    def search(
+        self, text: str, filters: dict[str, str], before: int, limit: int
+    ) -> list[dict[str, Any]]:
         """Summaries of answers, newest first.
 
         Args:
@@ -337,17 +419,22 @@ class Store:
             limit: how many at most.
         """
         c = placements.c
-        query = sa.select(c.row, c.id, c.profile_id, c.complete, c.version, c.created_s, c.summary).where(
-            c.row < before
-        )
+        query = sa.select(
+            c.row, c.id, c.profile_id, c.complete, c.version, c.created_s, c.summary
+        ).where(c.row < before)
         if text:
             model = c.summary["model"].as_string()
-            query = query.where(c.id.icontains(text, autoescape=True) | model.icontains(text, autoescape=True))
+            query = query.where(
+                c.id.icontains(text, autoescape=True) | model.icontains(text, autoescape=True)
+            )
         for name, value in filters.items():
             query = query.where(c.summary[name].as_string() == value)
         query = query.order_by(c.row.desc()).limit(limit)
         rows = self.database.search(lambda connection: connection.execute(query).mappings().all())
-        return [{**{name: row[name] for name in row if name != "summary"}, **row["summary"]} for row in rows]
+        return [
+            {**{name: row[name] for name in row if name != "summary"}, **row["summary"]}
+            for row in rows
+        ]
 
     def mend(self) -> int:
         """Write what could not be written before.
@@ -358,7 +445,8 @@ class Store:
         for key, write in list(self._unwritten.items()):
             kept = self.database.write(write)
             with self._lock:
-                if self._unwritten.get(key) is write:  # else a later end of the same came meanwhile
+                # else a later end of the same came meanwhile
+                if self._unwritten.get(key) is write:
                     del self._unwritten[key]
                     self._unwritten_answers.pop(key, None)
                     if kept is not None:
@@ -375,7 +463,10 @@ class Store:
         self.database.close()
 
     def _end(
-        self, key: str, write: Callable[[sa.Connection], Answer | None], answer: Answer | None = None
+        self,
+        key: str,
+        write: Callable[[sa.Connection], Answer | None],
+        answer: Answer | None = None,
     ) -> Answer | None:
         try:
             kept = self.database.write(write)
@@ -392,13 +483,17 @@ class Store:
         return kept
 
     def _remember(self, key: str, answer: Answer) -> None:
-        """Where replicas share the store, one that was stopped early may be solved again by another."""
+        """Where replicas share the store, one that was stopped early may be solved again by
+        another.
+        """
         if answer.complete or not self.database.shared:
             self._recent.put(key, answer, len(answer.placement))
 
     def _one(self, query: sa.Executable, key: str) -> Any:
         """The row that a query finds, or None."""
-        return self.database.read(lambda connection: connection.execute(query, {"key": key}).one_or_none())
+        return self.database.read(
+            lambda connection: connection.execute(query, {"key": key}).one_or_none()
+        )
 
 
 def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:

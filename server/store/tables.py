@@ -1,4 +1,6 @@
-"""The tables of the store, the same in SQLite and PostgreSQL; ``migrations`` brings a store up to them."""
+"""The tables of the store, the same in SQLite and PostgreSQL; ``migrations`` brings a store up to
+them.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,11 @@ jobs = Table(  # what is accepted and not answered
     Column("client", Text, nullable=False),
     Column("objective", Text, nullable=False),
     Column("time_limit_s", Double, nullable=False),
-    Column("owner", Text),  # the replica that answers for it; none, or one that is not in replicas: free to take
+    # the replica that answers for it; none, or one that is not in replicas: free to take
+    Column("owner", Text),
     Column("running", Boolean, nullable=False, server_default=false()),
-    Column("stop", Boolean, nullable=False, server_default=false()),  # another replica was asked to end it
+    # another replica was asked to end it
+    Column("stop", Boolean, nullable=False, server_default=false()),
     Column("starts", Integer, nullable=False, server_default=text("0")),
     Column("incumbent", Double),
     Column("bound", Double),
@@ -104,7 +108,8 @@ graphs = Table(  # accepted, and not measured yet
     Column("row", ORDER, primary_key=True),
     Column("id", Text, nullable=False),
     Column("node", Text, nullable=False),  # whose devices it is for
-    Column("owner", Text),  # the service that measures it; none, or one that is not in replicas: free to take
+    # the service that measures it; none, or one that is not in replicas: free to take
+    Column("owner", Text),
     Column("body", LargeBinary, nullable=False),
     UniqueConstraint("id", "node"),
 )

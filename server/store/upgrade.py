@@ -32,7 +32,8 @@ def upgrade(connection: Connection, name: str) -> None:
             f"database {name!r} has version {found}, this Placer reads up to {HEAD}: a later Placer made it;"
             " upgrade, or set PLACER_DATABASE to another"
         )
-    if found is None:  # Alembic would make the same; without its import a first start is a third of a second quicker
+    # Alembic would make the same; without its import a first start is a third of a second quicker
+    if found is None:
         METADATA.create_all(connection)
         _stamp(connection, HEAD)
     else:
@@ -43,23 +44,30 @@ def upgrade(connection: Connection, name: str) -> None:
 def _revision(connection: Connection) -> str | None:
     """Which revision the tables are; None if there are none."""
     if inspect(connection).has_table("alembic_version"):
-        revision: str = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+        revision: str = connection.exec_driver_sql(
+            "SELECT version_num FROM alembic_version"
+        ).scalar_one()
         return revision
-    if connection.dialect.name == "sqlite":  # before Alembic, the file itself said which
+    # before Alembic, the file itself said which
+    if connection.dialect.name == "sqlite":
         number = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
         return f"{number:04}" if number else None
     return None
 
 
 def _stamp(connection: Connection, revision: str) -> None:
-    connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    connection.exec_driver_sql(
+        "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"
+    )
     connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{revision}')")
 
 
 def _migrate(connection: Connection, found: str) -> None:
     command = importlib.import_module("alembic.command")
     config = importlib.import_module("alembic.config").Config()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.set_main_option(
+        "script_location", str(Path(__file__).parent / "migrations").replace("%", "%%")
+    )
     config.attributes["connection"] = connection
     if not inspect(connection).has_table("alembic_version"):
         _stamp(connection, found)

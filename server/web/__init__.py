@@ -1,1 +1,3 @@
-"""What every request passes before a path answers it: the guard, its body, its checks; and how replies are sent."""
+"""What every request passes before a path answers it: the guard, its body, its checks; and how
+replies are sent.
+"""

@@ -22,7 +22,8 @@ from ..problem import Problem, invalid_body
 from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 
 INLINE_BYTES = 192 * 1024
-"""Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2 ms per 100 KB."""
+"""Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2
+ms per 100 KB."""
 
 MOST_VALUES = 2_000_000
 """In a body; one of 16 MiB that means it well has half as many."""
@@ -90,7 +91,9 @@ class Checker:
 
     async def _run_elsewhere(self, work: Callable[[bytes], T], body: bytes) -> T:
         if self._processes is None:
-            self._processes = ProcessPoolExecutor(1, mp_context=CONTEXT, initializer=end_with_parent)
+            self._processes = ProcessPoolExecutor(
+                1, mp_context=CONTEXT, initializer=end_with_parent
+            )
         pool = self._processes
         try:
             future = await asyncio.to_thread(_submit, pool, work, body)
@@ -100,7 +103,11 @@ class Checker:
                 self._processes = None
             detail = f"the process that checks large bodies died on one of {len(body)} bytes; a smaller one may pass"
             raise Problem(
-                503, "check-failed", "The body could not be checked", detail, headers={"Retry-After": "1"}
+                503,
+                "check-failed",
+                "The body could not be checked",
+                detail,
+                headers={"Retry-After": "1"},
             ) from None
 
     def close(self) -> None:
@@ -124,7 +131,9 @@ def check(body: bytes) -> Question:
         request = read_json(PlacementRequest, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error) from None
-    return Question(request.content_hash(), request.objective, request.time_limit_s, request.workers)
+    return Question(
+        request.content_hash(), request.objective, request.time_limit_s, request.workers
+    )
 
 
 def _refuse_many(body: bytes) -> None:

@@ -1,4 +1,6 @@
-"""HTTP connections: the head of a request is bounded in size and in time, before anything of the application runs."""
+"""HTTP connections: the head of a request is bounded in size and in time, before anything of the
+application runs.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from .guard import HEADERS
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_S = 15.0
-"""So long a client may take for the head of a request, and for nothing at all on a new connection."""
+"""So long a client may take for the head of a request, and for nothing at all on a new connection.
+"""
 
 
 class Connection(HttpToolsProtocol):
-    """One connection; without these limits anybody, key or not, could fill memory or hold sockets for ever.
+    """One connection; without these limits anybody, key or not, could fill memory or hold sockets
+    for ever.
 
     Args:
         metrics: count what is refused before the application sees it.
@@ -92,8 +96,12 @@ class Connection(HttpToolsProtocol):
         self._refuse(_too_large() if self._parsed_bytes > MAX_HEAD_BYTES else malformed)
 
     def _answered(self) -> bool:
-        """Whether nothing is owed to the client: what it sends beyond that, if it goes on, keeps no connection open."""
-        return self.cycle is None or (self.cycle.response_complete and self.timeout_keep_alive_task is None)
+        """Whether nothing is owed to the client: what it sends beyond that, if it goes on, keeps no
+        connection open.
+        """
+        return self.cycle is None or (
+            self.cycle.response_complete and self.timeout_keep_alive_task is None
+        )
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -106,7 +114,8 @@ class Connection(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:  # a request before it is still being answered
+        # a request before it is still being answered
+        if self.cycle is not None and not self.cycle.response_complete:
             self._start_timer()
         elif self._in_head:
             detail = f"the head of the request did not arrive within {HEAD_S:g} s"

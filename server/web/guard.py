@@ -18,7 +18,8 @@ OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
 OPEN_FOLDER = "/page/"
 
 VERSION_HEADER = b"placer-schema-version"
-"""A client lists the versions of the wire types that it reads; the service says in which it answers."""
+"""A client lists the versions of the wire types that it reads; the service says in which it
+answers."""
 
 HEADERS = [
     (VERSION_HEADER, SCHEMA_VERSION.encode()),
@@ -40,8 +41,8 @@ _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGN
 class Guard:
     """Middleware; without keys it answers only requests that name this machine as their host.
 
-    A page of another site cannot ask a service without keys by giving its own name this machine's address, nor by
-    sending what browsers let it send anywhere, such as a POST without a body.
+    A page of another site cannot ask a service without keys by giving its own name this machine's
+    address, nor by sending what browsers let it send anywhere, such as a POST without a body.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -70,7 +71,11 @@ class Guard:
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *HEADERS, (b"x-request-id", request_id)]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    *HEADERS,
+                    (b"x-request-id", request_id),
+                ]
             await send(message)
 
         try:
@@ -103,7 +108,13 @@ class Guard:
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
             raise _too_often(key.rate.per_s, seconds)
-        needed = "metrics" if path == "/metrics" else "read" if scope["method"] in ("GET", "HEAD") else "solve"
+        needed = (
+            "metrics"
+            if path == "/metrics"
+            else "read"
+            if scope["method"] in ("GET", "HEAD")
+            else "solve"
+        )
         if needed not in key.scopes:
             raise _no_scope(key.name, needed)
 
@@ -136,8 +147,16 @@ def _strange_origin(origin: bytes) -> Problem:
 
 
 def _no_key(what: str) -> Problem:
-    detail = f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
-    return Problem(401, "no-key", "A key is needed", detail, headers={"WWW-Authenticate": 'Bearer realm="placer"'})
+    detail = (
+        f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
+    )
+    return Problem(
+        401,
+        "no-key",
+        "A key is needed",
+        detail,
+        headers={"WWW-Authenticate": 'Bearer realm="placer"'},
+    )
 
 
 def _no_scope(name: str, needed: str) -> Problem:
@@ -147,4 +166,6 @@ def _no_scope(name: str, needed: str) -> Problem:
 
 def _too_often(per_s: float, seconds: int) -> Problem:
     detail = f"this key may ask {per_s:g} times a second; try again in {seconds} s"
-    return Problem(429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)})
+    return Problem(
+        429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)}
+    )

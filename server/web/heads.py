@@ -6,12 +6,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def takes_head(path: str) -> bool:
-    """Whether GET of a path can be asked for its head alone: not a stream, whose body tells when it ends."""
+    """Whether GET of a path can be asked for its head alone: not a stream, whose body tells when it
+    ends.
+    """
     return not path.endswith("/events")
 
 
 class Heads:
-    """Middleware that lets every path with GET answer HEAD, too, as load balancers and ``curl -I`` ask."""
+    """Middleware that lets every path with GET answer HEAD, too, as load balancers and ``curl -I``
+    ask.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

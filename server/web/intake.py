@@ -13,7 +13,9 @@ from ..settings import Settings
 
 
 class Intake:
-    """Reads bodies, each up to a limit and all of them together up to another, so that many at once fill no memory."""
+    """Reads bodies, each up to a limit and all of them together up to another, so that many at once
+    fill no memory.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -27,8 +29,8 @@ class Intake:
             request: whose body it is.
             optional: whether there may be none, without a content type.
 
-        Raises:
-            Problem: it is no JSON by its content type, too large, too slow, or more than fits beside the others.
+        Raises: Problem: it is no JSON by its content type, too large, too slow, or more than fits
+            beside the others.
         """
         declared = request.headers.get("content-length", "0")
         if not (optional and declared == "0" and "transfer-encoding" not in request.headers):
@@ -65,8 +67,12 @@ class Intake:
             raise Problem(503, "busy", "The service is busy", detail, headers=headers)
 
     def _slow(self, size: int) -> Problem:
-        detail = f"the body did not arrive within {self._settings.body_timeout_s:g} s; {size} bytes did"
-        return Problem(408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"})
+        detail = (
+            f"the body did not arrive within {self._settings.body_timeout_s:g} s; {size} bytes did"
+        )
+        return Problem(
+            408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"}
+        )
 
 
 class _Body:
@@ -89,7 +95,9 @@ def _require_json(request: Request) -> None:
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = repr(clip(given, 80)) if given else "not given"
-        detail = f"the content type is {shown}; send the request as 'Content-Type: application/json'"
+        detail = (
+            f"the content type is {shown}; send the request as 'Content-Type: application/json'"
+        )
         raise Problem(415, "content-type", "The content type cannot be read", detail)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
@@ -103,4 +111,6 @@ def _too_large(limit: int, size: str = "") -> Problem:
         " A coarser granularity makes a smaller profile"
     )
     # The rest of the body is not read, so the connection cannot be used again.
-    return Problem(413, "body-too-large", "The body is too large", detail, headers={"Connection": "close"})
+    return Problem(
+        413, "body-too-large", "The body is too large", detail, headers={"Connection": "close"}
+    )

@@ -15,7 +15,8 @@ JSON = "application/json"
 SMALLEST_BYTES = 1024
 """Less is not worth compressing."""
 LARGE_BYTES = 256 * 1024
-"""More is compressed in a thread: a megabyte takes tens of milliseconds, in which nobody else would be answered."""
+"""More is compressed in a thread: a megabyte takes tens of milliseconds, in which nobody else would
+be answered."""
 
 
 def json_reply(

@@ -21,7 +21,11 @@ class Rescued:
         self._why = why
 
     def __call__(
-        self, request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+        self,
+        request: PlacementRequest,
+        *,
+        progress: Any = None,
+        stop: threading.Event | None = None,
     ) -> Placement:
         """The placement, which says that it is the best so far.
 
@@ -32,4 +36,6 @@ class Rescued:
 
         placement = Placement.model_validate_json(self._placement)
         check(request, placement)
-        return placement.model_copy(update={"method": f"{placement.method}, the best so far: {self._why}"})
+        return placement.model_copy(
+            update={"method": f"{placement.method}, the best so far: {self._why}"}
+        )

@@ -1,4 +1,6 @@
-"""The task of a solve: from a request as it was sent to its placement, in the parts in which the store keeps it."""
+"""The task of a solve: from a request as it was sent to its placement, in the parts in which the
+store keeps it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from placer.solver.search import Incumbent
 
 Solver = Callable[..., Placement]
-"""``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another process."""
+"""``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another
+process."""
 
 
 class Solved(NamedTuple):
@@ -59,7 +62,9 @@ class SolveTask:
         profile = json.dumps(_brief(request.profile)).encode()
         question = json.dumps(_brief(request, exclude={"profile"})).encode()
         summary = json.dumps(summarised(request, placement)).encode()
-        return Solved(placement.model_dump_json().encode(), profile_hash(request), profile, question, summary)
+        return Solved(
+            placement.model_dump_json().encode(), profile_hash(request), profile, question, summary
+        )
 
 
 def read_request(payload: bytes) -> PlacementRequest:

@@ -1,4 +1,6 @@
-"""The best placement so far, sent to the service as a solve goes, so that it outlives the solve's process."""
+"""The best placement so far, sent to the service as a solve goes, so that it outlives the solve's
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Telling:
         threading.Thread(target=self._go_on, daemon=True).start()
 
     def tell(self, incumbent: Incumbent) -> None:
-        """Send the placement of this one, unless a better one comes before it is its turn. Safe from any thread."""
+        """Send the placement of this one, unless a better one comes before it is its turn. Safe
+        from any thread.
+        """
         self._latest = incumbent
         self._new.set()
 
@@ -45,5 +49,6 @@ class Telling:
             try:
                 self._send(self._latest.placement().model_dump_json().encode())
             except (MemoryError, PlacerError):
-                pass  # the solve meets the same, and says so; what was sent before is still there
+                # the solve meets the same, and says so; what was sent before is still there
+                pass
             time.sleep(max(EVERY_S, (time.monotonic() - began_s) / SHARE))

@@ -1,4 +1,5 @@
-"""One process a solve, forked from a server that has everything imported, so that none can block or take down another.
+"""One process a solve, forked from a server that has everything imported, so that none can block or
+take down another.
 
 service                         worker (forkserver)
    │──── payload ──────────────────▶│
@@ -49,12 +50,15 @@ class Report:
         self._send("progress", value, bound)
 
     def best(self, result: bytes) -> None:
-        """Tell what there is so far, in the place of what was told before; it outlives this process."""
+        """Tell what there is so far, in the place of what was told before; it outlives this
+        process.
+        """
         self._send("best", result)
 
 
 Task = Callable[[bytes, Report, threading.Event], T]
-"""What runs in the worker: from a payload to a result, ending early with its best when the event is set."""
+"""What runs in the worker: from a payload to a result, ending early with its best when the event is
+set."""
 
 PRELOAD = ["placer_server.workers.solving", "placer.solver.solve"]
 
@@ -103,7 +107,14 @@ class Worker(Generic[T]):
     """
 
     def __init__(
-        self, task: Task[T], payload: bytes, report: Progress, *, limit_s: float, grace_s: float, memory_bytes: int = 0
+        self,
+        task: Task[T],
+        payload: bytes,
+        report: Progress,
+        *,
+        limit_s: float,
+        grace_s: float,
+        memory_bytes: int = 0,
     ) -> None:
         self.best: bytes | None = None
         self._task = task
@@ -120,14 +131,14 @@ class Worker(Generic[T]):
     def run(self) -> T:
         """Run the task to its end, in the calling thread.
 
-        Raises:
-            Refused: the task found a fault in its payload.
-            Missing: the task needs a package that is not installed.
-            Crashed: it failed; Died: its process died; OverMemory: it needs more memory than it may take.
-            Killed: it had to be killed.
+        Raises: Refused: the task found a fault in its payload. Missing: the task needs a package
+            that is not installed. Crashed: it failed; Died: its process died; OverMemory: it needs
+            more memory than it may take. Killed: it had to be killed.
         """
         pipe, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_serve, args=(theirs, self._task, self._memory_bytes), daemon=True)
+        process = CONTEXT.Process(
+            target=_serve, args=(theirs, self._task, self._memory_bytes), daemon=True
+        )
         with starting_processes():
             process.start()
         theirs.close()
@@ -146,7 +157,9 @@ class Worker(Generic[T]):
             process.close()
 
     def stop(self) -> None:
-        """Tell the task to end with the best that it has. Safe from any thread, before, during and after ``run``."""
+        """Tell the task to end with the best that it has. Safe from any thread, before, during and
+        after ``run``.
+        """
         with self._lock:
             if self._stopped:
                 return
@@ -174,7 +187,8 @@ class Worker(Generic[T]):
     def _listen(self, pipe: Connection, sentinel: int) -> T:
         while True:
             if wait([pipe, sentinel], self._tick()):
-                kind, *values = pipe.recv()  # raises EOFError where the process died without a word
+                # raises EOFError where the process died without a word
+                kind, *values = pipe.recv()
                 if kind == "progress":
                     self._report(*values)
                 elif kind == "best":
@@ -210,7 +224,9 @@ def _exit_reason(exitcode: int | None) -> str:
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Where processes are started. Without this, each would first run the program's main script again."""
+    """Where processes are started. Without this, each would first run the program's main script
+    again.
+    """
     with _START_LOCK:
         CONTEXT.set_forkserver_preload(PRELOAD)
         main = sys.modules["__main__"]
@@ -222,13 +238,17 @@ def starting_processes() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Start the process that workers are forked from; it imports the solver while the caller goes on."""
+    """Start the process that workers are forked from; it imports the solver while the caller goes
+    on.
+    """
     with starting_processes():
         forkserver.ensure_running()
 
 
 def _cap_memory(limit_bytes: int) -> None:
-    """Let what goes over the limit fail here. Counted is what the process writes to, not what it only maps."""
+    """Let what goes over the limit fail here. Counted is what the process writes to, not what it
+    only maps.
+    """
     if limit_bytes and resource is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         allowed = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
@@ -237,7 +257,8 @@ def _cap_memory(limit_bytes: int) -> None:
 
 def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     """The worker's main function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches every process; the service decides
+    # Ctrl-C in a terminal reaches every process; the service decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop = threading.Event()
     sending = threading.Lock()
 
@@ -258,7 +279,10 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     except PlacerError as error:
         send("refused", str(error))
     except MemoryError:
-        send("over", f"it needs more than the {memory_bytes} bytes that a worker may take (PLACER_WORKER_MEMORY_BYTES)")
+        send(
+            "over",
+            f"it needs more than the {memory_bytes} bytes that a worker may take (PLACER_WORKER_MEMORY_BYTES)",
+        )
     except BaseException as error:
         traceback.print_exc()
         send("failed", f"{type(error).__name__}: {error}"[:1000])
@@ -278,7 +302,8 @@ def _start_listening(pipe: Connection, stop: threading.Event, memory_bytes: int)
 def end_with_parent() -> None:
     """Let this process end when the one that started it has, even where that was killed.
 
-    A process of a pool waits for work at a pipe of which it holds both ends, so nothing tells it that none will come.
+    A process of a pool waits for work at a pipe of which it holds both ends, so nothing tells it
+    that none will come.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -299,12 +324,15 @@ def _await_stop(pipe: Connection, stop: threading.Event) -> None:
 
 
 def tell_taken_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
-    """The task that tells what a worker takes before it does anything, counted as its limit counts; 0 if not known.
+    """The task that tells what a worker takes before it does anything, counted as its limit counts;
+    0 if not known.
 
     It shows that workers start, and makes the first solve as quick as the others.
     """
     try:
         with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+            return next(
+                int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")
+            )
     except OSError:  # no Linux
         return 0

@@ -1,4 +1,5 @@
-"""The benchmark of memory wherever a model is cut runs on stand-ins, which have none of their own to count."""
+"""The benchmark of memory wherever a model is cut runs on stand-ins, which have none of their own
+to count."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 
-def test_it_runs_on_stand_ins_with_a_row_for_each_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_runs_on_stand_ins_with_a_row_for_each_schedule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     cuts = importlib.import_module("benchmarks.cuts")
     monkeypatch.setattr(cuts, "CUTS", 2)

@@ -1,4 +1,5 @@
-"""The executor's benchmark: its peers compute what the model computes, and its rows say what was found."""
+"""The executor's benchmark: its peers compute what the model computes, and its rows say what was
+found."""
 
 import copy
 import importlib
@@ -50,7 +51,9 @@ def test_a_chain_by_hand_computes_what_its_model_computes(part, name):
 def test_a_chain_by_hand_holds_every_parameter_once(part, name):
     model = MODELS[name][0]()
     units = part("parts").units(model)
-    assert sorted(id(p) for unit in units for p in unit.parameters()) == sorted(id(p) for p in model.parameters())
+    assert sorted(id(p) for unit in units for p in unit.parameters()) == sorted(
+        id(p) for p in model.parameters()
+    )
 
 
 def test_parts_are_cut_as_brute_force_cuts_them(part):
@@ -89,12 +92,21 @@ def started(part, monkeypatch):
     monkeypatch.setattr(part("ranks"), "START", "forkserver")
 
 
-PEERS = ["DDP", "DDP-compiled", "FSDP2", "torch.distributed", "torch.distributed interleaved", "placer.distributed"]
+PEERS = [
+    "DDP",
+    "DDP-compiled",
+    "FSDP2",
+    "torch.distributed",
+    "torch.distributed interleaved",
+    "placer.distributed",
+]
 
 
 @pytest.mark.slow
 def test_every_engine_of_a_training_case_takes_its_turns_and_has_a_row(part, started):
-    chosen = [f"gpt:{engine}" for engine in ("ours", *PEERS, "torch.distributed zero-bubble", "tutorial")]
+    chosen = [
+        f"gpt:{engine}" for engine in ("ours", *PEERS, "torch.distributed zero-bubble", "tutorial")
+    ]
     found = importlib.import_module("benchmarks.executor").run(chosen)
     rows = {row["measure"]: row for row in found}
     assert {row["case"] for row in found} == {"tiny: GPT, 2 layers, d=32, 8 x 16 tokens, 2 devices"}
@@ -102,7 +114,9 @@ def test_every_engine_of_a_training_case_takes_its_turns_and_has_a_row(part, sta
     labels = {part("figures").PEERS.get(engine, engine) for engine in PEERS} | {"tutorial's split"}
     step = rows["training step"]
     assert step["value"] > 0 and labels - {"placer.distributed"} <= set(step["peers"])
-    assert all(rows[f"training step, {label}"]["spread"] for label in labels - {"placer.distributed"})
+    assert all(
+        rows[f"training step, {label}"]["spread"] for label in labels - {"placer.distributed"}
+    )
     assert rows["training step by placer.distributed, a process for each device"]["value"] > 0
     assert rows["training step, eager PyTorch on one device"]["value"] > 0
     assert rows["turns of each engine"]["value"] == part("timing").REPEATS
@@ -111,7 +125,8 @@ def test_every_engine_of_a_training_case_takes_its_turns_and_has_a_row(part, sta
 
 
 def _first_step(here, engine):
-    """The mean over the processes of the first losses of an engine; looked up by name in every process."""
+    """The mean over the processes of the first losses of an engine; looked up by name in every
+    process."""
     in_ranks = importlib.import_module("benchmarks.executor.in_ranks")
     turn = in_ranks.Turn(engine)
     in_ranks.build(here, "gpt", turn)
@@ -143,7 +158,9 @@ def test_an_engine_that_fails_leaves_the_others_in_the_contest(part, started):
     try:
         one, failed = peers.contender([in_ranks.Turn(distributed.ENGINE, 4)])
         assert one is not None and not failed
-        best, failed = peers.contender([in_ranks.Turn(distributed.ENGINE, chunks) for chunks in (3, 2)])
+        best, failed = peers.contender(
+            [in_ranks.Turn(distributed.ENGINE, chunks) for chunks in (3, 2)]
+        )
         assert best is not None and (best.chunks, [sample.chunks for sample in failed]) == (2, [3])
         assert one.turn() > 0 and best.turn() > 0
     finally:
@@ -197,7 +214,9 @@ def test_an_engine_that_fails_in_a_turn_has_no_times_and_no_further_turns(part):
 
 
 def test_of_several_variants_the_fastest_takes_part(part):
-    variants = [contender(part, "a", [ms], chunks) for ms, chunks in ((3.0, 4), (2.0, 8), (5.0, 16))]
+    variants = [
+        contender(part, "a", [ms], chunks) for ms, chunks in ((3.0, 4), (2.0, 8), (5.0, 16))
+    ]
     best, failed = part("contest").fastest("case", variants)
     assert best.chunks == 8 and not failed
 
@@ -206,7 +225,8 @@ def test_a_contest_whose_time_is_up_begins_no_further_round(part, monkeypatch):
     contest = part("contest")
     monkeypatch.setattr(contest, "_ends", 10.0)
     now = itertools.count(step=2.0)
-    monkeypatch.setattr(contest, "perf_counter", lambda: next(now))  # a round lasts 2 s
+    # a round lasts 2 s
+    monkeypatch.setattr(contest, "perf_counter", lambda: next(now))
     (sample,) = contest.alternate("case", [contender(part, "a", [1.0] * 9)], rounds=9)
     assert len(sample.values["step_ms"]) == 3  # begun at 0, 4 and 8 s
 
@@ -234,10 +254,16 @@ def test_what_breaks_down_is_a_sample_with_the_reason(part):
 
 @pytest.fixture
 def made(part, monkeypatch):
-    """Rows of made-up samples, as two contests on four GPUs would give them, of which one broke down."""
+    """Rows of made-up samples, as two contests on four GPUs would give them, of which one broke
+    down."""
     cases, sample = part("cases"), partial(part("sample").Sample, beside=4)
     monkeypatch.setattr(cases, "is_small", lambda: False)
-    ours = {"step_ms": [100.0, 96.0, 104.0], "predicted_ms": [90.0], "loss_difference": [0.0], "stages": [4.0]}
+    ours = {
+        "step_ms": [100.0, 96.0, 104.0],
+        "predicted_ms": [90.0],
+        "loss_difference": [0.0],
+        "stages": [4.0],
+    }
     ours |= {"alone_ms": [110.0], "host_ms": [30.0]}
     samples = [
         sample("gpt", "eager", 1, 1, {"step_ms": [300.0] * 3}),
@@ -251,7 +277,9 @@ def made(part, monkeypatch):
 
 
 def _row(rows, measure, devices="4 devices"):
-    return next(row for row in rows if row["measure"].startswith(measure) and row["case"].endswith(devices))
+    return next(
+        row for row in rows if row["measure"].startswith(measure) and row["case"].endswith(devices)
+    )
 
 
 def test_a_speed_up_is_over_eager_pytorch_of_the_same_contest_beside_the_peers(made):
@@ -282,14 +310,23 @@ def test_a_contest_that_broke_down_misses_its_target_and_says_why(made):
 
 
 def test_a_peer_without_a_value_has_a_row_with_the_reason(made):
-    assert _row(made, "no value of torchgpipe")["measure"].endswith("8 micro-batches: out of memory")
+    assert _row(made, "no value of torchgpipe")["measure"].endswith(
+        "8 micro-batches: out of memory"
+    )
 
 
 def test_eager_pytorch_that_ran_after_the_others_says_so(part):
     sample = partial(part("sample").Sample, beside=2)
     one = sample("gpt", "eager", 1, 1, {"step_ms": [300.0], "alternating": [0.0]})
-    (row,) = [row for row in part("rows").rows([one]) if "eager PyTorch on one device" in row["measure"][:50]][-1:]
-    assert row["measure"] == "training step, eager PyTorch on one device, after the others: memory does not hold both"
+    (row,) = [
+        row
+        for row in part("rows").rows([one])
+        if "eager PyTorch on one device" in row["measure"][:50]
+    ][-1:]
+    assert (
+        row["measure"]
+        == "training step, eager PyTorch on one device, after the others: memory does not hold both"
+    )
 
 
 @pytest.fixture
@@ -297,7 +334,13 @@ def streamed(part, monkeypatch):
     """Rows of made-up streams, as four GPUs would give them."""
     cases, sample = part("cases"), partial(part("sample").Sample, beside=4)
     monkeypatch.setattr(cases, "is_small", lambda: False)
-    ours = {"step_ms": [50.0], "host_ms": [1.0], "predicted_ms": [45.0], "difference": [0.0], "eager_stages": [0.0]}
+    ours = {
+        "step_ms": [50.0],
+        "host_ms": [1.0],
+        "predicted_ms": [45.0],
+        "difference": [0.0],
+        "eager_stages": [0.0],
+    }
     samples = [
         sample("stream-gpt", "eager", 1, 1, {"step_ms": [200.0]}),
         sample("stream-gpt", "ours", 4, 4, ours),
@@ -314,7 +357,9 @@ def test_a_streams_speed_up_is_beside_its_peers(streamed):
 
 
 def test_a_peer_of_a_stream_that_is_not_installed_says_so(streamed):
-    assert _row(streamed, "no value of accelerate's dispatch_model")["measure"].endswith("not installed")
+    assert _row(streamed, "no value of accelerate's dispatch_model")["measure"].endswith(
+        "not installed"
+    )
 
 
 def test_rows_of_a_stream_belong_to_its_case_alone(part, streamed):
@@ -338,7 +383,9 @@ def test_a_stream_gives_times_and_results_that_are_the_unsplit_models(part):
 def steps(part):
     """A sample of the training step of an engine, in a contest on two devices."""
     sample = part("sample").Sample
-    return lambda engine, ms, devices=2, **more: sample("gpt", engine, devices, 4, {"step_ms": [ms]} | more, beside=2)
+    return lambda engine, ms, devices=2, **more: sample(
+        "gpt", engine, devices, 4, {"step_ms": [ms]} | more, beside=2
+    )
 
 
 @pytest.fixture
@@ -349,7 +396,9 @@ def ran(part, monkeypatch, tmp_path):
 
     def run(name, samples):
         (job,) = jobs._chosen([name])
-        monkeypatch.setattr(jobs, "run", lambda names, budget_s: iter([(job, sample) for sample in samples]))
+        monkeypatch.setattr(
+            jobs, "run", lambda names, budget_s: iter([(job, sample) for sample in samples])
+        )
         for rows in package.progress([name], tmp_path):
             record.write("executor", rows, tmp_path)
         return record.read("executor", tmp_path)["rows"]
@@ -357,7 +406,13 @@ def ran(part, monkeypatch, tmp_path):
     return run
 
 
-OURS = {"alone_ms": [1.0], "host_ms": [1.0], "predicted_ms": [1.0], "loss_difference": [0.0], "eager_stages": [0.0]}
+OURS = {
+    "alone_ms": [1.0],
+    "host_ms": [1.0],
+    "predicted_ms": [1.0],
+    "loss_difference": [0.0],
+    "eager_stages": [0.0],
+}
 
 
 def test_a_case_that_runs_again_takes_the_place_of_all_that_it_gave(ran, steps):
@@ -370,7 +425,9 @@ def test_a_case_that_runs_again_takes_the_place_of_all_that_it_gave(ran, steps):
 
 def test_a_job_that_found_no_time_leaves_what_it_gave_before(ran, steps, part):
     ran("gpt", [steps("eager", 30.0, 1), steps("ours", 10.0, **OURS)])
-    rows = ran("gpt", [part("sample").Sample("gpt", "ours", 0, 0, failed="not run, no time", beside=2)])
+    rows = ran(
+        "gpt", [part("sample").Sample("gpt", "ours", 0, 0, failed="not run, no time", beside=2)]
+    )
     assert not [row for row in rows if row["measure"].startswith("no value")]
     assert _row(rows, "training step, speed-up", "2 devices")["value"] == 3.0
 
@@ -385,7 +442,9 @@ def test_processes_that_run_jobs_at_the_same_time_lose_none_of_their_samples(par
     assert len(one.samples()) == 3
 
 
-def test_what_a_run_found_is_written_before_its_next_job_breaks_it_off(part, monkeypatch, tmp_path, steps):
+def test_what_a_run_found_is_written_before_its_next_job_breaks_it_off(
+    part, monkeypatch, tmp_path, steps
+):
     package, jobs = importlib.import_module("benchmarks.executor"), part("jobs")
     (job,) = jobs._chosen(["gpt"])
 
@@ -399,14 +458,18 @@ def test_what_a_run_found_is_written_before_its_next_job_breaks_it_off(part, mon
     assert part("store").Store(tmp_path).samples() == [steps("eager", 30.0, 1)]
 
 
-def test_rows_without_samples_stay_with_their_date_where_machine_and_versions_are_the_same(ran, tmp_path, steps):
+def test_rows_without_samples_stay_with_their_date_where_machine_and_versions_are_the_same(
+    ran, tmp_path, steps
+):
     record = importlib.import_module("benchmarks.record")
     kept = record.row("overhead, ResNet-50", "forward", "x", 1.0)
     gone = record.row("tiny: GPT, 2 layers, d=32, 8 x 16 tokens, 2 devices", "of old", "ms", 1.0)
     older = record.row("tiny: GPT, 2 layers, d=32, 8 x 16 tokens, 1 device", "of old", "ms", 1.0)
     path = record.write("executor", [kept, gone, older], tmp_path)
     path.write_text(
-        path.read_text().replace(f'"date": "{record.read("executor", tmp_path)["date"]}"', '"date": "2000-01-01"')
+        path.read_text().replace(
+            f'"date": "{record.read("executor", tmp_path)["date"]}"', '"date": "2000-01-01"'
+        )
     )
     rows = ran("gpt", [steps("eager", 30.0, 1)])
     assert {**kept, "figures": {"measured": "2000-01-01"}} in rows
@@ -418,15 +481,24 @@ def test_rows_without_samples_stay_with_their_date_where_machine_and_versions_ar
 
 def test_samples_of_other_versions_are_left_out(part, tmp_path, steps, monkeypatch):
     part("store").Store(tmp_path).add("gpt@2", steps("eager", 30.0, 1))
-    monkeypatch.setattr(importlib.import_module("benchmarks.record"), "versions", lambda: {"torch": "another"})
+    monkeypatch.setattr(
+        importlib.import_module("benchmarks.record"), "versions", lambda: {"torch": "another"}
+    )
     assert part("store").Store(tmp_path).samples() == []
 
 
-def test_engines_of_a_case_are_chosen_together_and_the_order_is_that_of_the_names(part, monkeypatch):
+def test_engines_of_a_case_are_chosen_together_and_the_order_is_that_of_the_names(
+    part, monkeypatch
+):
     monkeypatch.setattr(part("cases"), "counts", lambda: [4, 2])
     chosen = part("jobs")._chosen(["switching", "unet@2", "gpt:DDP", "gpt@4:ours", "gpt:DDP"])
     every = "+".join(part("training").ENGINES)
-    assert [job.name for job in chosen] == ["switching:ours", f"unet@2:{every}", "gpt@4:ours+DDP", "gpt@2:DDP"]
+    assert [job.name for job in chosen] == [
+        "switching:ours",
+        f"unet@2:{every}",
+        "gpt@4:ours+DDP",
+        "gpt@2:DDP",
+    ]
 
 
 @pytest.mark.parametrize("name", ["vgg", "gpt@3", "gpt:horovod", "switching@2"])
@@ -436,7 +508,8 @@ def test_a_case_or_an_engine_that_does_not_exist_is_refused(part, name):
 
 
 def test_what_lies_in_gaps_of_earlier_memory_counts_and_what_was_there_does_not(part, monkeypatch):
-    """The GPT's weights and gradients lay in pieces that earlier work had taken: 3 GB of them were not counted."""
+    """The GPT's weights and gradients lay in pieces that earlier work had taken: 3 GB of them were
+    not counted."""
     memory, cuda = part("memory"), torch.cuda
     pieces = {1: (100, 10), 2: (50, 50)}
     monkeypatch.setattr(memory, "release", lambda: None)
@@ -462,11 +535,22 @@ def test_memory_is_held_against_its_prediction_device_by_device(part, monkeypatc
 def test_overheads_are_over_the_median_of_the_model_alone(part, monkeypatch):
     monkeypatch.setattr(part("cases"), "is_small", lambda: False)
     sample = part("sample").Sample
-    names = {"ours": 10.2, "graph": 10.0, "graph passes": 10.0, "eager": 20.0, "ours stream": 6.0, "graph forward": 5.0}
-    rows = part("rows").rows([sample("overhead", name, 1, 1, {"step_ms": [ms]}) for name, ms in names.items()])
+    names = {
+        "ours": 10.2,
+        "graph": 10.0,
+        "graph passes": 10.0,
+        "eager": 20.0,
+        "ours stream": 6.0,
+        "graph forward": 5.0,
+    }
+    rows = part("rows").rows(
+        [sample("overhead", name, 1, 1, {"step_ms": [ms]}) for name, ms in names.items()]
+    )
     found = {row["measure"]: (row["value"], row["met"]) for row in rows}
     assert found["training step by train_step, over the model alone, CUDA graph"] == (1.02, True)
-    behind = "training step by train_step, over the model alone, CUDA graph, the optimizer behind it"
+    behind = (
+        "training step by train_step, over the model alone, CUDA graph, the optimizer behind it"
+    )
     assert found[behind] == (1.02, True)
     assert found["training step by train_step, over the model alone, eager model"] == (0.51, True)
     assert found["a batch in a stream, over the model alone, CUDA graph"] == (1.2, False)
@@ -477,11 +561,17 @@ def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
     one = [sample("compile-gpt", "eager", 1, 1, {"step_ms": [15.0]})]
     one += [sample("compile-gpt", "torch.compile", 1, 1, {"step_ms": [12.0]})]
     for kept, expected in ((1.0, [2.0, 3.0]), (0.0, [])):
-        compiled = sample("compile-gpt", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]})
-        rows = part("rows").rows([sample("compile-gpt", "ours", 2, 4, {"step_ms": [10.0]}), compiled, *one])
+        compiled = sample(
+            "compile-gpt", "compiled", 2, 4, {"step_ms": [5.0], "compiled_segments": [kept]}
+        )
+        rows = part("rows").rows(
+            [sample("compile-gpt", "ours", 2, 4, {"step_ms": [10.0]}), compiled, *one]
+        )
         gains = [row for row in rows if "speed-up" in row["measure"]]
         assert [row["value"] for row in gains] == expected
-        assert [row["peers"] for row in gains[1:]] == [{"torch.compile on one device": 1.25}] * len(gains[1:])
+        assert [row["peers"] for row in gains[1:]] == [{"torch.compile on one device": 1.25}] * len(
+            gains[1:]
+        )
         assert all(part("rows").belongs(row["case"], "compile-gpt") for row in rows)
 
 
@@ -512,7 +602,9 @@ def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
 
 @pytest.mark.slow
 def test_the_large_model_trains_in_turns_with_fsdp2(part, started):
-    samples = [replace(found, beside=2) for found in part("large").measure(2, part("large").ENGINES)]
+    samples = [
+        replace(found, beside=2) for found in part("large").measure(2, part("large").ENGINES)
+    ]
     assert {sample.engine: sample.failed for sample in samples} == {"ours": "", "FSDP2": ""}
     rows = {row["measure"]: row for row in part("rows").rows(samples)}
     assert rows["training step"]["peers"] == {"FSDP2": rows["training step, FSDP2"]["value"]}
@@ -521,13 +613,17 @@ def test_the_large_model_trains_in_turns_with_fsdp2(part, started):
 
 
 def test_the_large_model_is_profiled_with_the_optimizer_that_trains_it(part, monkeypatch):
-    """It was profiled as Adam by its name, whose foreach version holds temporaries that the fused one does not make."""
+    """It was profiled as Adam by its name, whose foreach version holds temporaries that the fused
+    one does not make."""
     large, given = part("large"), {}
     monkeypatch.setattr(large, "profile", lambda *_, **options: given.update(options) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         large._ours(2)
     made = given["optimizer"]([torch.nn.Parameter(torch.ones(2))])
-    assert type(made) is torch.optim.Adam and made.defaults == large.adam([torch.nn.Parameter(torch.ones(2))]).defaults
+    assert (
+        type(made) is torch.optim.Adam
+        and made.defaults == large.adam([torch.nn.Parameter(torch.ones(2))]).defaults
+    )
 
 
 def test_a_parked_model_holds_no_memory_and_trains_on_after_it(part):
@@ -556,7 +652,12 @@ def test_a_row_of_steps_lasts_as_long_as_clocks_take_to_swing(part, monkeypatch)
 def experiment(part, tmp_path):
     """Samples of the tutorial's experiment, beside results in a folder."""
     store, sample = part("store").Store(tmp_path), part("sample").Sample
-    steps = {("eager", 1, 120): 40.0, ("tutorial", 2, 120): 50.0, ("tutorial", 2, 20): 35.0, ("ours", 2, 20): 22.0}
+    steps = {
+        ("eager", 1, 120): 40.0,
+        ("tutorial", 2, 120): 50.0,
+        ("tutorial", 2, 20): 35.0,
+        ("ours", 2, 20): 22.0,
+    }
     for (engine, devices, split), ms in steps.items():
         store.add("tutorial", sample("tutorial", engine, devices, split, {"step_ms": [ms, ms + 1]}))
     return tmp_path

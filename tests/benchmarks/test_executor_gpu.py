@@ -10,7 +10,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ["ours", "DDP", "DDP-compiled", "FSDP2", "torch.distributed", "placer.distributed", "tutorial"]
+ENGINES = [
+    "ours",
+    "DDP",
+    "DDP-compiled",
+    "FSDP2",
+    "torch.distributed",
+    "placer.distributed",
+    "tutorial",
+]
 JOBS = [
     *(f"gpt@2:{engine}" for engine in ENGINES),
     "unet@2:ours",
@@ -29,15 +37,22 @@ JOBS = [
 def test_every_kind_of_job_gives_values_on_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    program = (
-        f"import json, benchmarks.executor as e\nif __name__ == '__main__': print('ROWS' + json.dumps(e.run({JOBS!r})))"
-    )
-    environment = os.environ | {"PLACER_EXECUTOR_TINY": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    program = f"import json, benchmarks.executor as e\nif __name__ == '__main__': print('ROWS' + json.dumps(e.run({JOBS!r})))"
+    environment = os.environ | {
+        "PLACER_EXECUTOR_TINY": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     command = [sys.executable, "-c", program]
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    answer = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
     print(answer.stdout)
     assert answer.returncode == 0, answer.stderr
     rows = json.loads(answer.stdout.partition("ROWS")[2])
     measures = [row["measure"] for row in rows]
     assert {"training step", "training step, DDP", "training step, FSDP2"} <= set(measures)
-    assert not [measure for measure in measures if measure.startswith("no value") and "not installed" not in measure]
+    assert not [
+        measure
+        for measure in measures
+        if measure.startswith("no value") and "not installed" not in measure
+    ]

@@ -18,24 +18,32 @@ def highlights(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_of_several_peers_the_best_is_shown_whichever_way_the_unit_goes(highlights: Any) -> None:
     assert (
-        highlights._best_peer({"unit": "1/s", "measure": "rate", "peers": {"a": 5.0, "b": 100.0, "c": None}})
+        highlights._best_peer(
+            {"unit": "1/s", "measure": "rate", "peers": {"a": 5.0, "b": 100.0, "c": None}}
+        )
         == "100 1/s (b)"
     )
-    assert highlights._best_peer({"unit": "ms", "measure": "time", "peers": {"a": 5.0, "b": 100.0}}) == "5 ms (a)"
+    assert (
+        highlights._best_peer({"unit": "ms", "measure": "time", "peers": {"a": 5.0, "b": 100.0}})
+        == "5 ms (a)"
+    )
     ratio = {"unit": "x", "measure": highlights.OVERHEAD, "peers": {"a": 0.9, "b": 1.1}}
     assert highlights._best_peer(ratio) == "0.9 x (a)"
     assert highlights._best_peer({"unit": "x", "measure": "speed-up", "peers": {}}) == ""
 
 
 @pytest.mark.parametrize(
-    "text", ["no markers", "<!-- highlights --> begun", "<!-- end highlights --><!-- highlights -->"]
+    "text",
+    ["no markers", "<!-- highlights --> begun", "<!-- end highlights --><!-- highlights -->"],
 )
 def test_a_text_without_its_markers_is_refused_and_not_cut_off(highlights: Any, text: str) -> None:
     with pytest.raises(ValueError, match="once each"):
         highlights.renewed(text, "a table")
 
 
-def test_a_row_that_is_not_there_is_named(highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_row_that_is_not_there_is_named(
+    highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "made.json").write_text(json.dumps({"rows": []}))
     monkeypatch.setattr(highlights, "ROWS", [("made", "a case", "a measure")])
     with pytest.raises(ValueError, match=r"no made\*\.json has a row 'a case', 'a measure'"):
@@ -46,7 +54,9 @@ def test_of_several_machines_the_latest_measurement_is_shown_with_its_machine_an
     highlights: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def write(name: str, date: str, gpus: int, value: float, **figures: str) -> None:
-        row = highlights.record.row("a case", "time", "s", value, target=9.0, figures=figures or None)
+        row = highlights.record.row(
+            "a case", "time", "s", value, target=9.0, figures=figures or None
+        )
         content = {"machine": {"gpus": ["H100"] * gpus, "cores": 2}, "date": date, "rows": [row]}
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
 
@@ -75,4 +85,7 @@ def test_the_short_table_shows_a_row_under_its_short_name(
 
 def test_the_texts_around_the_markers_stay(highlights: Any) -> None:
     text = "before <!-- highlights -->old<!-- end highlights --> after"
-    assert highlights.renewed(text, "new") == "before <!-- highlights -->\nnew\n<!-- end highlights --> after"
+    assert (
+        highlights.renewed(text, "new")
+        == "before <!-- highlights -->\nnew\n<!-- end highlights --> after"
+    )

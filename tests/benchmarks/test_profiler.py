@@ -1,4 +1,5 @@
-"""The profiler's benchmark: what its rows say of made-up samples, and a case from end to end at a tiny size."""
+"""The profiler's benchmark: what its rows say of made-up samples, and a case from end to end at a
+tiny size."""
 
 import importlib
 from pathlib import Path
@@ -35,9 +36,15 @@ def test_the_models_written_for_it_have_the_sizes_of_the_real_ones(part, name):
     model = next(model for model in part("cases").FULL if model.name == name)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in model.make().parameters())
-    # torchvision's Inception-v3 without its auxiliary head, and two stacks of 12 blocks of T5 of width 1024
+    # torchvision's Inception-v3 without its auxiliary head, and two stacks of 12 blocks of T5 of
+    # width 1024
     attention, mlp = 4 * 1024**2, 2 * 1024 * 4096
-    t5 = 12 * (attention + mlp + 2 * 1024) + 12 * (2 * attention + mlp + 3 * 1024) + 2 * 32128 * 1024 + 2 * 1024
+    t5 = (
+        12 * (attention + mlp + 2 * 1024)
+        + 12 * (2 * attention + mlp + 3 * 1024)
+        + 2 * 32128 * 1024
+        + 2 * 1024
+    )
     assert size == {"inception": 23_834_568, "t5": t5}[name]
 
 
@@ -56,7 +63,9 @@ def test_every_model_as_a_chain_gives_what_the_model_gives(part, name):
     model = case.make(torch.device("cpu"))
     inputs, _ = case.batch(torch.device("cpu"), 2)
     with torch.no_grad():
-        torch.testing.assert_close(nn.Sequential(*part("chains").units(model))(inputs), model(inputs))
+        torch.testing.assert_close(
+            nn.Sequential(*part("chains").units(model))(inputs), model(inputs)
+        )
 
 
 def test_a_case_runs_from_end_to_end(part, tmp_path):
@@ -81,7 +90,9 @@ def test_a_case_runs_from_end_to_end(part, tmp_path):
     assert state["peers"]["Placer"] == state["value"]
 
 
-def test_a_part_that_breaks_down_costs_neither_the_case_nor_the_other_cases(part, monkeypatch, capfd):
+def test_a_part_that_breaks_down_costs_neither_the_case_nor_the_other_cases(
+    part, monkeypatch, capfd
+):
     cases, ours = part("cases"), part("ours")
     model = cases.known()["gpt"]
     second = cases.of(model)[1].label
@@ -108,7 +119,9 @@ def test_samples_without_sense_cost_their_case_alone(part):
     cases, rows = part("cases"), part("rows")
     sample = importlib.import_module("benchmarks.executor.sample").Sample
     first, second = (case.label for case in cases.of(cases.known()["gpt"])[:2])
-    nothing = sample(first, "stages", values={"predicted_ms": [1.0], "measured_ms": [0.0], "loss_ms": [0.0]})
+    nothing = sample(
+        first, "stages", values={"predicted_ms": [1.0], "measured_ms": [0.0], "loss_ms": [0.0]}
+    )
     fine = sample(second, "profile", values={"cold_s": [2.0], "warm_s": [1.0]})
     made = rows.rows([nothing, fine])
     assert [row["case"] for row in made] == [first, second, second]
@@ -147,9 +160,14 @@ def made(part, monkeypatch):
     """Rows of made-up samples of two cases, as four GPUs would give them."""
     cases, sample = part("cases"), importlib.import_module("benchmarks.executor.sample").Sample
     monkeypatch.setattr(cases, "is_small", lambda: False)
-    monkeypatch.setattr(cases, "places", lambda count=None: [torch.device("cuda", i) for i in range(count or 4)])
+    monkeypatch.setattr(
+        cases, "places", lambda count=None: [torch.device("cuda", i) for i in range(count or 4)]
+    )
     first, second = cases.of(cases.known()["gpt"])[:2]
-    roofline, accelerate = f"pass_ms {part('peers').ROOFLINE}", f"state_bytes {part('peers').ACCELERATE}"
+    roofline, accelerate = (
+        f"pass_ms {part('peers').ROOFLINE}",
+        f"state_bytes {part('peers').ACCELERATE}",
+    )
     samples = [
         sample(first.label, "profile", 2, 8, {"cold_s": [12.0], "warm_s": [0.5]}),
         sample(
@@ -184,21 +202,40 @@ def made(part, monkeypatch):
             "memory",
             2,
             8,
-            {"predicted_bytes": [103.0, 99.0], "measured_bytes": [100.0, 100.0], "reserved_bytes": [100.0, 110.0]},
+            {
+                "predicted_bytes": [103.0, 99.0],
+                "measured_bytes": [100.0, 100.0],
+                "reserved_bytes": [100.0, 110.0],
+            },
         ),
-        sample(second.label, "stages", 4, 16, {"predicted_ms": [10.0], "measured_ms": [10.0], "loss_ms": [0.0]}),
+        sample(
+            second.label,
+            "stages",
+            4,
+            16,
+            {"predicted_ms": [10.0], "measured_ms": [10.0], "loss_ms": [0.0]},
+        ),
         sample(second.label, "torchgpipe's balance_by_time", 4, 16, failed="not installed"),
         sample("t5", "ours", failed="no end within 8 s"),
     ]
     rows = part("rows")
     found = rows.rows(samples)
-    return {(row["case"], row["measure"]): row for row in [*rows.over_all(found), *found]}, first.label, second.label
+    return (
+        {(row["case"], row["measure"]): row for row in [*rows.over_all(found), *found]},
+        first.label,
+        second.label,
+    )
 
 
 def test_a_stages_worst_error_is_kept_with_its_sign_and_held_against_the_target(made, part):
     rows, first, _ = made
     row = rows[first, part("rows").STAGE]
-    assert (row["value"], row["spread"], row["target"], row["met"]) == (-5.0, [-5.0, 1.0], 6.0, True)
+    assert (row["value"], row["spread"], row["target"], row["met"]) == (
+        -5.0,
+        [-5.0, 1.0],
+        6.0,
+        True,
+    )
 
 
 def test_a_steps_error_beyond_the_target_is_missed_though_it_is_negative(made, part):
@@ -210,7 +247,10 @@ def test_a_steps_error_beyond_the_target_is_missed_though_it_is_negative(made, p
 
 def test_memory_above_and_below_what_was_used_have_targets_of_their_own(made, part):
     rows, first, _ = made
-    assert (rows[first, part("rows").OVER]["value"], rows[first, part("rows").UNDER]["value"]) == (3.0, 1.0)
+    assert (rows[first, part("rows").OVER]["value"], rows[first, part("rows").UNDER]["value"]) == (
+        3.0,
+        1.0,
+    )
     assert rows[first, part("rows").RESERVED]["value"] == 5.0
 
 
@@ -230,7 +270,11 @@ def test_what_holds_over_all_cases_is_the_median_and_the_worst(made, part):
 
 def test_peers_stand_beside_ours_and_those_without_a_value_say_why(made, part):
     rows, first, second = made
-    assert rows[first, part("rows").PASS]["peers"] == {"Placer": 28.71, part("peers").ROOFLINE: 15.0}  # no loss
+    # no loss
+    assert rows[first, part("rows").PASS]["peers"] == {
+        "Placer": 28.71,
+        part("peers").ROOFLINE: 15.0,
+    }
     median = rows["all cases", f"{part('rows').PASS}: the median error of the predictions"]
     assert (median["value"], median["peers"]) == (0.5, {part("peers").ROOFLINE: 48.28})
     state = rows["all cases", f"{part('rows').STATE}: the median error of the predictions"]
@@ -242,14 +286,21 @@ def test_peers_stand_beside_ours_and_those_without_a_value_say_why(made, part):
 def test_a_run_of_some_models_keeps_the_rows_of_the_others_and_of_cases_that_it_did_not_reach(
     part, monkeypatch, tmp_path
 ):
-    package, jobs, cases = importlib.import_module("benchmarks.profiler"), part("jobs"), part("cases")
+    package, jobs, cases = (
+        importlib.import_module("benchmarks.profiler"),
+        part("jobs"),
+        part("cases"),
+    )
     record, rows = importlib.import_module("benchmarks.record"), part("rows")
     sample = importlib.import_module("benchmarks.executor.sample").Sample
     first, second = (case.label for case in cases.of(cases.known()["gpt"])[:2])
     other = cases.of(cases.known()["t5"])[0].label
     old = [
         record.row(rows.OVERALL, "left over", "%", 1.0),
-        *(record.row(label, rows.COLD, "s", 1.0) for label in (other, first, second, "a case of the past")),
+        *(
+            record.row(label, rows.COLD, "s", 1.0)
+            for label in (other, first, second, "a case of the past")
+        ),
         record.row("gpt", "no value of ours: no end within 8 s", "", None),
     ]
     found = [
@@ -262,7 +313,11 @@ def test_a_run_of_some_models_keeps_the_rows_of_the_others_and_of_cases_that_it_
     monkeypatch.setattr(jobs, "run", lambda names, budget_s: iter(found))
     after_the_case, at_the_end = package.progress(["gpt"], tmp_path)
     values = [(first, rows.COLD, 2.0), (first, rows.WARM, 0.5), (second, rows.COLD, 1.0)]
-    expected = [*values, ("gpt", "no value of ours: no end within 9 s", None), (other, rows.COLD, 1.0)]
+    expected = [
+        *values,
+        ("gpt", "no value of ours: no end within 9 s", None),
+        (other, rows.COLD, 1.0),
+    ]
     assert [(row["case"], row["measure"], row["value"]) for row in at_the_end] == expected
     assert [row["case"] for row in after_the_case] == [row["case"] for row in at_the_end]
     assert [row["case"] for row in package.run(["gpt"])] == [first, first, "gpt"]
@@ -274,13 +329,22 @@ def test_a_model_that_no_device_could_hold_is_profiled_on_one(part):
     torch.set_num_threads(threads)
     assert not sample.failed
     (row,) = part("rows").rows([sample])  # stand-ins count no memory
-    assert (row["case"], row["measure"], row["unit"]) == (part("large").label(), part("rows").COLD, "s")
+    assert (row["case"], row["measure"], row["unit"]) == (
+        part("large").label(),
+        part("rows").COLD,
+        "s",
+    )
     assert row["value"] > 0
 
 
 def test_what_a_model_holds_that_no_device_could_hold_is_set_against_its_largest_layer(part):
     sample = importlib.import_module("benchmarks.executor.sample").Sample
-    values = {"seconds": [90.0], "held_bytes": [99.0 * 2**20], "largest_bytes": [90.0 * 2**20], "parameters": [7e10]}
+    values = {
+        "seconds": [90.0],
+        "held_bytes": [99.0 * 2**20],
+        "largest_bytes": [90.0 * 2**20],
+        "parameters": [7e10],
+    }
     rows = part("rows").rows([sample(part("large").label(), "ours", values=values)])
     assert {row["measure"]: row["value"] for row in rows} == {
         part("rows").COLD: 90.0,

@@ -34,7 +34,10 @@ def written(record, tmp_path):
 
 def test_the_tables_are_made_of_the_results():
     answer = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "tables", "--check"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks", "tables", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert answer.returncode == 0, answer.stderr
 
@@ -54,13 +57,20 @@ def test_the_command_has_what_the_environment_asked_for(record, tmp_path, monkey
     assert content["command"] == "PLACER_MADE_CASES='one,two words' python -m benchmarks made"
 
 
-def test_of_results_made_in_parts_every_command_is_named_whose_rows_are_still_there(record, tmp_path, monkeypatch):
-    rows = {case: record.row(case, "time", "s", value) for case, value in {"one": 1.0, "two": 2.0}.items()}
+def test_of_results_made_in_parts_every_command_is_named_whose_rows_are_still_there(
+    record, tmp_path, monkeypatch
+):
+    rows = {
+        case: record.row(case, "time", "s", value)
+        for case, value in {"one": 1.0, "two": 2.0}.items()
+    }
 
     def run(*cases: str, again: float = 0.0) -> str:
         monkeypatch.setenv("PLACER_MADE_CASES", ",".join(cases))
         monkeypatch.setenv("PLACER_MADE_BUDGET_S", "5")
-        rows.update({case: record.row(case, "time", "s", rows[case]["value"] + again) for case in cases})
+        rows.update(
+            {case: record.row(case, "time", "s", rows[case]["value"] + again) for case in cases}
+        )
         record.write("made", rows.values(), tmp_path)
         return json.loads((tmp_path / "made.json").read_text())["command"]
 
@@ -122,7 +132,11 @@ def test_a_table_shows_value_spread_target_and_peers(record, written):
 
 
 def test_what_nothing_was_asked_for_is_counted_and_shown_when_the_whole_is_wanted(record, tmp_path):
-    record.write("made", [record.row("a", "time", "s", 1.5, target=2.0), record.row("b", "count", "", 3)], tmp_path)
+    record.write(
+        "made",
+        [record.row("a", "time", "s", 1.5, target=2.0), record.row("b", "count", "", 3)],
+        tmp_path,
+    )
     assert "| b |" not in record.table("made", tmp_path)
     assert "in `benchmarks/results/made.json`: 1 more." in record.table("made", tmp_path)
     assert "| b | count | 3 |" in record.table("made", tmp_path, whole=True)
@@ -130,7 +144,9 @@ def test_what_nothing_was_asked_for_is_counted_and_shown_when_the_whole_is_wante
 
 
 def test_figures_are_columns_beside_the_value(record, tmp_path):
-    rows = [record.row("a", "time", "s", 1.5, figures={"gap, %": 2.5, "asked": "gap <= 3%"}, met=True)]
+    rows = [
+        record.row("a", "time", "s", 1.5, figures={"gap, %": 2.5, "asked": "gap <= 3%"}, met=True)
+    ]
     record.write("made", rows, tmp_path)
     table = record.table("made", tmp_path)
     assert "| value | gap, % | asked |" in table
@@ -149,7 +165,9 @@ def test_a_table_without_results_is_left_as_it_is(record, written):
     assert record.with_tables(text, written) == text
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.name
+)
 def test_committed_results_have_the_one_form(record, path):
     content = json.loads(path.read_text())
     assert set(content) == {"machine", "versions", "command", "date", "rows"}

@@ -27,7 +27,9 @@ def part(monkeypatch):
 
 
 def test_schemathesis_finds_nothing(part):
-    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'")
+    pytest.importorskip(
+        "schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'"
+    )
     settings = Settings(port=0, database=":memory:", workers=1, default_wait_s=1, log_level="error")
     with background(settings) as url:
         found = part("contract").check(url, seconds=6, examples=3, phases="coverage")
@@ -36,7 +38,9 @@ def test_schemathesis_finds_nothing(part):
 
 
 def test_schemathesis_finds_what_breaks_the_document(part):
-    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'")
+    pytest.importorskip(
+        "schemathesis", reason="schemathesis is not installed: pip install 'torch-placer[test]'"
+    )
     app = FastAPI()
     app.state.metrics = Metrics()
 
@@ -68,7 +72,9 @@ def test_a_running_service_answers_hostile_bodies_without_5xx(part):
 
 
 def test_the_fuzzer_finds_nothing_in_a_few_thousand_bodies(part):
-    pytest.importorskip("atheris", reason="atheris is not installed: pip install 'torch-placer[test]'")
+    pytest.importorskip(
+        "atheris", reason="atheris is not installed: pip install 'torch-placer[test]'"
+    )
     runs, findings = part("hostile").fuzz(3000)
     assert runs >= 3000
     assert findings == 0
@@ -82,7 +88,9 @@ def test_every_job_of_a_short_soak_is_answered_once(part):
 
 
 def test_calls_of_the_client_come_through_a_faulty_network_or_say_why(part):
-    settings = Settings(port=0, database=":memory:", workers=1, queue=16, log_level="error", stop_grace_s=1.0)
+    settings = Settings(
+        port=0, database=":memory:", workers=1, queue=16, log_level="error", stop_grace_s=1.0
+    )
     with background(settings) as url:
         caller = part("network").Caller(int(url.rpartition(":")[2]), seed=3)
         for _ in range(5):
@@ -96,20 +104,31 @@ def test_calls_of_the_client_come_through_a_faulty_network_or_say_why(part):
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    [("a clock that jumps a day ahead and two back, 90 jobs", "faults"), ("300 calls of the client", "network")],
+    [
+        ("a clock that jumps a day ahead and two back, 90 jobs", "faults"),
+        ("300 calls of the client", "network"),
+    ],
 )
 def test_a_row_is_known_to_be_of_its_part(part, case, name):
     service = importlib.import_module(part("hostile").__package__)
     assert service.part_of(case) == name
 
 
-def test_the_parts_that_are_chosen_are_measured_and_the_rows_of_the_others_kept(part, monkeypatch, tmp_path):
+def test_the_parts_that_are_chosen_are_measured_and_the_rows_of_the_others_kept(
+    part, monkeypatch, tmp_path
+):
     service, record = part("hostile").__package__, importlib.import_module("benchmarks.record")
     service = importlib.import_module(service)
-    every = {"rates": "placer serve", "faults": "kill -9 of workers, 5 jobs", "soak": "60 s of mixed load, 9 requests"}
+    every = {
+        "rates": "placer serve",
+        "faults": "kill -9 of workers, 5 jobs",
+        "soak": "60 s of mixed load, 9 requests",
+    }
     record.write("service", [record.row(case, "m", "", 1) for case in every.values()], tmp_path)
     monkeypatch.setenv("PLACER_SERVICE_CASES", "soak")
-    monkeypatch.setitem(service.PARTS, "soak", lambda: [record.row("1800 s of mixed load, 10 requests", "m", "", 2)])
+    monkeypatch.setitem(
+        service.PARTS, "soak", lambda: [record.row("1800 s of mixed load, 10 requests", "m", "", 2)]
+    )
     (rows,) = service.progress(tmp_path)
     assert [(row["case"], row["value"]) for row in rows] == [
         ("placer serve", 1),

@@ -47,11 +47,16 @@ def small_input(seed):
 def slow_latency(given, where):
     """The latency by its definition, from the input alone; None if a rule is broken."""
     nodes = {node["id"]: node for node in given["nodes"]}
-    blocks = {device: {node for node in nodes if where[node] == device} for device in set(where) - {-1}}
+    blocks = {
+        device: {node for node in nodes if where[node] == device} for device in set(where) - {-1}
+    }
     colours = {}
     for node in nodes.values():
         colour = node["colorClass"]
-        if colour is not None and colours.setdefault(colour, where[node["id"]]) != where[node["id"]]:
+        if (
+            colour is not None
+            and colours.setdefault(colour, where[node["id"]]) != where[node["id"]]
+        ):
             return None
     for block in blocks.values():
         if sum(nodes[node]["size"] for node in block) > given["maxSizePerFPGA"]:
@@ -66,14 +71,22 @@ def slow_latency(given, where):
         if unit in above:
             raise RecursionError
         if unit not in ends:
-            entering = {edge["sourceId"] for edge in given["edges"] if edge["destId"] in block} - block
+            entering = {
+                edge["sourceId"] for edge in given["edges"] if edge["destId"] in block
+            } - block
             start = max((end(source, (*above, unit)) for source in entering), default=0)
             if where[node] == -1:
                 ends[unit] = start + nodes[node]["cpuLatency"]
             else:
-                leaving = {e["sourceId"] for e in given["edges"] if e["sourceId"] in block and e["destId"] not in block}
+                leaving = {
+                    e["sourceId"]
+                    for e in given["edges"]
+                    if e["sourceId"] in block and e["destId"] not in block
+                }
                 cost = {edge["sourceId"]: edge["cost"] for edge in given["edges"]}
-                took = sum(nodes[one]["fpgaLatency"] for one in block) + sum(cost[s] for s in entering | leaving)
+                took = sum(nodes[one]["fpgaLatency"] for one in block) + sum(
+                    cost[s] for s in entering | leaving
+                )
                 ends[unit] = start + took
         return ends[unit]
 
@@ -84,16 +97,22 @@ def slow_latency(given, where):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_latency_is_proven_no_higher_than_the_best_of_all_assignments_and_found_no_lower(part, seed):
+def test_latency_is_proven_no_higher_than_the_best_of_all_assignments_and_found_no_lower(
+    part, seed
+):
     given = small_input(seed)
     best = min(
-        value for where in itertools.product((-1, 0, 1), repeat=6) if (value := slow_latency(given, where)) is not None
+        value
+        for where in itertools.product((-1, 0, 1), repeat=6)
+        if (value := slow_latency(given, where)) is not None
     )
     latency = part("latency")
     placement = latency.solve(given, limit_s=0.05)
     assert placement.bound <= best * (1 + 1e-6)
     assert placement.objective_value >= best * (1 - 1e-9)
-    assert latency.latency_ms(given, placement.layer_devices) == pytest.approx(placement.objective_value)
+    assert latency.latency_ms(given, placement.layer_devices) == pytest.approx(
+        placement.objective_value
+    )
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -103,11 +122,15 @@ def test_the_referee_of_latency_says_what_the_definition_says(part, seed):
     read = latency.graph(given)
     for _ in range(40):
         where = [draw.choice((-1, 0, 1)) for _ in range(6)]
-        assert latency.finish_ms(read, [where[node] for node in read.ids]) == slow_latency(given, where)
+        assert latency.finish_ms(read, [where[node] for node in read.ids]) == slow_latency(
+            given, where
+        )
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_all_subgraphs(part, seed):
+def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_all_subgraphs(
+    part, seed
+):
     read, draw = part("latency").graph(small_input(seed)), random.Random(seed)
     barred = np.array([draw.random() < 0.2 for _ in read.ids])
     waits = [(draw.randint(1, 20), *draw.sample(range(6), 2)) for _ in range(draw.randint(0, 4))]
@@ -115,12 +138,23 @@ def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_al
 
     def took(nodes):
         whole = all(nodes.issuperset(read.siblings[node]) for node in nodes) and hull <= nodes
-        if not whole or any(barred[node] for node in nodes) or sum(read.size[node] for node in nodes) > read.memory:
+        if (
+            not whole
+            or any(barred[node] for node in nodes)
+            or sum(read.size[node] for node in nodes) > read.memory
+        ):
             return float("inf")
-        waited = max((time for time, inside, outside in waits if inside in nodes and outside not in nodes), default=0)
+        waited = max(
+            (time for time, inside, outside in waits if inside in nodes and outside not in nodes),
+            default=0,
+        )
         return max(0, waited - 3) + read.duration_ms(nodes)
 
-    best = min(took(frozenset(nodes)) for size in range(7) for nodes in itertools.combinations(range(6), size))
+    best = min(
+        took(frozenset(nodes))
+        for size in range(7)
+        for nodes in itertools.combinations(range(6), size)
+    )
     found = part("latency_cuts").Cuts(read).least(hull, barred, waits, since=3)
     assert found.value == pytest.approx(best, rel=1e-5)
 
@@ -145,7 +179,12 @@ def test_a_subgraph_that_values_leave_and_come_back_to_is_refused(part):
     latency = part("latency")
     node = {"supportedOnFpga": 1, "cpuLatency": 1, "fpgaLatency": 1, "size": 1}
     edges = [{"sourceId": 0, "destId": 1, "cost": 1}, {"sourceId": 1, "destId": 2, "cost": 1}]
-    given = {"maxFPGAs": 1, "maxSizePerFPGA": 9, "nodes": [{"id": i} | node for i in range(3)], "edges": edges}
+    given = {
+        "maxFPGAs": 1,
+        "maxSizePerFPGA": 9,
+        "nodes": [{"id": i} | node for i in range(3)],
+        "edges": edges,
+    }
     where = {"0": "accelerator:0", "1": "cpu", "2": "accelerator:0"}
     with pytest.raises(ValueError, match="values that go round"):
         latency.latency_ms(given, where)
@@ -153,7 +192,9 @@ def test_a_subgraph_that_values_leave_and_come_back_to_is_refused(part):
 
 def test_cases_are_chosen_by_group_and_by_name(part):
     jobs = part("jobs")
-    assert [case.name for case in jobs.select(["overhead"])] == ["chain of 50 layers, 4 devices, training"]
+    assert [case.name for case in jobs.select(["overhead"])] == [
+        "chain of 50 layers, 4 devices, training"
+    ]
     chosen = jobs.select(["neurips20 layer_bert24_inference", "large"])
     assert {case.group for case in chosen} == {"contiguous", "free", "latency", "large"}
     assert len(jobs.select([])) == len(part("cases").every())
@@ -176,8 +217,11 @@ def test_what_is_wanted_of_a_case_counts_all_of_it(part):
 
 def test_the_plain_program_over_one_order_cuts_a_chain_as_one_would_by_hand(part):
     chain, peers = part("chain"), part("peers")
-    problem = importlib.import_module("placer.solver.problem").Problem.from_request(chain.request(6, 2))
-    layers = [3 + i % 7 + i % 5 for i in range(6)]  # forward and backward of each, in ms
+    problem = importlib.import_module("placer.solver.problem").Problem.from_request(
+        chain.request(6, 2)
+    )
+    # forward and backward of each, in ms
+    layers = [3 + i % 7 + i % 5 for i in range(6)]
     transfers = 0.2  # 1 MB there and 1 MB back over 10 GB/s
     by_hand = min(max(sum(layers[:cut]), sum(layers[cut:])) + transfers for cut in range(1, 6))
     assert peers.values(problem)[peers.ONE_ORDER] == pytest.approx(by_hand)

@@ -121,11 +121,17 @@ def test_place_posts_the_request_and_returns_the_placement(ask, request_):
 def test_place_polls_until_the_placement_is_there(ask, request_):
     script = Script((202, RUNNING), (202, RUNNING), (200, DONE))
     assert ask(script, "place", request_).status == "optimal"
-    assert script.lines == ["POST /v1/placements", f"GET /v1/placements/{KEY}", f"GET /v1/placements/{KEY}"]
+    assert script.lines == [
+        "POST /v1/placements",
+        f"GET /v1/placements/{KEY}",
+        f"GET /v1/placements/{KEY}",
+    ]
 
 
 def test_place_gives_up_after_wait_and_says_how_to_get_the_answer_later(ask, request_):
-    with pytest.raises(TimeoutExceeded, match=rf"7, bound 3\.0.*placement\('{KEY}'\).*stop\('{KEY}'\)"):
+    with pytest.raises(
+        TimeoutExceeded, match=rf"7, bound 3\.0.*placement\('{KEY}'\).*stop\('{KEY}'\)"
+    ):
         ask(Script((202, RUNNING)), "place", request_, 0)
 
 
@@ -156,13 +162,17 @@ def test_a_fault_of_the_request_is_an_input_error_with_the_services_words(ask, r
 
 def test_what_is_no_request_is_named_and_not_sent(ask, request_):
     script = Script()
-    with pytest.raises(InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"):
+    with pytest.raises(
+        InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"
+    ):
         ask(script, "place", request_.profile)
     assert not script.calls
 
 
 def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead(ask, request_):
-    with pytest.raises(InputError, match=r"requests is one PlacementRequest; .* ask place\(request\)"):
+    with pytest.raises(
+        InputError, match=r"requests is one PlacementRequest; .* ask place\(request\)"
+    ):
         ask(Script(), "place_many", request_)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
         ask(Script(), "profile", KEY)
@@ -177,7 +187,10 @@ def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
         ask(script, "cluster", [node])
     with pytest.raises(InputError, match=r"a node is a Node; give its name, such as node\.name"):
         ask(script, "forget_node", node)
-    with pytest.raises(InputError, match=r"cluster is a dict; give a Cluster, such as that node's client\.cluster\(\)"):
+    with pytest.raises(
+        InputError,
+        match=r"cluster is a dict; give a Cluster, such as that node's client\.cluster\(\)",
+    ):
         ask(script, "register_node", "a", {"devices": []})
     assert not script.calls
 
@@ -236,7 +249,9 @@ def test_retry_after_is_honoured(ask, request_, pauses):
 
 
 @pytest.mark.parametrize("wait", [0, 5.0])
-def test_who_does_not_wait_so_long_is_told_at_once_that_the_service_is_busy(ask, request_, pauses, wait):
+def test_who_does_not_wait_so_long_is_told_at_once_that_the_service_is_busy(
+    ask, request_, pauses, wait
+):
     busy = (429, {"detail": "the queue is full"}, {"Retry-After": "30"})
     with pytest.raises(ServerError, match="the queue is full"):
         ask(Script(busy), "place", request_, wait)
@@ -254,7 +269,9 @@ def test_a_retry_after_of_a_day_is_not_slept_through(ask, request_, pauses):
     assert pauses == [exchange.LONGEST_PAUSE_S]
 
 
-@pytest.mark.parametrize("fault", [httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout])
+@pytest.mark.parametrize(
+    "fault", [httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout]
+)
 def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault):
     script = Script(fault("reset"), fault("reset"), (200, DONE))
     assert ask(script, "place", request_).status == "optimal"
@@ -262,16 +279,22 @@ def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault)
 
 
 def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, pauses):
-    # Its start takes a second or two, and a client gave up after one and a half: also on what had been accepted.
+    # Its start takes a second or two, and a client gave up after one and a half: also on what had
+    # been accepted.
     away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
     assert ask(Script((202, RUNNING), *away, (200, DONE)), "place", request_).status == "optimal"
     assert 12 < sum(pauses) < 26
-    assert ask(Script(httpx.ReadError("killed"), *away, (200, DONE)), "place", request_).status == "optimal"
+    assert (
+        ask(Script(httpx.ReadError("killed"), *away, (200, DONE)), "place", request_).status
+        == "optimal"
+    )
 
 
 def test_a_service_that_answered_an_earlier_call_is_waited_for_too(request_, pauses):
     away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
-    with Client(URL, transport=httpx.MockTransport(Script((200, DONE), *away, (200, DONE)))) as client:
+    with Client(
+        URL, transport=httpx.MockTransport(Script((200, DONE), *away, (200, DONE)))
+    ) as client:
         assert [client.place(request_).status for _ in range(2)] == ["optimal"] * 2
     assert 12 < sum(pauses) < 26
 
@@ -293,7 +316,10 @@ def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_star
         return len(pauses)
 
     assert refusals(b"") == 4
-    assert refusals(f"event: progress\ndata: {json.dumps(RUNNING)}\n\n".encode()) == 4 + exchange.AWAY_RETRIES
+    assert (
+        refusals(f"event: progress\ndata: {json.dumps(RUNNING)}\n\n".encode())
+        == 4 + exchange.AWAY_RETRIES
+    )
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -315,7 +341,9 @@ def test_lines_of_a_stream_end_where_its_standard_says_and_not_within_names(flav
         told = asyncio.run(go())
     else:
         pieces = (stream[number : number + 1] for number in range(len(stream)))
-        with Client(URL, transport=httpx.MockTransport(lambda _: httpx.Response(200, content=pieces))) as client:
+        with Client(
+            URL, transport=httpx.MockTransport(lambda _: httpx.Response(200, content=pieces))
+        ) as client:
             told = list(client.events(KEY))
     assert told == [Placement.model_validate(done)]
 
@@ -336,7 +364,9 @@ def test_pauses_double(ask, request_, pauses):
         (httpx.DecodingError("bad gzip"), UnreachableError),
     ],
 )
-def test_a_service_that_never_answers_is_a_typed_error_that_names_it(ask, request_, pauses, fault, error):
+def test_a_service_that_never_answers_is_a_typed_error_that_names_it(
+    ask, request_, pauses, fault, error
+):
     script = Script(fault)
     with pytest.raises(error, match=r"service\.test.*tried 3 times"):
         ask(script, "place", request_, retries=2)
@@ -350,13 +380,17 @@ def test_a_service_that_stays_busy_is_a_server_error_at_the_end(ask, request_, p
     assert (caught.value.status, len(script.calls)) == (429, 2)
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b"{}", b"[" * 100_000, b'{"status": "optimal"', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"<html>hello</html>", b"{}", b"[" * 100_000, b'{"status": "optimal"', b"\xff"]
+)
 def test_another_service_at_that_url_is_a_server_error(ask, request_, body):
     with pytest.raises(ServerError, match="no Placer service"):
         ask(Script((200, body)), "place", request_)
 
 
-@pytest.mark.parametrize("body", [b"<html>bad gateway</html>", b"[]", b"[" * 100_000, b'{"detail": 5}', b""])
+@pytest.mark.parametrize(
+    "body", [b"<html>bad gateway</html>", b"[]", b"[" * 100_000, b'{"detail": 5}', b""]
+)
 def test_a_problem_that_is_none_is_still_a_typed_error(ask, body):
     with pytest.raises(ServerError, match="answered 500"):
         ask(Script((500, body)), "placement", KEY)
@@ -376,7 +410,9 @@ def test_the_server_comes_from_the_environment(monkeypatch, kind):
     assert kind().url == "http://elsewhere:1234"
 
 
-@pytest.mark.parametrize("server", ["", "localhost:8080", "ftp://host", "http://", "http://[::1", "http://host:port"])
+@pytest.mark.parametrize(
+    "server", ["", "localhost:8080", "ftp://host", "http://", "http://[::1", "http://host:port"]
+)
 def test_a_server_that_is_no_url_is_an_input_error_that_shows_one(monkeypatch, server):
     monkeypatch.delenv("PLACER_URL", raising=False)
     with pytest.raises(InputError, match="http://host:8080"):
@@ -385,8 +421,14 @@ def test_a_server_that_is_no_url_is_an_input_error_that_shows_one(monkeypatch, s
 
 def test_both_clients_have_the_same_methods_with_the_same_arguments():
     def methods(kind):
-        found = {name: inspect.signature(what) for name, what in vars(kind).items() if inspect.isfunction(what)}
-        return {name.removeprefix("a"): list(found[name].parameters) for name in found if name[0] != "_"}
+        found = {
+            name: inspect.signature(what)
+            for name, what in vars(kind).items()
+            if inspect.isfunction(what)
+        }
+        return {
+            name.removeprefix("a"): list(found[name].parameters) for name in found if name[0] != "_"
+        }
 
     assert methods(Client) == methods(AsyncClient)
 
@@ -400,19 +442,27 @@ def test_the_client_says_which_version_it_reads(ask):
 def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
     names = "('torch', 'ortools', 'placer_server')"
     code = f"import sys, placer_client.client; print([name for name in sys.modules if name in {names}])"
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("data", ["{", "[]", "null", '{"status": "x"}', '{"status": []}'])
 def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(data):
-    script = Script((200, f"event: failed\ndata: {data}\n\n".encode(), {"Content-Type": "text/event-stream"}))
-    with Client(URL, transport=httpx.MockTransport(script)) as client, pytest.raises(ServerError, match="does not say"):
+    script = Script(
+        (200, f"event: failed\ndata: {data}\n\n".encode(), {"Content-Type": "text/event-stream"})
+    )
+    with (
+        Client(URL, transport=httpx.MockTransport(script)) as client,
+        pytest.raises(ServerError, match="does not say"),
+    ):
         list(client.events(KEY))
 
 
 class Batches:
-    """A service that takes batches of at most so many bytes, answers so many of them, and is broken then."""
+    """A service that takes batches of at most so many bytes, answers so many of them, and is broken
+    then."""
 
     def __init__(self, most_bytes: int = 2**30, calls: int = 100) -> None:
         self.most_bytes, self.calls = most_bytes, calls
@@ -420,18 +470,24 @@ class Batches:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if len(request.content) > self.most_bytes:
-            return httpx.Response(413, json={"detail": f"{len(request.content)} bytes are too many"})
+            return httpx.Response(
+                413, json={"detail": f"{len(request.content)} bytes are too many"}
+            )
         batch = Batch.model_validate_json(request.content)
         self.sizes.append(len(batch.requests))
         if len(self.sizes) > self.calls:
             return httpx.Response(500, json={"detail": "broken"})
         asked = [PlacementRequest.model_validate({**batch.shared, **one}) for one in batch.requests]
-        answers = [{"status": 200, "placement": {**DONE, "id": one.content_hash()}} for one in asked]
+        answers = [
+            {"status": 200, "placement": {**DONE, "id": one.content_hash()}} for one in asked
+        ]
         return httpx.Response(200, json={"answers": answers})
 
 
 def named(request, model):
-    return request.model_copy(update={"profile": request.profile.model_copy(update={"model": model})})
+    return request.model_copy(
+        update={"profile": request.profile.model_copy(update={"model": model})}
+    )
 
 
 def many(request, count):
@@ -439,15 +495,20 @@ def many(request, count):
 
 
 def test_a_batch_is_no_larger_than_a_service_takes_and_checks_in_time(ask, request_, monkeypatch):
-    # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is checked for each.
+    # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is
+    # checked for each.
     asked = many(named(request_, "x" * 500), 7)
     monkeypatch.setattr("placer_client.dialogue.BATCH_BYTES", 2300)
     service = Batches()
-    assert [found.id for found in ask(service, "place_many", asked)] == [one.content_hash() for one in asked]
+    assert [found.id for found in ask(service, "place_many", asked)] == [
+        one.content_hash() for one in asked
+    ]
     assert service.sizes == [3, 3, 1]
 
 
-def test_a_batch_that_is_too_large_for_a_service_is_asked_in_parts_and_only_what_fails_alone_fails(ask, request_):
+def test_a_batch_that_is_too_large_for_a_service_is_asked_in_parts_and_only_what_fails_alone_fails(
+    ask, request_
+):
     asked = many(request_, 8)
     asked[5] = named(asked[5], "x" * 500)
     service = Batches(most_bytes=600)

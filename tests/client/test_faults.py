@@ -1,4 +1,5 @@
-"""The clients against a real service, through faults on the way: what is safe is asked again, what is not, never."""
+"""The clients against a real service, through faults on the way: what is safe is asked again, what
+is not, never."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from placer_server.settings import Settings
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[str]:
-    settings = Settings(port=0, database=":memory:", workers=1, queue=16, log_level="error", stop_grace_s=1.0)
+    settings = Settings(
+        port=0, database=":memory:", workers=1, queue=16, log_level="error", stop_grace_s=1.0
+    )
     with background(settings) as url:
         yield url
 
@@ -36,13 +39,20 @@ def long_request(seed):
     times = random.Random(seed)
     layers = [{"name": name, "forward_ms": {"gpu": times.uniform(1, 3)}} for name in names]
     edges = [
-        {"source": one, "targets": [names[min(199, index + step)] for step in (1, 7)], "bytes": 2**26}
+        {
+            "source": one,
+            "targets": [names[min(199, index + step)] for step in (1, 7)],
+            "bytes": 2**26,
+        }
         for index, one in enumerate(names[:-1])
     ]
     cluster = examples.requests()["throughput"]["value"]["cluster"]
     return PlacementRequest.model_validate(
         {
-            "profile": {"layers": layers, "edges": [e | {"targets": sorted(set(e["targets"]))} for e in edges]},
+            "profile": {
+                "layers": layers,
+                "edges": [e | {"targets": sorted(set(e["targets"]))} for e in edges],
+            },
             "cluster": cluster,
             "objective": "latency",
             "constraints": {"contiguous": False},
@@ -89,7 +99,9 @@ def test_what_reads_comes_through_every_fault(ask, fault):
     assert ask(Faulty(fault), "timeline", key).id == key
     assert ask(Faulty(fault), "request", key) == request()
     assert ask(Faulty(fault), "page", "Example").placements
-    assert ask(Faulty(fault), "evaluate", ask(Faulty(), "placement", key).layer_devices, request()).valid
+    assert ask(
+        Faulty(fault), "evaluate", ask(Faulty(), "placement", key).layer_devices, request()
+    ).valid
     assert ask(Faulty(fault), "events", key)[-1].id == key
 
 
@@ -124,7 +136,8 @@ def test_a_solve_is_not_stopped_again_where_the_answer_to_the_first_stop_was_los
     asked = long_request(AFTER.index(fault))
     key = ask(Faulty(), "submit", asked).id
     faulty = Faulty(fault)
-    if fault in ("502", "504"):  # a proxy's word: what became of it is for the caller to find out
+    # a proxy's word: what became of it is for the caller to find out
+    if fault in ("502", "504"):
         with pytest.raises(ServerError, match=fault):
             ask(faulty, "stop", key)
     else:
@@ -163,7 +176,12 @@ def test_nodes_that_registered_are_listed_joined_and_forgotten(ask):
         assert ask(Faulty("lost"), "register_node", name, cluster).devices == ("cuda:0", "cuda:1")
     assert [node.name for node in ask(Faulty(), "nodes")] == ["a", "b"]
     joined = ask(Faulty(), "cluster", ["a", "b"], network_bytes_per_s=1e9, network_latency_s=1e-3)
-    assert [device.name for device in joined.devices] == ["a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert [device.name for device in joined.devices] == [
+        "a/cuda:0",
+        "a/cuda:1",
+        "b/cuda:0",
+        "b/cuda:1",
+    ]
     assert joined.link("a/cuda:0", "b/cuda:1").latency_s == pytest.approx(1e-3)
     with pytest.raises(InputError, match="give network_bytes_per_s"):
         ask(Faulty(), "cluster", ["a", "b"])
@@ -174,7 +192,9 @@ def test_nodes_that_registered_are_listed_joined_and_forgotten(ask):
         ask(Faulty(), "cluster", ["a"])
 
 
-@pytest.mark.parametrize("fault", [fault for fault in AFTER if fault != "half"])  # an empty answer has none
+@pytest.mark.parametrize(
+    "fault", [fault for fault in AFTER if fault != "half"]
+)  # an empty answer has none
 def test_a_node_is_not_forgotten_again_where_the_answer_was_lost(ask, fault):
     faulty = Faulty(fault, answer=httpx.Response(204))
     with pytest.raises(ServerError, match=r"look first|answered 50"):
@@ -225,7 +245,9 @@ def test_history_goes_through_all_pages(ask, monkeypatch):
     assert len(set(found)) == len(found)
     page = ask(Faulty(), "page", limit=2)
     assert len(page.placements) == 2
-    assert ask(Faulty(), "page", limit=2, cursor=page.next).placements[0].id not in {one.id for one in page.placements}
+    assert ask(Faulty(), "page", limit=2, cursor=page.next).placements[0].id not in {
+        one.id for one in page.placements
+    }
 
 
 def test_maps_are_compared_and_profiles_read_back(ask):

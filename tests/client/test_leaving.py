@@ -1,7 +1,7 @@
 """Who breaks ``place`` off stops its solve on the service; a connection that breaks does not.
 
-Ctrl-C in ``placer solve`` and a cancelled ``place`` left the solve running on the service to the end of its time.
-"""
+Ctrl-C in ``placer solve`` and a cancelled ``place`` left the solve running on the service to the
+end of its time."""
 
 from __future__ import annotations
 
@@ -35,13 +35,17 @@ RUNNING = {"id": KEY, "status": "running", "incumbent": 7.0, "bound": 3.0, "elap
 @pytest.fixture
 def service() -> Iterator[str]:
     """A service whose solves go on until they are stopped."""
-    settings = Settings(port=0, database=":memory:", workers=1, queue=4, log_level="error", stop_grace_s=1.0)
+    settings = Settings(
+        port=0, database=":memory:", workers=1, queue=4, log_level="error", stop_grace_s=1.0
+    )
     with background(settings, solver=solvers_for_tests.until_stopped) as url:
         yield url
 
 
 def question(**changes: Any) -> PlacementRequest:
-    return PlacementRequest.model_validate(examples.requests()["throughput"]["value"] | {"time_limit_s": 60} | changes)
+    return PlacementRequest.model_validate(
+        examples.requests()["throughput"]["value"] | {"time_limit_s": 60} | changes
+    )
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -62,7 +66,10 @@ def has_found(url: str, request: PlacementRequest) -> bool:
 
 
 def is_stopped(url: str, request: PlacementRequest) -> bool:
-    return status_of(url, request) == "feasible" and 'status="stopped"' in httpx.get(f"{url}/metrics").text
+    return (
+        status_of(url, request) == "feasible"
+        and 'status="stopped"' in httpx.get(f"{url}/metrics").text
+    )
 
 
 def test_a_cancelled_place_stops_the_solve(service: str) -> None:
@@ -81,7 +88,9 @@ def test_a_cancelled_place_stops_the_solve(service: str) -> None:
     until(lambda: is_stopped(service, request))
 
 
-def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.3)
     request = question()
 
@@ -111,7 +120,9 @@ with Client(sys.argv[1]) as client:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
-def test_a_program_that_is_broken_off_stops_its_solve(service: str, tmp_path: Path, command: str, sig: int) -> None:
+def test_a_program_that_is_broken_off_stops_its_solve(
+    service: str, tmp_path: Path, command: str, sig: int
+) -> None:
     request = question()
     (tmp_path / "request.json").write_text(request.model_dump_json())
     (tmp_path / "place.py").write_text(PLACE)
@@ -129,7 +140,9 @@ def test_a_program_that_is_broken_off_stops_its_solve(service: str, tmp_path: Pa
     until(lambda: is_stopped(service, request))
 
 
-def test_what_another_client_waits_for_goes_on(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_client_waits_for_goes_on(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while that one is between two polls."""
     monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.1)
     request = question()
@@ -190,10 +203,19 @@ class Script:
 
 
 @pytest.mark.parametrize(
-    "fault", [httpx.ReadError("reset"), httpx.ReadTimeout("slow"), httpx.RemoteProtocolError("half"), (504, {})]
+    "fault",
+    [
+        httpx.ReadError("reset"),
+        httpx.ReadTimeout("slow"),
+        httpx.RemoteProtocolError("half"),
+        (504, {}),
+    ],
 )
-def test_after_a_connection_broke_the_whole_answer_is_asked_for(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service took it for a client that left: what it has by now is the best so far, not the answer."""
+def test_after_a_connection_broke_the_whole_answer_is_asked_for(
+    fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service took it for a client that left: what it has by now is the best so far, not the
+    answer."""
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
     for replies, asked in (
         ([fault, (200, DONE)], ["POST stop", "POST keep"]),
@@ -220,13 +242,20 @@ def test_where_the_service_saw_no_connection_end_the_same_is_asked_again(
     assert script.asked == ["POST stop"] * 2 + ["GET stop"] * 2
 
 
-def test_a_connection_that_breaks_costs_no_answer_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each connection ends after a moment, as behind an impatient proxy; the solve takes longer than that."""
+def test_a_connection_that_breaks_costs_no_answer_its_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each connection ends after a moment, as behind an impatient proxy; the solve takes longer
+    than that."""
     monkeypatch.setattr("placer_client.client.timeout_of", lambda *_: httpx.Timeout(0.15))
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     profile = question().profile.model_copy(update={"model": str(tmp_path / "notes")})
-    with background(settings, solver=solvers_for_tests.noted) as url, Client(url, retries=40) as client:
+    with (
+        background(settings, solver=solvers_for_tests.noted) as url,
+        Client(url, retries=40) as client,
+    ):
         until(lambda: httpx.get(f"{url}/readyz").is_success)
         assert client.place(question(profile=profile.model_dump(mode="json"))).status == "optimal"
-    assert len((tmp_path / "notes").read_text().split()) == 2  # it was begun again once, after the first time
+    # it was begun again once, after the first time
+    assert len((tmp_path / "notes").read_text().split()) == 2

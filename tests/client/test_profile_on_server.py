@@ -55,7 +55,9 @@ def test_the_servers_machine_measures_and_the_placement_is_for_its_devices(url, 
 def test_a_model_on_meta_is_measured_too(url):
     with torch.device("meta"):
         model, x = Block(), torch.empty(4, 8)
-    placement = suggest(model, x, server=url, profile_on_server=True, training=False, progress=False)
+    placement = suggest(
+        model, x, server=url, profile_on_server=True, training=False, progress=False
+    )
     assert placement.status == "optimal"
 
 
@@ -76,7 +78,9 @@ def test_the_model_is_left_as_it_was():
 
 
 def devices(*names):
-    return Cluster.model_validate({"devices": [{"name": name, "type": "t", "memory_bytes": 1} for name in names]})
+    return Cluster.model_validate(
+        {"devices": [{"name": name, "type": "t", "memory_bytes": 1} for name in names]}
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -91,7 +95,9 @@ def devices(*names):
         (("cpu:0",), {"profile_on_server": True}, True),
     ],
 )
-def test_unless_told_it_is_measured_there_when_only_there_are_gpus(monkeypatch, names, options, there):
+def test_unless_told_it_is_measured_there_when_only_there_are_gpus(
+    monkeypatch, names, options, there
+):
     chosen = []
 
     def note(where):
@@ -122,10 +128,22 @@ def test_a_server_that_cannot_measure_leaves_it_to_this_machine(monkeypatch):
     [
         ({"profile_on_server": True}, "no server is given"),
         ({"profile_on_server": True, "server": "http://x", "memory_bytes": 1}, "no memory_bytes"),
-        ({"profile_on_server": True, "server": "http://x", "devices": ["cuda:0"]}, "give their number alone"),
-        ({"profile_on_server": True, "server": "http://x", "optimizer": torch.optim.SGD}, "measures the optimizers"),
-        ({"profile_on_server": True, "server": "http://x", "optimizer": "nonsense"}, "measures the optimizers"),
-        ({"profile_on_server": True, "server": "http://x", "loss_fn": torch.sum, "target": X}, "runs no functions"),
+        (
+            {"profile_on_server": True, "server": "http://x", "devices": ["cuda:0"]},
+            "give their number alone",
+        ),
+        (
+            {"profile_on_server": True, "server": "http://x", "optimizer": torch.optim.SGD},
+            "measures the optimizers",
+        ),
+        (
+            {"profile_on_server": True, "server": "http://x", "optimizer": "nonsense"},
+            "measures the optimizers",
+        ),
+        (
+            {"profile_on_server": True, "server": "http://x", "loss_fn": torch.sum, "target": X},
+            "runs no functions",
+        ),
     ],
 )
 def test_what_cannot_be_measured_there_is_said(options, said):

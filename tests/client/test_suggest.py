@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 import placer
-from placer.errors import CaptureError, InfeasibleError, InputError, SolveLimitError, UnreachableError
+from placer.errors import (
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    SolveLimitError,
+    UnreachableError,
+)
 from placer.schema import Placement, PlacementRequest, Profile
 from placer_client import suggest as module
 from placer_client.client import Client
@@ -60,7 +66,9 @@ def profile():
             ],
             "edges": [{"source": "a", "targets": ["b"], "bytes": 1000}],
             "cluster": {
-                "devices": [{"name": f"cpu:{i}", "type": "cpu", "memory_bytes": 10 * GIB} for i in range(2)],
+                "devices": [
+                    {"name": f"cpu:{i}", "type": "cpu", "memory_bytes": 10 * GIB} for i in range(2)
+                ],
                 "links": [
                     {"source": "cpu:0", "target": "cpu:1", "bandwidth_bytes_per_s": 1e9},
                     {"source": "cpu:1", "target": "cpu:0", "bandwidth_bytes_per_s": 1e9},
@@ -74,7 +82,9 @@ def names(placement):
     return set(placement.layer_devices)
 
 
-@pytest.mark.parametrize("inputs", [torch.ones(2, 8), (torch.ones(2, 8), 2.0), {"x": torch.ones(2, 8), "scale": 2.0}])
+@pytest.mark.parametrize(
+    "inputs", [torch.ones(2, 8), (torch.ones(2, 8), 2.0), {"x": torch.ones(2, 8), "scale": 2.0}]
+)
 def test_inputs_are_a_tensor_a_tuple_of_arguments_or_a_dict_of_keywords(inputs):
     placement = suggest(Block(), inputs, devices=["cpu:0"], granularity="submodule")
     assert names(placement) == {"first", "second"}
@@ -88,8 +98,13 @@ class TakesADict(Block):
 
 def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_says():
     batch = {"images": torch.ones(2, 8)}
-    assert suggest(TakesADict(), (batch,), devices=["cpu:0"], cache=False, progress=False).status == "optimal"
-    with pytest.raises(CaptureError, match=r"keyword argument 'images'; a dict is .* give it as \(inputs,\)"):
+    assert (
+        suggest(TakesADict(), (batch,), devices=["cpu:0"], cache=False, progress=False).status
+        == "optimal"
+    )
+    with pytest.raises(
+        CaptureError, match=r"keyword argument 'images'; a dict is .* give it as \(inputs,\)"
+    ):
         suggest(TakesADict(), batch, devices=["cpu:0"], cache=False, progress=False)
 
 
@@ -99,7 +114,10 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
         ([torch.ones(2, 8)], "; give a tuple, not a list, of positional arguments$"),
         ((2, 8), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
         (torch.Size([2, 8]), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
-        (torch.ones(2, 8).numpy(), r"; give tensors, not numpy arrays, as torch.as_tensor\(x\) is$"),
+        (
+            torch.ones(2, 8).numpy(),
+            r"; give tensors, not numpy arrays, as torch.as_tensor\(x\) is$",
+        ),
     ],
 )
 def test_a_list_of_arguments_a_shape_and_an_array_are_told_what_to_give_instead(inputs, hint):
@@ -109,7 +127,10 @@ def test_a_list_of_arguments_a_shape_and_an_array_are_told_what_to_give_instead(
 
 @pytest.mark.parametrize("model", [Carrying, CarryingLikeTransformers])
 def test_without_inputs_those_that_the_model_carries_are_used(model):
-    assert names(suggest(model(), devices=["cpu:0"], granularity="submodule")) == {"first", "second"}
+    assert names(suggest(model(), devices=["cpu:0"], granularity="submodule")) == {
+        "first",
+        "second",
+    }
 
 
 @pytest.mark.parametrize("model", [Block, CarryingBroken])
@@ -130,7 +151,12 @@ def test_it_is_the_public_suggest():
 
 
 def test_the_loss_is_in_what_is_predicted():
-    given = {"devices": ["cpu:0"], "granularity": "submodule", "chunks": 2, "schedule": "fill-drain"}
+    given = {
+        "devices": ["cpu:0"],
+        "granularity": "submodule",
+        "chunks": 2,
+        "schedule": "fill-drain",
+    }
     given["constraints"] = placer.Constraints(
         contiguous=False
     )  # else a pass has room for it where the last layer worked
@@ -155,9 +181,15 @@ def test_a_given_profile_is_placed_without_measuring(profile):
 
 def test_the_arguments_reach_the_solver(profile):
     rules = placer.Constraints(pinned={"a": "cpu:1"}, max_devices=1)
-    placement = suggest(profile=profile, constraints=rules, objective="latency", chunks=3, schedule="fill-drain")
+    placement = suggest(
+        profile=profile, constraints=rules, objective="latency", chunks=3, schedule="fill-drain"
+    )
     assert placement.layer_devices == {"a": "cpu:1", "b": "cpu:1"}
-    assert (placement.objective, placement.chunks, placement.schedule) == ("latency", 3, "fill-drain")
+    assert (placement.objective, placement.chunks, placement.schedule) == (
+        "latency",
+        3,
+        "fill-drain",
+    )
 
 
 def test_a_step_takes_the_micro_batch_and_the_schedule_that_are_best(profile):
@@ -168,19 +200,33 @@ def test_a_step_takes_the_micro_batch_and_the_schedule_that_are_best(profile):
 
 
 def test_a_step_is_one_of_many_in_training_and_alone_in_inference(profile):
-    layers = [layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers]
+    layers = [
+        layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers
+    ]
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
 
     def steps(profile, **asked):
         return suggest(profile=profile, objective="step", chunks=4, **asked).step.steps
 
-    assert (steps(trained), steps(trained, training=False), steps(profile)) == ("in-a-row", "alone", "alone")
-    assert (steps(trained, steps="alone"), steps(profile, steps="in-a-row")) == ("alone", "in-a-row")
+    assert (steps(trained), steps(trained, training=False), steps(profile)) == (
+        "in-a-row",
+        "alone",
+        "alone",
+    )
+    assert (steps(trained, steps="alone"), steps(profile, steps="in-a-row")) == (
+        "alone",
+        "in-a-row",
+    )
 
 
 def test_micro_batches_are_measured_at_the_sizes_that_are_asked_for():
     placement = suggest(
-        Block(), torch.ones(4, 8), devices=["cpu:0", "cpu:1"], objective="step", batch_size=8, batch_sizes=[2, 4]
+        Block(),
+        torch.ones(4, 8),
+        devices=["cpu:0", "cpu:1"],
+        objective="step",
+        batch_size=8,
+        batch_sizes=[2, 4],
     )
     assert {choice.batch_size for choice in placement.step.choices} == {2, 4}
 
@@ -191,7 +237,9 @@ def test_sizes_to_measure_and_a_profile_together_are_refused(profile):
 
 
 def test_a_model_that_fits_nowhere_is_an_infeasible_error_with_the_reason(profile):
-    small = [device.model_copy(update={"memory_bytes": GIB // 2}) for device in profile.cluster.devices]
+    small = [
+        device.model_copy(update={"memory_bytes": GIB // 2}) for device in profile.cluster.devices
+    ]
     cluster = profile.cluster.model_copy(update={"devices": tuple(small)})
     with pytest.raises(InfeasibleError, match="'a'"):
         suggest(profile=profile.model_copy(update={"cluster": cluster}))
@@ -204,14 +252,18 @@ def test_no_placement_in_time_is_a_solve_limit_error(profile, monkeypatch):
         suggest(profile=profile, time_limit_s=0.5)
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": float("nan")}]
+)
 def test_an_argument_that_cannot_be_used_is_an_input_error_that_names_it(profile, wrong):
     (name,) = wrong
     with pytest.raises(InputError, match=name):
         suggest(profile=profile, **wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": 0}, {"schedule": "fast"}])
+@pytest.mark.parametrize(
+    "wrong", [{"chunks": 0}, {"objective": "fun"}, {"time_limit_s": 0}, {"schedule": "fast"}]
+)
 def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(monkeypatch, wrong):
     # Measuring takes minutes where layers are many; the word was looked at afterwards.
     monkeypatch.setattr(module, "_measure", lambda *_, **__: pytest.fail("it was measured first"))
@@ -226,32 +278,56 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
             {"objective": "step", "batch_size": 17, "batch_sizes": (8, 4)},
             "batch_size: 17 samples are no whole number of micro-batches of 4 or 8",
         ),
-        ({"objective": "step", "batch_size": 17}, "batch_size: 17 samples are no whole number of micro-batches of 2;"),
-        ({"objective": "step", "batch_size": 8, "batch_sizes": (0,)}, r"batch_sizes=\(0,\): give different whole"),
+        (
+            {"objective": "step", "batch_size": 17},
+            "batch_size: 17 samples are no whole number of micro-batches of 2;",
+        ),
+        (
+            {"objective": "step", "batch_size": 8, "batch_sizes": (0,)},
+            r"batch_sizes=\(0,\): give different whole",
+        ),
         ({"batch_sizes": (4, 8)}, "profiles: only objective 'step' chooses it"),
         ({"constraints": placer.Constraints(min_devices=5)}, "min_devices is 5, but there are 2"),
-        ({"constraints": {"pined": {}}}, "Constraints.pined: there is no such field; did you mean 'pinned'?"),
+        (
+            {"constraints": {"pined": {}}},
+            "Constraints.pined: there is no such field; did you mean 'pinned'?",
+        ),
         ({"constraints": ["pinned"]}, "Constraints: should be a valid dictionary"),
-        ({"constraints": {"pinned": {"first": "cpu:9"}}}, "there is no device 'cpu:9'; did you mean 'cpu:1'?"),
+        (
+            {"constraints": {"pinned": {"first": "cpu:9"}}},
+            "there is no device 'cpu:9'; did you mean 'cpu:1'?",
+        ),
         ({"server": "localhost:80"}, "server 'localhost:80' is no URL of a service"),
     ],
 )
-def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(monkeypatch, wrong, message):
-    # These were looked at only in the question that is made of the profile, after minutes of measuring.
+def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(
+    monkeypatch, wrong, message
+):
+    # These were looked at only in the question that is made of the profile, after minutes of
+    # measuring.
     monkeypatch.setattr(module, "_measure", lambda *_, **__: pytest.fail("it was measured first"))
     with pytest.raises(InputError, match=message):
         suggest(Block(), torch.ones(2, 8), devices=["cpu:0", "cpu:1"], **wrong)
 
 
 def test_constraints_may_be_given_as_what_their_json_holds():
-    rules = {"pinned": {"first": "cpu:1"}, "forbidden": {"*": ["cpu:0"]}, "min_devices": 1, "colocated": [["second"]]}
-    placed = suggest(Block(), torch.ones(2, 8), devices=2, constraints=rules, granularity="submodule")
+    rules = {
+        "pinned": {"first": "cpu:1"},
+        "forbidden": {"*": ["cpu:0"]},
+        "min_devices": 1,
+        "colocated": [["second"]],
+    }
+    placed = suggest(
+        Block(), torch.ones(2, 8), devices=2, constraints=rules, granularity="submodule"
+    )
     assert placed.layer_devices == {"first": "cpu:1", "second": "cpu:1"}
 
 
 @pytest.mark.parametrize("given", ["profile.json", {"layers": []}, ["profile.json"], 3])
 def test_what_is_no_profile_is_refused_with_how_to_make_one_of_json(given):
-    with pytest.raises(InputError, match=r"profile is an? \w+; give a Profile, which Profile.model_validate_json"):
+    with pytest.raises(
+        InputError, match=r"profile is an? \w+; give a Profile, which Profile.model_validate_json"
+    ):
         suggest(profile=given)
 
 
@@ -267,10 +343,16 @@ def asked(monkeypatch):
 
     def reply(request: httpx.Request) -> httpx.Response:
         got.append((request.url.host, PlacementRequest.model_validate_json(request.content)))
-        placed = {"status": "optimal", "objective": "throughput", "layer_devices": {"a": "cpu:0", "b": "cpu:0"}}
+        placed = {
+            "status": "optimal",
+            "objective": "throughput",
+            "layer_devices": {"a": "cpu:0", "b": "cpu:0"},
+        }
         return httpx.Response(200, content=json.dumps(placed))
 
-    monkeypatch.setattr(module, "Client", lambda server: Client(server, transport=httpx.MockTransport(reply)))
+    monkeypatch.setattr(
+        module, "Client", lambda server: Client(server, transport=httpx.MockTransport(reply))
+    )
     return got
 
 
@@ -291,7 +373,9 @@ def test_a_model_is_profiled_here_and_placed_by_a_real_service():
     from placer_server.settings import Settings
 
     with background(Settings(port=0, database=":memory:", log_level="warning")) as url:
-        there = suggest(Block(), torch.ones(2, 8), devices=["cpu:0"], granularity="submodule", server=url)
+        there = suggest(
+            Block(), torch.ones(2, 8), devices=["cpu:0"], granularity="submodule", server=url
+        )
     assert there.layer_devices == {"first": "cpu:0", "second": "cpu:0"}
     assert there.status == "optimal"
 
@@ -301,7 +385,9 @@ def test_a_server_that_cannot_be_reached_is_an_error_and_not_solved_here(profile
         raise httpx.ConnectError("refused")
 
     monkeypatch.setattr(
-        module, "Client", lambda server: Client(server, retries=0, transport=httpx.MockTransport(refuse))
+        module,
+        "Client",
+        lambda server: Client(server, retries=0, transport=httpx.MockTransport(refuse)),
     )
     with pytest.raises(UnreachableError, match="http://one"):
         suggest(profile=profile, server="http://one")

@@ -22,9 +22,12 @@ def default_bytes(text):
 
 @pytest.mark.parametrize("name", ["solver", "gpu"])
 def test_workers_stay_below_the_memory_of_their_container(name):
-    # Each could take as much as the container has: one solve too large had the kernel choose what to kill.
+    # Each could take as much as the container has: one solve too large had the kernel choose what
+    # to kill.
     given = SERVICES[name]["environment"]
-    workers = default_bytes(given["PLACER_WORKERS"]) * default_bytes(given["PLACER_WORKER_MEMORY_BYTES"])
+    workers = default_bytes(given["PLACER_WORKERS"]) * default_bytes(
+        given["PLACER_WORKER_MEMORY_BYTES"]
+    )
     assert workers + 2**29 <= default_bytes(SERVICES[name]["mem_limit"])
 
 
@@ -35,5 +38,6 @@ def test_threads_of_large_machines_fit(name):
 
 
 def test_the_file_of_keys_can_be_read_by_the_user_of_the_image():
-    # It told to make it with a mode of 600, under which the service, a user of its own, does not start.
+    # It told to make it with a mode of 600, under which the service, a user of its own, does not
+    # start.
     assert "umask" not in FILE.read_text()

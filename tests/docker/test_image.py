@@ -33,10 +33,15 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
         "print(pandas.__file__, *(solve(request).status for request in requests))"
     )
     given = {**os.environ, "PYTHONPATH": str(DOCKER / "without")}
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=given)
-    assert done.stdout.split() == [str(DOCKER / "without" / "pandas.py"), "optimal", "optimal", "infeasible"], (
-        done.stderr
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=given
     )
+    assert done.stdout.split() == [
+        str(DOCKER / "without" / "pandas.py"),
+        "optimal",
+        "optimal",
+        "infeasible",
+    ], done.stderr
 
 
 @pytest.fixture
@@ -66,9 +71,22 @@ def test_the_health_check_speaks_tls_where_the_service_does(health, tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=here", "-days", "1"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=here",
+        "-days",
+        "1",
+    ]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    settings = Settings(port=0, database=":memory:", tls_cert=str(cert), tls_key=str(key), log_level="error")
+    settings = Settings(
+        port=0, database=":memory:", tls_cert=str(cert), tls_key=str(key), log_level="error"
+    )
     with background(settings) as url:
         assert health(url, PLACER_TLS_CERT=str(cert)) == 0
 
@@ -85,23 +103,42 @@ def test_the_health_check_asks_at_the_services_host(health, host):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.3", "0.0.0.0", "::"])
-def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(health, tmp_path, host):
+def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(
+    health, tmp_path, host
+):
     """Docker gives the check the environment of the container, and not the options of its command."""
     keys = tmp_path / "keys"
     keys.write_text(make("someone")[1])
-    environment = {"PLACER_HOST": "0.0.0.0", "PLACER_PORT": "1", "PLACER_KEYS_FILE": str(keys), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-m", "placer", "serve", "--host", host, "--port", str(free_port(host))]
+    environment = {
+        "PLACER_HOST": "0.0.0.0",
+        "PLACER_PORT": "1",
+        "PLACER_KEYS_FILE": str(keys),
+        "TMPDIR": str(tmp_path),
+    }
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "placer",
+        "serve",
+        "--host",
+        host,
+        "--port",
+        str(free_port(host)),
+    ]
     command += ["--database", ":memory:", "--log-level", "error"]
     with subprocess.Popen(command, env={**os.environ, **environment}) as serving:
         try:
             deadline = time.monotonic() + 30
             while health("http://0.0.0.0:1", **environment) != 0:
                 assert serving.poll() is None and time.monotonic() < deadline
-            os.kill(serving.pid, signal.SIGSTOP)  # it holds its port, and answers nobody
+            # it holds its port, and answers nobody
+            os.kill(serving.pid, signal.SIGSTOP)
             assert health("http://0.0.0.0:1", **environment) != 0
             os.kill(serving.pid, signal.SIGCONT)
             assert health("http://0.0.0.0:1", **environment) == 0
-            assert health("http://0.0.0.0:1", **environment | {"PLACER_PORT": "2"}) != 0  # another one's environment
+            # another one's environment
+            assert health("http://0.0.0.0:1", **environment | {"PLACER_PORT": "2"}) != 0
         finally:
             serving.send_signal(signal.SIGCONT)
             serving.send_signal(signal.SIGTERM)
@@ -137,7 +174,11 @@ def free_port(host: str) -> int:
 
 
 def test_the_image_has_every_folder_that_its_build_copies():
-    copied = [line.split()[1] for line in (DOCKER / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    copied = [
+        line.split()[1]
+        for line in (DOCKER / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ")
+    ]
     allowed = (DOCKER / "Dockerfile.dockerignore").read_text().split()
     for source in copied:
         if source.startswith("docker/"):

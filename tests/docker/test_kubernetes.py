@@ -19,18 +19,28 @@ DOCUMENTS = [
 
 
 def pods():
-    return [d.values[0]["spec"]["template"]["spec"] for d in DOCUMENTS if "template" in d.values[0]["spec"]]
+    return [
+        d.values[0]["spec"]["template"]["spec"]
+        for d in DOCUMENTS
+        if "template" in d.values[0]["spec"]
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_a_manifest_is_valid_by_the_schemas_of_kubernetes(document):
-    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     schemas.validate(document, schemas.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("spoil", [lambda d: d["spec"].update(replica=1), lambda d: d["spec"].pop("selector")])
+@pytest.mark.parametrize(
+    "spoil", [lambda d: d["spec"].update(replica=1), lambda d: d["spec"].pop("selector")]
+)
 def test_a_manifest_with_a_fault_is_not_valid(spoil):
-    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     (document,) = yaml.safe_load_all((FOLDER / "kubernetes" / "nodes.yaml").read_text())
     spoil(document)
     with pytest.raises(Exception, match=r"replica|selector"):
@@ -76,6 +86,9 @@ def test_a_node_registers_at_the_service_that_solves():
     given = {entry["name"]: entry for entry in node["env"]}
     services = [d.values[0] for d in DOCUMENTS if d.values[0]["kind"] == "Service"]
     (port,) = services[0]["spec"]["ports"]
-    assert given["PLACER_REGISTER_URL"]["value"] == f"http://{services[0]['metadata']['name']}:{port['port']}"
+    assert (
+        given["PLACER_REGISTER_URL"]["value"]
+        == f"http://{services[0]['metadata']['name']}:{port['port']}"
+    )
     assert int(given["PLACER_PROFILE_MEMORY_BYTES"]["value"]) < 16 * 2**30
     assert node["resources"]["limits"]["memory"] == "16Gi"

@@ -62,6 +62,8 @@ def test_the_check_fails_for_a_style_sheet_and_names_it(
     assert "x.css loads https://host/x.png" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_site_is_refused(check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_site_is_refused(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["check_offline.py", str(tmp_path)])
     assert check.main() == 2

@@ -40,14 +40,18 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 def test_pages_link_only_to_pages_of_the_site(page: Path) -> None:
     for target in links(page):
         linked = (page.parent / target.partition("#")[0]).resolve()
-        assert linked.is_relative_to(ROOT / "docs"), f"{name_of(page)} links to {target}, which the site does not have"
+        assert linked.is_relative_to(ROOT / "docs"), (
+            f"{name_of(page)} links to {target}, which the site does not have"
+        )
 
 
 @pytest.mark.parametrize("page", (*PAGES, *COMMUNITY), ids=name_of)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     folders = "benchmarks|client|docker|docs|examples|placer|server|tests"
     for path in re.findall(rf"[` ]((?:{folders})/[\w./-]*\w/?)", prose(page)):
-        assert path in WRITTEN_BY_COMMANDS or (ROOT / path).exists(), f"{name_of(page)} names {path}"
+        assert path in WRITTEN_BY_COMMANDS or (ROOT / path).exists(), (
+            f"{name_of(page)} names {path}"
+        )
 
 
 @pytest.mark.parametrize("page", (*PAGES, *COMMUNITY), ids=name_of)
@@ -77,9 +81,15 @@ def test_every_fence_is_part_of_a_block() -> None:
 
 def documented() -> list[object]:
     """Return what mkdocstrings is asked for, and the public members of each module among it."""
-    paths = [path for page in PAGES for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    paths = [
+        path
+        for page in PAGES
+        for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
     found = [pkgutil.resolve_name(path) for path in paths]
-    return found + [getattr(given, name) for given in found for name in getattr(given, "__all__", ())]
+    return found + [
+        getattr(given, name) for given in found for name in getattr(given, "__all__", ())
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(placer.__all__))
@@ -96,11 +106,17 @@ def test_the_documentation_names_every_command() -> None:
 def test_the_documentation_names_every_endpoint_and_setting() -> None:
     reference = ROOT / "docs" / "reference"
     paths = create_app(Settings(database=":memory:")).openapi()["paths"]
-    endpoints = [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    endpoints = [
+        f"{method.upper()} {path}" for path, methods in paths.items() for method in methods
+    ]
     page = (reference / "rest.md").read_text()
     assert [endpoint for endpoint in endpoints if f"`{endpoint}" not in page] == []
     assert "::: placer_server.settings.Settings" in (reference / "settings.md").read_text()
-    assert [name for name in Settings.model_fields if f"\n        {name}: " not in f"\n    {Settings.__doc__}"] == []
+    assert [
+        name
+        for name in Settings.model_fields
+        if f"\n        {name}: " not in f"\n    {Settings.__doc__}"
+    ] == []
 
 
 def test_readme_and_changelog_stay_short() -> None:

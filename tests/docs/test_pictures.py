@@ -21,13 +21,18 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_picture_of_the_schedules_is_the_present_one(pictures: Any) -> None:
-    assert (DOCS / "pictures" / "schedules.svg").read_text() == pictures.schedules_picture(), "run: make pictures"
+    assert (DOCS / "pictures" / "schedules.svg").read_text() == pictures.schedules_picture(), (
+        "run: make pictures"
+    )
 
 
 def test_the_picture_of_the_placement_has_every_pass_of_the_step(pictures: Any) -> None:
     profile = Profile.model_validate_json((DOCS / "pictures" / "resnet50_profile.json").read_text())
     drawn = pictures.placement_picture(profile)
-    names = [title.text or "" for title in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}title")]
+    names = [
+        title.text or ""
+        for title in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}title")
+    ]
     devices = [device.name for device in profile.cluster.devices]
     for device in devices:
         forward = [name for name in names if name.startswith(f"{device}: forward")]

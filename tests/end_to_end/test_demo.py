@@ -16,10 +16,15 @@ from placer import cli, demo
 def run_demo(folder: Path, *options: str, **environment: str) -> str:
     command = [sys.executable, "-P", "-m", "placer", "demo", *options]
     everything = os.environ | environment
-    result = subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        command, cwd=folder, env=everything, capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("Placement of") == 2
-    assert len(re.findall(r"largest difference of (?:outputs|gradients) .*: agree", result.stdout)) == 4
+    assert (
+        len(re.findall(r"largest difference of (?:outputs|gradients) .*: agree", result.stdout))
+        == 4
+    )
     assert "every split model agrees" in result.stdout
     return result.stdout
 

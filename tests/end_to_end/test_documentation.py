@@ -1,4 +1,5 @@
-"""Every Python block and every command of README and the documentation runs, unless a comment above it says why not."""
+"""Every Python block and every command of README and the documentation runs, unless a comment above
+it says why not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SERVE = "placer serve"
 """The command that starts it; it runs until it is stopped."""
 
 CHECKED = ("placer doctor", "placer_client", "curl ")
-"""Each is in one block, whose output a test of its own checks; the other blocks only have to succeed."""
+"""Each is in one block, whose output a test of its own checks; the other blocks only have to
+succeed."""
 
 RUN = [block for block in blocks() if not block.not_run]
 PROGRAMS = [block for block in RUN if block.kind == "python"]
@@ -51,7 +53,9 @@ def run(command: list[str], folder: Path) -> str:
         "NO_PROXY": "127.0.0.1",
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
@@ -59,7 +63,9 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.fixture(scope="module")
 def profile() -> str:
     """A profile as JSON, for the blocks that read one which an earlier block has written."""
-    return placer.profile(unet(width=4), torch.randn(2, 3, 32, 32), ["cpu:0", "cpu:1"], progress=False).to_json()
+    return placer.profile(
+        unet(width=4), torch.randn(2, 3, 32, 32), ["cpu:0", "cpu:1"], progress=False
+    ).to_json()
 
 
 @pytest.fixture
@@ -88,7 +94,9 @@ def test_a_program_of_the_documentation_runs(
 
 
 @pytest.mark.parametrize("block", unchecked(SESSIONS), ids=place)
-def test_the_commands_of_a_block_run(block: Block, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_the_commands_of_a_block_run(
+    block: Block, folder: Path, request: pytest.FixtureRequest
+) -> None:
     server = request.getfixturevalue("server") if SERVICE in block.text else SERVICE
     for command in commands(block):
         if command == SERVE:
@@ -97,7 +105,9 @@ def test_the_commands_of_a_block_run(block: Block, folder: Path, request: pytest
         run(["bash", "-c", f"set -o pipefail; {command.replace(SERVICE, server)}"], folder)
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if block.kind == "python" and block.not_run], ids=place)
+@pytest.mark.parametrize(
+    "block", [block for block in blocks() if block.kind == "python" and block.not_run], ids=place
+)
 def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
     compile(block.text, block.place, "exec")
 
@@ -105,7 +115,9 @@ def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
 def test_the_commands_of_the_quickstart_show_what_they_promise(folder: Path) -> None:
     given = commands(checked("placer doctor"))
     assert len(given) == 8
-    outputs = {command: run(["bash", "-c", f"set -o pipefail; {command}"], folder) for command in given}
+    outputs = {
+        command: run(["bash", "-c", f"set -o pipefail; {command}"], folder) for command in given
+    }
     (shown,) = [out for command, out in outputs.items() if "placer show -" in command]
     assert "Placement of UNet: training step, micro-batch of 2" in shown
     (compared,) = [out for command, out in outputs.items() if command.startswith("placer compare")]
@@ -125,7 +137,17 @@ def _answers(port: int) -> bool:
 def server() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "placer", "serve", "--port", str(port), "--database", ":memory:"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "placer",
+        "serve",
+        "--port",
+        str(port),
+        "--database",
+        ":memory:",
+    ]
     service = subprocess.Popen(command)
     try:
         while not _answers(port):

@@ -23,11 +23,13 @@ Run = Callable[..., str]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     def run(*command: str, **environment: str) -> str:
-        # One thread: two workers with two threads each would wait for one another on two cores. No GPU: stand-ins are
-        # what is tested, and sums on GPUs are not the same from run to run.
+        # One thread: two workers with two threads each would wait for one another on two cores. No
+        # GPU: stand-ins are what is tested, and sums on GPUs are not the same from run to run.
         fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
         everything = os.environ | fixed | environment
-        result = subprocess.run(command, cwd=tmp_path, env=everything, capture_output=True, text=True, timeout=240)
+        result = subprocess.run(
+            command, cwd=tmp_path, env=everything, capture_output=True, text=True, timeout=240
+        )
         assert result.returncode == 0, result.stderr[-4000:]
         return result.stdout
 
@@ -77,7 +79,9 @@ def test_the_resnet50_tutorial_draws_its_two_plots(example: Run, tmp_path: Path)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(example: Run, tmp_path: Path) -> None:
+def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(
+    example: Run, tmp_path: Path
+) -> None:
     text = example("unet_stream.py", "--trace", str(tmp_path / "trace.json"))
     assert difference(text) < 1e-5
     assert "measured / predicted" in text and "cpu:3" in text
@@ -93,14 +97,17 @@ def test_models_with_skips_learn_and_equal_the_unsplit_ones(example: Run, name: 
     assert difference(text) < 1e-5
 
 
-def test_processes_train_a_tied_gpt_as_one_and_write_a_checkpoint_that_it_reads(run: Run, python: str) -> None:
+def test_processes_train_a_tied_gpt_as_one_and_write_a_checkpoint_that_it_reads(
+    run: Run, python: str
+) -> None:
     torchrun = (python, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2")
     options = ("--schedule", "zero-bubble")
     text = run(*torchrun, str(EXAMPLES / "distributed_training.py"), *options, PYTHON_EXEC=python)
     assert losses(text)[-1] < losses(text)[0]
     assert difference(text) < 1e-5
     (again,) = re.findall(r"in the unsplit model: loss (\S+)", text)
-    assert float(again) < losses(text)[0]  # the first batch, after it was learned from
+    # the first batch, after it was learned from
+    assert float(again) < losses(text)[0]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

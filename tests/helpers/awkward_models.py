@@ -35,7 +35,11 @@ class TiedLinears(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.first, self.second, self.third = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4, bias=False),
+        )
         self.second.weight = self.first.weight
         self.second.bias = self.first.bias
         self.third.weight = self.first.weight
@@ -65,7 +69,9 @@ class OnTheRoot(nn.Module):
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).requires_grad_(False)
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).requires_grad_(
+            False
+        )
         self.head = nn.Linear(4, 3)
         self.head.bias.requires_grad_(False)
 
@@ -74,7 +80,8 @@ class Frozen(nn.Module):
 
 
 class Counter(nn.Module):
-    """A buffer that the model changes in place, one that it replaces' data of, and one that only reads."""
+    """A buffer that the model changes in place, one that it replaces' data of, and one that only
+    reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +205,12 @@ class WrittenThroughViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.make, self.writer, self.other, self.last = nn.Linear(4, 4), self.Writer(), self.Writer(), nn.Linear(4, 4)
+        self.make, self.writer, self.other, self.last = (
+            nn.Linear(4, 4),
+            self.Writer(),
+            self.Writer(),
+            nn.Linear(4, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.make(x) * 1.0
@@ -209,7 +221,8 @@ class WrittenThroughViews(nn.Module):
 
 
 class Swaps(nn.Module):
-    """Outputs chunked, swapped and stacked over modules (ShuffleNet's pattern), with an in-place list of results."""
+    """Outputs chunked, swapped and stacked over modules (ShuffleNet's pattern), with an in-place
+    list of results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +285,8 @@ class Towers(nn.Module):
 
 
 class Draws(nn.Module):
-    """A variational autoencoder: what it draws is checked by torch.distributions, unless a graph is made."""
+    """A variational autoencoder: what it draws is checked by torch.distributions, unless a graph is
+    made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +321,9 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": _normed(nn.utils.parametrizations.weight_norm),
     "spectral_norm": _normed(nn.utils.parametrizations.spectral_norm),
     "instance_norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten()
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
     ),
 }
 
@@ -317,7 +333,8 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.stem = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4)) for _ in range(3)
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4))
+            for _ in range(3)
         )
         self.use_reentrant = use_reentrant
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import httpx
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+)
 DRIVER = shutil.which("chromedriver")
 
 FLAGS = (
@@ -80,10 +82,14 @@ class Browser:
 
     def dark(self, wanted: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if wanted else "light"}
-        self.call("goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": [feature]})
+        self.call(
+            "goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={"features": [feature]}
+        )
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"]))
+        path.write_bytes(
+            base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"])
+        )
 
     def log(self) -> list[str]:
         """What the console was told, errors alone."""
@@ -98,14 +104,20 @@ def browsing() -> Iterator[Browser]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        driver = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        driver = subprocess.Popen(
+            [DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}", transport=httpx.HTTPTransport(retries=20), timeout=60
+                base_url=f"http://127.0.0.1:{port}",
+                transport=httpx.HTTPTransport(retries=20),
+                timeout=60,
             ) as http:
                 options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={profile}"]}
                 wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-                started = http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+                started = http.post(
+                    "/session", json={"capabilities": {"alwaysMatch": wanted}}
+                ).json()["value"]
                 assert "sessionId" in started, started
                 yield Browser(http, started["sessionId"])
                 http.delete(f"/session/{started['sessionId']}")

@@ -40,7 +40,9 @@ def chain(times_ms: list[float], limit_bytes: int = 64 * MIB, param_bytes: int =
         ),
         edges=tuple(Edge(source=a, targets=(b,), bytes=8) for a, b in itertools.pairwise(names)),
         cluster=Cluster(
-            devices=tuple(Device(name=f"cuda:{i}", type="fast", memory_bytes=limit_bytes) for i in range(2)),
+            devices=tuple(
+                Device(name=f"cuda:{i}", type="fast", memory_bytes=limit_bytes) for i in range(2)
+            ),
             links=(
                 Link(source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=1e12),
                 Link(source="cuda:1", target="cuda:0", bandwidth_bytes_per_s=1e12),

@@ -12,7 +12,8 @@ README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -50,7 +51,9 @@ def _blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for found in _FENCE.finditer(text):
         line = text[: found.start("kind")].count("\n") + 1
-        yield Block(str(page.relative_to(ROOT)), line, found["kind"], found["text"], found["why"] or "")
+        yield Block(
+            str(page.relative_to(ROOT)), line, found["kind"], found["text"], found["why"] or ""
+        )
 
 
 def prose(page: Path) -> str:
@@ -60,10 +63,17 @@ def prose(page: Path) -> str:
 
 def links(page: Path) -> list[str]:
     """Return the targets of a page's links, without those to other hosts."""
-    return [target for target in _LINK.findall(prose(page)) if not target.startswith(("http://", "https://"))]
+    return [
+        target
+        for target in _LINK.findall(prose(page))
+        if not target.startswith(("http://", "https://"))
+    ]
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as the site's generator and code hosts make them."""
-    slugs = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose(page)))
+    slugs = (
+        re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        for heading in _HEADING.findall(prose(page))
+    )
     return {re.sub(r"[-\s]+", "-", slug) for slug in slugs}

@@ -22,7 +22,11 @@ def memories(room, apart):
     """
 
     def follows(dealt):
-        return all(dealt[i] != dealt[(i + step) % room] for i in range(room) for step in range(1, min(apart, room)))
+        return all(
+            dealt[i] != dealt[(i + step) % room]
+            for i in range(room)
+            for step in range(1, min(apart, room))
+        )
 
     for count in range(1, room + 1):
         if any(map(follows, itertools.product(range(count), repeat=room))):
@@ -41,14 +45,17 @@ class Enumeration:
         self.link = {(link.source, link.target): link for link in request.placed_on.links}
 
     def best(self):
-        """The smallest objective over all placements that meet every requirement; None if none does."""
+        """The smallest objective over all placements that meet every requirement; None if none
+        does."""
         values = [self.value(where) for where in self.maps()]
         return min((value for value in values if value is not None), default=None)
 
     def maps(self):
         """Every assignment, as device names by layer name."""
         names = [layer.name for layer in self.layers]
-        for choice in itertools.product([device.name for device in self.devices], repeat=len(names)):
+        for choice in itertools.product(
+            [device.name for device in self.devices], repeat=len(names)
+        ):
             yield dict(zip(names, choice, strict=True))
 
     def value(self, where):
@@ -60,10 +67,15 @@ class Enumeration:
             return None
         if self.request.objective == "memory":
             return min(max(use.values()) for use in uses)
-        return self.latency(where) if self.request.objective == "latency" else self.bottleneck(where)
+        return (
+            self.latency(where) if self.request.objective == "latency" else self.bottleneck(where)
+        )
 
     def fits(self, use):
-        return all(use[device.name] <= device.memory_bytes - device.reserve_bytes for device in self.devices)
+        return all(
+            use[device.name] <= device.memory_bytes - device.reserve_bytes
+            for device in self.devices
+        )
 
     def obeys_rules(self, where):
         rules = self.request.constraints
@@ -76,13 +88,20 @@ class Enumeration:
         return (
             rules.pinned.items() <= where.items()
             and not banned & set(where.items())
-            and all(len({where[x] for x in g}) == 1 for g in (*rules.colocated, *self.request.profile.colocated))
-            and (rules.min_devices or 0) <= len(set(where.values())) <= (rules.max_devices or float("inf"))
-            and max(list(where.values()).count(d) for d in where.values()) <= (rules.max_layers or float("inf"))
+            and all(
+                len({where[x] for x in g}) == 1
+                for g in (*rules.colocated, *self.request.profile.colocated)
+            )
+            and (rules.min_devices or 0)
+            <= len(set(where.values()))
+            <= (rules.max_devices or float("inf"))
+            and max(list(where.values()).count(d) for d in where.values())
+            <= (rules.max_layers or float("inf"))
         )
 
     def meets(self, asked, where, use):
-        """Whether an assignment, which uses so many bytes by device, meets one of the solver's requirements."""
+        """Whether an assignment, which uses so many bytes by device, meets one of the solver's
+        requirements."""
         rules, device = self.request.constraints, self.devices[asked.device]
         on = [where[self.layers[layer].name] for layer in asked.layers]
         counts = [list(where.values()).count(name) for name in set(where.values())]
@@ -110,13 +129,18 @@ class Enumeration:
     def can_pass(self, where):
         edges = self.request.profile.edges
         return all(
-            (a, b) in self.link and ((b, a) in self.link or not self.training or edges[n].gradient_bytes == 0)
+            (a, b) in self.link
+            and ((b, a) in self.link or not self.training or edges[n].gradient_bytes == 0)
             for n, a, b in self.sends(where)
         )
 
     def hop(self, a, b, size):
         """How long so many bytes are on their way, in milliseconds."""
-        return 0.0 if a == b else 1000 * (self.link[a, b].latency_s + size / self.link[a, b].bandwidth_bytes_per_s)
+        return (
+            0.0
+            if a == b
+            else 1000 * (self.link[a, b].latency_s + size / self.link[a, b].bandwidth_bytes_per_s)
+        )
 
     def compute(self, where):
         """How long each used device computes for a micro-batch, in milliseconds."""
@@ -129,7 +153,8 @@ class Enumeration:
         return busy
 
     def rank(self, where):
-        """What breaks ties: the time of all transfers at both ends, then the difference of compute times."""
+        """What breaks ties: the time of all transfers at both ends, then the difference of compute
+        times."""
         transfer = 0.0
         for number, a, b in self.sends(where):
             edge = self.request.profile.edges[number]
@@ -150,7 +175,10 @@ class Enumeration:
                 time = self.hop(start, end, size)
                 busy[start][1] += time
                 busy[end][2] += time
-        return max(sum(parts) if self.request.transfers == "added" else max(parts) for parts in busy.values())
+        return max(
+            sum(parts) if self.request.transfers == "added" else max(parts)
+            for parts in busy.values()
+        )
 
     def latency(self, where):
         """Play the layers one after another."""
@@ -171,7 +199,9 @@ class Enumeration:
             names,
             lambda name, k: by_name[name].forward_ms[k],
             lambda name: [
-                (e.source, self.hop(where[e.source], where[name], e.bytes)) for e in edges if name in e.targets
+                (e.source, self.hop(where[e.source], where[name], e.bytes))
+                for e in edges
+                if name in e.targets
             ],
         )
         if self.training:
@@ -205,7 +235,8 @@ class Enumeration:
                 yield use
 
     def rooms(self, where, order, again=()):
-        """By stage, the most micro-batches in flight for which its device has memory; the fewest where none are.
+        """By stage, the most micro-batches in flight for which its device has memory; the fewest
+        where none are.
 
         Those of ``again`` recompute.
         """
@@ -255,7 +286,8 @@ class Enumeration:
             now = sum(
                 e.bytes
                 for e in self.request.profile.edges
-                if e.source in earlier and set(e.targets) & (to_come if where[e.source] == device else later)
+                if e.source in earlier
+                and set(e.targets) & (to_come if where[e.source] == device else later)
             )
             worst = max(worst, now + (layer.forward_workspace_bytes if layer.name in later else 0))
         return held + worst
@@ -263,16 +295,24 @@ class Enumeration:
     def state(self, mine):
         """What is there all the time in training."""
         own = sum(x.param_bytes + x.buffer_bytes + x.grad_bytes + x.optimizer_bytes for x in mine)
-        return own + sum((tie.param_bytes or tie.gradient_bytes) + tie.gradient_bytes for tie in self.copied(mine))
+        return own + sum(
+            (tie.param_bytes or tie.gradient_bytes) + tie.gradient_bytes
+            for tie in self.copied(mine)
+        )
 
     def copied(self, mine):
         """The parameters of which a device of these layers has a copy."""
         names = {layer.name for layer in mine}
         ties = [tie for tie in self.request.profile.tied if tie.split]
-        return [tie for tie in ties if names & set(tie.layers) and min(tie.layers, key=self.order.index) not in names]
+        return [
+            tie
+            for tie in ties
+            if names & set(tie.layers) and min(tie.layers, key=self.order.index) not in names
+        ]
 
     def shared(self, mine):
-        """What weight passes work in where they run apart, one after another, and then the optimizer."""
+        """What weight passes work in where they run apart, one after another, and then the
+        optimizer."""
         apart = max((x.weights_workspace_bytes for x in mine), default=0) if self.apart else 0
         return apart + self.optimizer_step(mine)
 
@@ -282,7 +322,8 @@ class Enumeration:
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def alone(self, names):
-        """What one micro-batch has on a device of these layers for its forward pass, and for what crosses."""
+        """What one micro-batch has on a device of these layers for its forward pass, and for what
+        crosses."""
         mine = [layer for layer in self.layers if layer.name in names]
         edges = self.request.profile.edges
         own = [e for e in edges if e.source in names]
@@ -293,24 +334,35 @@ class Enumeration:
         for layer in mine:
             now = self.order.index(layer.name)
             done, to_come = set(self.order[:now]), set(self.order[now + 1 :])
-            stays = sum(e.bytes for e in sent if e.source in done and not set(e.targets) & names & to_come)
+            stays = sum(
+                e.bytes for e in sent if e.source in done and not set(e.targets) & names & to_come
+            )
             ahead = max(ahead, self.step(names, layer, False, own) + stays)
         come = sum(e.bytes for e in edges if e not in own and names & set(e.targets))
         return ahead + come + sum(e.gradient_bytes for e in gone if e not in self.waiting(names))
 
     def waiting(self, names):
-        """What a device of these layers sends whose gradient waits for a weight half where it comes."""
-        gone = [e for e in self.request.profile.edges if e.source in names and set(e.targets) - names]
+        """What a device of these layers sends whose gradient waits for a weight half where it
+        comes."""
+        gone = [
+            e for e in self.request.profile.edges if e.source in names and set(e.targets) - names
+        ]
         return [e for e in gone if self.apart and e.deferred and len(set(e.targets)) == 1]
 
     def landing(self, names):
-        """Gradients that a device of these layers sends for one micro-batch, and those that wait where they come."""
-        sent = [e for e in self.request.profile.edges if e.source not in names and names & set(e.targets)]
+        """Gradients that a device of these layers sends for one micro-batch, and those that wait
+        where they come."""
+        sent = [
+            e
+            for e in self.request.profile.edges
+            if e.source not in names and names & set(e.targets)
+        ]
         return sum(e.gradient_bytes for e in (*sent, *self.waiting(names)))
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def backward_pass(self, names):
-        """What a backward pass works in on a device of these layers, or its input half, where weights are apart."""
+        """What a backward pass works in on a device of these layers, or its input half, where
+        weights are apart."""
         mine = [layer for layer in self.layers if layer.name in names]
         back = sum(layer.deferred_bytes for layer in mine) if self.apart else 0
         for place, layer in enumerate(mine):
@@ -328,11 +380,16 @@ class Enumeration:
         return back
 
     def rest(self, e, mine, now):
-        """What is held at a step backwards of the storage that the gradient of the last reader is a slice of."""
+        """What is held at a step backwards of the storage that the gradient of the last reader is a
+        slice of."""
         *_, before, last = sorted(e.targets, key=self.order.index)
         until = e.rest_until or last
         waits = self.order.index(before) <= now < self.order.index(until)
-        return e.rest_bytes if waits and last in mine and ({*e.targets, e.source} - {last}) & mine else 0
+        return (
+            e.rest_bytes
+            if waits and last in mine and ({*e.targets, e.source} - {last}) & mine
+            else 0
+        )
 
     @functools.cached_property
     def order(self):
@@ -346,7 +403,8 @@ class Enumeration:
 
     @functools.cache  # noqa: B019 - an enumeration does not outlive its test
     def need(self, names):
-        """What a device of these layers needs in training with one micro-batch, and what each further one adds."""
+        """What a device of these layers needs in training with one micro-batch, and what each
+        further one adds."""
         mine = [layer for layer in self.layers if layer.name in names]
         kept = sum(layer.saved_bytes for layer in mine)
         kept += sum(e.bytes for e in self.request.profile.edges if names & set(e.saved_by))
@@ -354,7 +412,8 @@ class Enumeration:
         return self.state(mine) + max([*steps, self.optimizer_step(mine)], default=0), kept
 
     def step(self, mine, layer, back, edges=None):
-        """What one micro-batch takes of the device of these layers while one of them runs, in training."""
+        """What one micro-batch takes of the device of these layers while one of them runs, in
+        training."""
         order = [x.name for x in self.layers]
         now = order.index(layer.name)
         done, to_come = set(order[: now + 1]), set(order[now + 1 :])
@@ -370,7 +429,11 @@ class Enumeration:
                 elif e.source in mine:
                     total += e.gradient_bytes if readers & to_come else 0
                 else:
-                    total += e.gradient_bytes if readers & mine & to_come and readers & mine & done else 0
+                    total += (
+                        e.gradient_bytes
+                        if readers & mine & to_come and readers & mine & done
+                        else 0
+                    )
                 if back and e.rest_bytes:
                     total += self.rest(e, mine, now)
         for tie in [tie for tie in self.request.profile.tied if not tie.split] if back else ():

@@ -1,4 +1,5 @@
-"""Small questions for objective ``step``, and every answer that there could be, each played by a clock."""
+"""Small questions for objective ``step``, and every answer that there could be, each played by a
+clock."""
 
 import itertools
 from collections import Counter
@@ -17,7 +18,8 @@ SIZE = st.sampled_from([0, 1, 2, 3, 5])
 
 @st.composite
 def profiles(draw, training, row, kinds, count, size):
-    """A few layers measured at one micro-batch size; in a row each reads from the one before, and gradients return."""
+    """A few layers measured at one micro-batch size; in a row each reads from the one before, and
+    gradients return."""
     names = [f"l{i}" for i in range(count)]
     times = st.fixed_dictionaries({kind: MS for kind in kinds})
     layers = [
@@ -40,7 +42,9 @@ def profiles(draw, training, row, kinds, count, size):
     ]
     edges = []
     for source, name in enumerate(names[:-1]):
-        targets = draw(st.sets(st.sampled_from(names[source + 1 :]))) | ({names[source + 1]} if row else set())
+        targets = draw(st.sets(st.sampled_from(names[source + 1 :]))) | (
+            {names[source + 1]} if row else set()
+        )
         size_of_gradient = draw(SIZE) + row if training else 0
         kept = [name] if training and draw(st.booleans()) else []
         if targets:
@@ -81,7 +85,9 @@ def requests(draw, row=False, contiguous=None):
         profiles=made[1:],
         cluster=Cluster(devices=devices, links=links),
         objective="step",
-        schedule=draw(st.sampled_from(["auto", "auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"])),
+        schedule=draw(
+            st.sampled_from(["auto", "auto", "1f1b", "zero-bubble", "fill-drain", "interleaved"])
+        ),
         steps=draw(st.sampled_from(["alone", "in-a-row"])),
         batch_size=draw(st.sampled_from([2, 4])),
         constraints=Constraints(contiguous=contiguous),
@@ -111,13 +117,22 @@ class Steps:
         asked, training = self.request.schedule, self.request.is_training
         every = ["1f1b", "zero-bubble", "fill-drain"] if training else ["fill-drain"]
         kinds = [(order, True) for order in (every if asked == "auto" else [asked])]
-        if training and asked in ("auto", "interleaved") and self.request.constraints.contiguous is not True:
+        if (
+            training
+            and asked in ("auto", "interleaved")
+            and self.request.constraints.contiguous is not True
+        ):
             if all(self.rule(device.name) != "always" for device in self.request.devices):
                 kinds.append(("interleaved", False))
         for profile in (self.request.profile, *self.request.profiles):
             chunks, rest = divmod(self.request.batch_size, profile.batch_size)
             for order, contiguous in kinds if not rest else []:
-                chosen = {"profile": profile, "chunks": chunks, "schedule": order, "cluster": self.request.placed_on}
+                chosen = {
+                    "profile": profile,
+                    "chunks": chunks,
+                    "schedule": order,
+                    "cluster": self.request.placed_on,
+                }
                 yield self.request.model_copy(update=chosen), contiguous
 
     def steps(self, every, where):
@@ -143,21 +158,32 @@ class Steps:
         return asked if isinstance(asked, str) else asked.get(device) or asked.get("*") or "never"
 
     def recomputed(self, every, where):
-        """Every set of devices that may recompute together; none where micro-batches are counted by segment."""
+        """Every set of devices that may recompute together; none where micro-batches are counted by
+        segment."""
         used = sorted(set(where.values()))
-        free = [device for device in used if self.rule(device) == "auto" and every.training and every.contiguous]
+        free = [
+            device
+            for device in used
+            if self.rule(device) == "auto" and every.training and every.contiguous
+        ]
         fixed = [device for device in used if self.rule(device) == "always" and every.training]
         for size in range(len(free) + 1):
             for chosen in itertools.combinations(free, size):
                 yield {*fixed, *chosen}
 
     def needed(self, every, where, stage_of, found, again):
-        """Whether those that recompute and need not are over their limits otherwise, and it helps them."""
-        if every.apart and every.training:  # as few micro-batches in flight as there may be
+        """Whether those that recompute and need not are over their limits otherwise, and it helps
+        them."""
+        # as few micro-batches in flight as there may be
+        if every.apart and every.training:
             stages = len(found.places)
-            found = replace(found, in_flight=tuple(min(every.request.chunks, stages - p) for p in range(stages)))
+            found = replace(
+                found, in_flight=tuple(min(every.request.chunks, stages - p) for p in range(stages))
+            )
         uses = [self.uses(every, where, stage_of, found, some) for some in ((), again)]
-        limits = {device.name: device.memory_bytes - device.reserve_bytes for device in every.devices}
+        limits = {
+            device.name: device.memory_bytes - device.reserve_bytes for device in every.devices
+        }
         free = [device for device in again if self.rule(device) == "auto"]
         return all(uses[0][device] > max(limits[device], uses[1][device]) for device in free)
 
@@ -170,34 +196,60 @@ class Steps:
             if order and not all(place[a] < place[b] for _, a, b in every.sends(where)):
                 continue
             if order:
-                stages, stage_of = list(order), {layer: place[device] for layer, device in where.items()}
+                stages, stage_of = (
+                    list(order),
+                    {layer: place[device] for layer, device in where.items()},
+                )
             else:
-                runs = [(device, list(names)) for device, names in itertools.groupby(where, key=where.get)]
+                runs = [
+                    (device, list(names))
+                    for device, names in itertools.groupby(where, key=where.get)
+                ]
                 stages = [device for device, _ in runs]
                 stage_of = {name: stage for stage, (_, names) in enumerate(runs) for name in names}
             pipeline = self.pipeline(every, where, stages, stage_of, again)
-            times = {name: getattr(pipeline, name) for name in ("forward_ms", "backward_ms", "weights_ms")}
+            times = {
+                name: getattr(pipeline, name)
+                for name in ("forward_ms", "backward_ms", "weights_ms")
+            }
             times["transfers"] = pipeline.transfers
             asked, chunks = every.request.schedule, every.request.chunks
             if asked == "interleaved" and len(set(pipeline.places)) < len(pipeline.places):
                 plans = roomy_plans(pipeline, chunks)
             else:
-                held = [*every.rooms(where, order, again)] if asked == "zero-bubble" and every.training else None
-                plans = [plan(asked, pipeline.places, chunks, training=every.training, room=held, **times)]
+                held = (
+                    [*every.rooms(where, order, again)]
+                    if asked == "zero-bubble" and every.training
+                    else None
+                )
+                plans = [
+                    plan(
+                        asked, pipeline.places, chunks, training=every.training, room=held, **times
+                    )
+                ]
             yield from ((pipeline, stage_of, found) for found in plans)
 
     def pipeline(self, every, where, stages, stage_of, again):
         kind = {device.name: device.type for device in every.devices}
-        totals = {name: [0.0] * len(stages) for name in ("forward", "backward", "weights", "optimizer")}
+        totals = {
+            name: [0.0] * len(stages) for name in ("forward", "backward", "weights", "optimizer")
+        }
         for layer in every.layers:
-            here, back = kind[where[layer.name]], layer.backward_ms.get(kind[where[layer.name]], 0.0)
+            here, back = (
+                kind[where[layer.name]],
+                layer.backward_ms.get(kind[where[layer.name]], 0.0),
+            )
             totals["forward"][stage_of[layer.name]] += layer.forward_ms[here]
             totals["backward"][stage_of[layer.name]] += back
-            totals["backward"][stage_of[layer.name]] += layer.forward_ms[here] if where[layer.name] in again else 0.0
+            totals["backward"][stage_of[layer.name]] += (
+                layer.forward_ms[here] if where[layer.name] in again else 0.0
+            )
             totals["weights"][stage_of[layer.name]] += min(
                 back, layer.weights_ms.get(here, back / 2 if layer.grad_bytes else 0)
             )
-            totals["optimizer"][stage_of[layer.name]] += layer.optimizer_ms.get(here, 0.0) if every.training else 0.0
+            totals["optimizer"][stage_of[layer.name]] += (
+                layer.optimizer_ms.get(here, 0.0) if every.training else 0.0
+            )
         there, back = Counter(), Counter()
         for number, a, b in every.sends(where):
             edge = every.request.profile.edges[number]
@@ -205,7 +257,9 @@ class Steps:
             there[stage_of[edge.source], first] += every.hop(a, b, edge.bytes)
             if every.training and edge.gradient_bytes:
                 back[stage_of[edge.source], first] += every.hop(b, a, edge.gradient_bytes)
-        transfers = tuple(Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items()))
+        transfers = tuple(
+            Transfer(*pair, time, back.get(pair)) for pair, time in sorted(there.items())
+        )
         places = tuple([device.name for device in every.devices].index(name) for name in stages)
         forward, backward, weights, optimizer = (tuple(total) for total in totals.values())
         return Pipeline(places, forward, backward, weights, transfers, optimizer)
@@ -213,7 +267,10 @@ class Steps:
     @classmethod
     def fits(cls, every, where, stage_of, found, again=frozenset()):
         uses = cls.uses(every, where, stage_of, found, again)
-        return all(uses[device.name] <= device.memory_bytes - device.reserve_bytes for device in every.devices)
+        return all(
+            uses[device.name] <= device.memory_bytes - device.reserve_bytes
+            for device in every.devices
+        )
 
     @staticmethod
     def recorded_use(every, mine, stage_of, found):
@@ -248,7 +305,11 @@ class Steps:
             for layer in mine if adds_up else ():
                 use += (found.in_flight[stage_of[layer.name]] - 1) * layer.saved_bytes
             for edge in every.request.profile.edges if adds_up else ():
-                held = [found.in_flight[stage_of[name]] for name in edge.saved_by if where[name] == device.name]
+                held = [
+                    found.in_flight[stage_of[name]]
+                    for name in edge.saved_by
+                    if where[name] == device.name
+                ]
                 use += (max(held) - 1) * edge.bytes if held else 0
             if adds_up and mine:
                 use = max(use, Steps.recorded_use(every, mine, stage_of, found))

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PHASES = {torch.ops.aten.hardtanh.default: "forward", torch.ops.aten.hardtanh_backward.default: "backward"}
+PHASES = {
+    torch.ops.aten.hardtanh.default: "forward",
+    torch.ops.aten.hardtanh_backward.default: "backward",
+}
 """The operation that fails: hardtanh, so a model has one layer of it."""
 
 

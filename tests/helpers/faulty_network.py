@@ -36,14 +36,18 @@ class Faulty:
     @staticmethod
     def after(asked: httpx.Request, fault: str, reply: httpx.Response) -> httpx.Response:
         if fault in ("lost", "reset"):
-            raise {"lost": httpx.RemoteProtocolError, "reset": httpx.ReadError}[fault]("gone", request=asked)
+            raise {"lost": httpx.RemoteProtocolError, "reset": httpx.ReadError}[fault](
+                "gone", request=asked
+            )
         if fault == "read timeout":
             raise httpx.ReadTimeout("too slow", request=asked)
         if fault in ("502", "504"):
             return httpx.Response(int(fault), content=b"<html>bad gateway</html>")
         if fault == "half":
             return httpx.Response(
-                reply.status_code, headers={"Content-Type": "application/json"}, content=reply.content[:-9]
+                reply.status_code,
+                headers={"Content-Type": "application/json"},
+                content=reply.content[:-9],
             )
         return reply
 

@@ -39,8 +39,11 @@ class Forgetful:
         first, self.sent = self.sent, self.sent + len(sources)
         kept = [index for index in range(len(sources)) if first + index != self.forgotten]
         for index in set(range(len(sources))) - set(kept):
-            targets[index].fill_(torch.nan)  # else the value of an earlier run may lie there
+            # else the value of an earlier run may lie there
+            targets[index].fill_(torch.nan)
         if not kept:
             return None
-        some, others, sums = ([row[index] for index in kept] if row else [] for row in (sources, targets, adds))
+        some, others, sums = (
+            [row[index] for index in kept] if row else [] for row in (sources, targets, adds)
+        )
         return self._send_all(courier, some, ready, others, free, channel, label, sums)

@@ -1,4 +1,5 @@
-"""What tests on GPUs run: training in double precision, and models whose passes can be compared between devices."""
+"""What tests on GPUs run: training in double precision, and models whose passes can be compared
+between devices."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def training_case(name: str, samples: int) -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Tensor]]:
+def training_case(
+    name: str, samples: int
+) -> tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Tensor]]:
     """A model in double precision, a batch, its target and the loss.
 
     Args:
@@ -40,7 +43,10 @@ def training_case(name: str, samples: int) -> tuple[nn.Module, Tensor, Tensor, C
         images, classes = torch.randn(samples, 3, 64, 64).double(), torch.randint(1000, (samples,))
         return resnet18().double(), images, classes, functional.cross_entropy
     if name == "unet":
-        images, classes = torch.randn(samples, 3, 64, 64).double(), torch.randint(2, (samples, 64, 64))
+        images, classes = (
+            torch.randn(samples, 3, 64, 64).double(),
+            torch.randint(2, (samples, 64, 64)),
+        )
         return unet(width=8).double(), images, classes, functional.cross_entropy
     model = gpt(layers=4, width=32, heads=4, context=16, vocabulary=64, tied=True).double()
     return model, torch.randint(64, (samples, 16)), torch.randint(64, (samples, 16)), tokens_loss

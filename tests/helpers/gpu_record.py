@@ -1,13 +1,15 @@
 """The record of GPU test runs: ``tests/gpu-record.json``, by test folder.
 
-    {"tests/placer/devices": [{"run": "full", "gpu_count": 2, "gpus": ["NVIDIA H100 80GB HBM3", ...],
-                               "hash": "...", "text": "...", "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0",
-                               "passed": 12, "failed": 0, "skipped": 0, "seconds": 8.1, "date": "2026-11-26"}]}
+    {"tests/placer/devices": [{"run": "full", "gpu_count": 2, "gpus": ["NVIDIA H100 80GB HBM3",
+    ...],
+                               "hash": "...", "text": "...", "python": "3.12.3", "torch": "2.11.0",
+                               "cuda": "13.0", "passed": 12, "failed": 0, "skipped": 0, "seconds":
+                               8.1, "date": "2026-11-26"}]}
 
-A folder has one entry for each kind of run (``full`` or ``quick``) and each number of GPUs. An entry belongs to the
-code whose ``hash`` it holds, see ``module_hashes``. ``text`` is a hash of this hash and of the text of all source files
-as it was: while no file has changed, none needs to be parsed. This module needs no package besides Python.
-"""
+A folder has one entry for each kind of run (``full`` or ``quick``) and each number of GPUs. An
+entry belongs to the code whose ``hash`` it holds, see ``module_hashes``. ``text`` is a hash of this
+hash and of the text of all source files as it was: while no file has changed, none needs to be
+parsed. This module needs no package besides Python."""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def read(root: Path) -> dict[str, list[Entry]]:
 
 
 def add(root: Path, folder: str, entry: Entry) -> None:
-    """Write an entry into the record, in place of the earlier one of the same kind and number of GPUs.
+    """Write an entry into the record, in place of the earlier one of the same kind and number of
+    GPUs.
 
     A full run contains the quick one, so it also takes the place of a quick entry of other code.
     """
@@ -46,13 +49,16 @@ def add(root: Path, folder: str, entry: Entry) -> None:
         def stays(known: Entry) -> bool:
             if known["gpu_count"] != entry["gpu_count"]:
                 return True
-            return known["run"] != entry["run"] and (entry["run"] == QUICK or known["hash"] == entry["hash"])
+            return known["run"] != entry["run"] and (
+                entry["run"] == QUICK or known["hash"] == entry["hash"]
+            )
 
         entries = [*filter(stays, record.get(folder, [])), entry]
         record[folder] = sorted(entries, key=lambda item: (item["run"], item["gpu_count"]))
         part = root / f"{FILE}.part"
         part.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
-        part.replace(root / FILE)  # in one step, so that a run which is killed leaves a whole record
+        # in one step, so that a run which is killed leaves a whole record
+        part.replace(root / FILE)
 
 
 def outdated(record: Mapping[str, list[Entry]], sources: Sources) -> list[str]:
@@ -74,8 +80,13 @@ def outdated(record: Mapping[str, list[Entry]], sources: Sources) -> list[str]:
             if not _has_same_text(entry, sources) and entry["hash"] != sources.hash_of(folder):
                 lines.append(f"{folder}: {what} belongs to other code")
             elif entry["failed"]:
-                lines.append(f"{folder}: {what} has {entry['failed']} failure{'s' * (entry['failed'] != 1)}")
-        if not any(entry["run"] == FULL and entry["gpu_count"] >= ENOUGH_GPUS for entry in record.get(folder, [])):
+                lines.append(
+                    f"{folder}: {what} has {entry['failed']} failure{'s' * (entry['failed'] != 1)}"
+                )
+        if not any(
+            entry["run"] == FULL and entry["gpu_count"] >= ENOUGH_GPUS
+            for entry in record.get(folder, [])
+        ):
             lines.append(f"{folder}: no full run on {ENOUGH_GPUS} or more GPUs")
     return lines
 
@@ -96,10 +107,12 @@ def _has_same_text(entry: Entry, sources: Sources) -> bool:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Let no other process write the record meanwhile: runs of other folders may end at the same time."""
+    """Let no other process write the record meanwhile: runs of other folders may end at the same
+    time."""
     import fcntl
 
-    lock = os.open(root / "tests", os.O_RDONLY)  # the folder itself, so that no lock file is left behind
+    # the folder itself, so that no lock file is left behind
+    lock = os.open(root / "tests", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

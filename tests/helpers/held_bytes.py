@@ -16,7 +16,8 @@ from placer import devices
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the storages that are made inside, by the device that ``logical_devices`` knows each to be on.
+    """Counts the storages that are made inside, by the device that ``logical_devices`` knows each
+    to be on.
 
     Args:
         before: tensors that are not counted.
@@ -27,7 +28,8 @@ class HeldBytes(TorchDispatchMode):
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
-        self._before = [tensor.untyped_storage() for tensor in before]  # they live: no other has their address
+        # they live: no other has their address
+        self._before = [tensor.untyped_storage() for tensor in before]
         self._seen = {storage._cdata for storage in self._before}
         self._alive: dict[int, tuple[weakref.ref[Any], str, int]] = {}
         self._held: Counter[str] = Counter()
@@ -59,7 +61,8 @@ class HeldBytes(TorchDispatchMode):
         self._held[place] -= size
 
     def _count_as_freed(self, tensor: Tensor) -> None:
-        """Autograd adds gradients up in place, unless one is a part of something else, or a mode such as this is on."""
+        """Autograd adds gradients up in place, unless one is a part of something else, or a mode
+        such as this is on."""
         key = tensor.untyped_storage()._cdata
         if key in self._alive and tensor.nbytes == tensor.untyped_storage().nbytes():
             reference, place, size = self._alive[key]

@@ -20,7 +20,8 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, before: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._before = [tensor.untyped_storage() for tensor in before]  # they live: no other has their address
+        # they live: no other has their address
+        self._before = [tensor.untyped_storage() for tensor in before]
         self._known = {storage._cdata for storage in self._before}
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -35,7 +36,10 @@ class LiveStorages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known and key not in self._alive:
-            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key)), storage.nbytes()
+            self._alive[key] = (
+                weakref.ref(storage, lambda _: self._alive.pop(key)),
+                storage.nbytes(),
+            )
 
     @property
     def bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""The models that must be captured and run split, shared by the tests of capture, execution and GPUs.
+"""The models that must be captured and run split, shared by the tests of capture, execution and
+GPUs.
 
 case = CASES["resnet18"]
 model, (args, kwargs) = case.make(), case.inputs(training=True)
@@ -49,14 +50,18 @@ def torchvision_models() -> Any:
     try:
         import torchvision.models as models
     except RuntimeError:
-        for operator in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms() -> ()"):
+        for operator in (
+            "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            "qnms() -> ()",
+        ):
             with contextlib.suppress(RuntimeError):
                 _operators[0].define(operator)
     models = pytest.importorskip("torchvision.models")
     return models
 
 
-_operators: list[torch.library.Library] = []  # an operator goes when its library does
+# an operator goes when its library does
+_operators: list[torch.library.Library] = []
 
 
 def _vision(name: str, **options: Any) -> Case:
@@ -68,9 +73,16 @@ def _vision(name: str, **options: Any) -> Case:
 
 
 def _small_vit() -> nn.Module:
-    """vit_b_16's class at half its depth and a smaller width: 86 million parameters would only add time."""
+    """vit_b_16's class at half its depth and a smaller width: 86 million parameters would only add
+    time."""
     vit: nn.Module = torchvision_models().VisionTransformer(
-        image_size=48, patch_size=16, num_layers=6, num_heads=4, hidden_dim=32, mlp_dim=64, dropout=0.1
+        image_size=48,
+        patch_size=16,
+        num_layers=6,
+        num_heads=4,
+        hidden_dim=32,
+        mlp_dim=64,
+        dropout=0.1,
     )
     return vit
 
@@ -92,14 +104,20 @@ def _small_swin() -> nn.Module:
 def _small_convnext() -> nn.Module:
     """convnext_tiny's class and stages, at a smaller width and depth."""
     convnext = torchvision_models().convnext
-    stages = [convnext.CNBlockConfig(16, 32, 2), convnext.CNBlockConfig(32, 48, 2), convnext.CNBlockConfig(48, None, 2)]
+    stages = [
+        convnext.CNBlockConfig(16, 32, 2),
+        convnext.CNBlockConfig(32, 48, 2),
+        convnext.CNBlockConfig(48, None, 2),
+    ]
     model: nn.Module = convnext.ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=10)
     return model
 
 
 def _small_densenet() -> nn.Module:
     """densenet121's class and four blocks, with a quarter of their layers and of what each adds."""
-    model: nn.Module = torchvision_models().DenseNet(growth_rate=8, block_config=(3, 4, 4, 3), num_init_features=16)
+    model: nn.Module = torchvision_models().DenseNet(
+        growth_rate=8, block_config=(3, 4, 4, 3), num_init_features=16
+    )
     return model
 
 
@@ -120,7 +138,8 @@ def _small_resnet() -> nn.Module:
 
 
 def _small_mobilenet() -> nn.Module:
-    """mobilenet_v3_small's class and one of each kind of its blocks; that of the fourth row has a skip."""
+    """mobilenet_v3_small's class and one of each kind of its blocks; that of the fourth row has a
+    skip."""
     mobilenet = torchvision_models().mobilenetv3
     rows = [
         (16, 3, 16, 16, True, "RE", 2),
@@ -135,7 +154,8 @@ def _small_mobilenet() -> nn.Module:
 
 
 def _small_efficientnet() -> nn.Module:
-    """efficientnet_b0's class with one of each kind of its blocks: kernels, strides, with and without a skip."""
+    """efficientnet_b0's class with one of each kind of its blocks: kernels, strides, with and
+    without a skip."""
     efficientnet = torchvision_models().efficientnet
     rows = [(1, 3, 1, 16, 16, 1), (6, 3, 2, 16, 24, 2), (6, 5, 2, 24, 40, 2), (6, 5, 1, 40, 56, 1)]
     blocks = [efficientnet.MBConvConfig(*row, width_mult=1.0, depth_mult=1.0) for row in rows]
@@ -145,7 +165,9 @@ def _small_efficientnet() -> nn.Module:
 
 def _small_shufflenet() -> nn.Module:
     """shufflenet_v2_x1_0's class and stages, each with one block that halves and one that does not."""
-    model: nn.Module = torchvision_models().ShuffleNetV2([2, 2, 2], [24, 48, 96, 192, 64], num_classes=10)
+    model: nn.Module = torchvision_models().ShuffleNetV2(
+        [2, 2, 2], [24, 48, 96, 192, 64], num_classes=10
+    )
     return model
 
 
@@ -161,13 +183,16 @@ def _small_fcn() -> nn.Module:
 
 
 def _model_parallel_resnet() -> nn.Module:
-    """The tutorial's ModelParallelResNet50 with fewer blocks: two sequences over modules that the model names too."""
+    """The tutorial's ModelParallelResNet50 with fewer blocks: two sequences over modules that the
+    model names too."""
     resnet = torchvision_models().resnet
 
     class ModelParallelResNet(resnet.ResNet):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__(resnet.Bottleneck, [1, 2, 1, 1], num_classes=10)
-            self.seq1 = nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool, self.layer1, self.layer2)
+            self.seq1 = nn.Sequential(
+                self.conv1, self.bn1, self.relu, self.maxpool, self.layer1, self.layer2
+            )
             self.seq2 = nn.Sequential(self.layer3, self.layer4, self.avgpool)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -206,14 +231,17 @@ VISION = [
 
 
 def transformers() -> Any:
-    torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
+    # transformers imports torchvision, and fails where its compiled operators are missing
+    torchvision_models()
     return pytest.importorskip("transformers")
 
 
 def _transformer(name: str, config: str, labels: bool = False, **options: Any) -> Case:
     def make() -> nn.Module:
         library = transformers()
-        model: nn.Module = getattr(library, name)(getattr(library, config)(vocab_size=50, **options))
+        model: nn.Module = getattr(library, name)(
+            getattr(library, config)(vocab_size=50, **options)
+        )
         return model
 
     def inputs(training: bool) -> Inputs:
@@ -227,11 +255,18 @@ def _transformer(name: str, config: str, labels: bool = False, **options: Any) -
 
 def _vit() -> nn.Module:
     library = transformers()
-    vit: nn.Module = library.ViTForImageClassification(library.ViTConfig(image_size=16, patch_size=8, **_SIZES))
+    vit: nn.Module = library.ViTForImageClassification(
+        library.ViTConfig(image_size=16, patch_size=8, **_SIZES)
+    )
     return vit
 
 
-_SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 _MIXED = {"num_key_value_heads": 2, **_SIZES}
 
 LANGUAGE = [
@@ -251,7 +286,11 @@ LANGUAGE = [
     _transformer("LlamaForCausalLM", "LlamaConfig", **_MIXED),
     # Its default, grouped_mm, has no float64 kernel.
     _transformer(
-        "MixtralForCausalLM", "MixtralConfig", num_local_experts=4, experts_implementation="batched_mm", **_MIXED
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        num_local_experts=4,
+        experts_implementation="batched_mm",
+        **_MIXED,
     ),
     Case("ViTForImageClassification", _vit, lambda training: ((torch.randn(2, 3, 16, 16),), {})),
 ]
@@ -265,7 +304,11 @@ SMALL = [
     Case("toy", ToyModel, lambda training: ((torch.randn(4, 10),), {})),
     Case("seqnet", SeqNet, lambda training: ((torch.randn(4, 1, 8, 8),), {})),
     Case("unet", lambda: unet(width=4), lambda training: ((torch.randn(2, 3, 32, 32),), {})),
-    Case("unet_bilinear", lambda: unet(width=4, bilinear=True), lambda training: ((torch.randn(2, 3, 32, 32),), {})),
+    Case(
+        "unet_bilinear",
+        lambda: unet(width=4, bilinear=True),
+        lambda training: ((torch.randn(2, 3, 32, 32),), {}),
+    ),
     Case(
         "gpt",
         lambda: gpt(layers=3, width=16, heads=2, context=8, vocabulary=20, dropout=0.1),
@@ -282,7 +325,9 @@ SMALL = [
         lambda training: ((torch.randn(2, 3, 8, 8), torch.tensor([3, 40])), {"return_dict": True}),
     ),
     Case("lstm_bidirectional", Tagger, _tokens),
-    Case("lstm_time_first", lambda: Tagger(bidirectional=False, batch_first=False, layers=1), _tokens),
+    Case(
+        "lstm_time_first", lambda: Tagger(bidirectional=False, batch_first=False, layers=1), _tokens
+    ),
     Case("lstm_stacked", StackedLSTMs, lambda training: ((torch.randn(3, 5, 4),), {})),
     Case("skips", Skips, lambda training: ((torch.randn(4, 5),), {})),
 ]

@@ -1,15 +1,17 @@
-"""Hashes of source code that change with its behaviour alone, and the modules that a folder of tests covers.
+"""Hashes of source code that change with its behaviour alone, and the modules that a folder of
+tests covers.
 
-A module's hash is computed from its syntax tree without comments, docstrings, positions and ``pass``, so that neither
-formatting nor the Python version that computes it matters. Nothing is imported or run, which takes about a second for
-the whole project where importing it would need torch.
+A module's hash is computed from its syntax tree without comments, docstrings, positions and
+``pass``, so that neither formatting nor the Python version that computes it matters. Nothing is
+imported or run, which takes about a second for the whole project where importing it would need
+torch.
 
 A test folder covers
 
-- its own test files that hold the marker ``gpu``, and the modules that these name in strings, as programs that they
-  start do;
-- the subpackage of the same path: ``tests/placer/devices`` covers all of ``placer/devices``. A folder that mirrors
-  nothing, as ``tests/end_to_end``, covers every package of the project;
+- its own test files that hold the marker ``gpu``, and the modules that these name in strings, as
+  programs that they start do;
+- the subpackage of the same path: ``tests/placer/devices`` covers all of ``placer/devices``. A
+  folder that mirrors nothing, as ``tests/end_to_end``, covers every package of the project;
 - whatever these modules import, directly or indirectly, inside the project (test helpers included).
 """
 
@@ -30,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
-"""Fields of syntax trees that say nothing about behaviour: loads and stores follow from the position in the tree."""
+"""Fields of syntax trees that say nothing about behaviour: loads and stores follow from the
+position in the tree."""
 
 _BODIES = frozenset({"body", "orelse", "finalbody"})
 
@@ -45,10 +48,10 @@ _SHARE = 16
 class Module:
     """What one source file says.
 
-    Attributes:
-        digest: changes when, and only when, the code without comments, docstrings and formatting does.
-        imports: dotted names that the file imports when it runs, in functions too: ``from a import b`` gives ``a.b``.
-        type_imports: the names that it imports under ``if TYPE_CHECKING``, each with what it stands for.
+    Attributes: digest: changes when, and only when, the code without comments, docstrings and
+        formatting does. imports: dotted names that the file imports when it runs, in functions too:
+        ``from a import b`` gives ``a.b``. type_imports: the names that it imports under ``if
+        TYPE_CHECKING``, each with what it stands for.
     """
 
     digest: str
@@ -68,7 +71,9 @@ def read_module(path: Path, package: str, with_strings: bool = False) -> Module:
     with _without_collector():
         reader.write(ast.parse(path.read_bytes()), written := [])
     digest = hashlib.sha256(" ".join(written).encode()).hexdigest()
-    return Module(digest, frozenset(reader.imports | reader.attributes_of_imports()), reader.type_imports)
+    return Module(
+        digest, frozenset(reader.imports | reader.attributes_of_imports()), reader.type_imports
+    )
 
 
 class _Reader:
@@ -83,8 +88,13 @@ class _Reader:
         self.type_imports: dict[str, str] = {}
 
     def attributes_of_imports(self) -> set[str]:
-        """Return ``a.b`` for ``import a`` and a use of ``a.b``: packages may resolve b when it is first used."""
-        return {f"{self._aliases[name]}.{part}" for name, part in self._attributes if name in self._aliases}
+        """Return ``a.b`` for ``import a`` and a use of ``a.b``: packages may resolve b when it is
+        first used."""
+        return {
+            f"{self._aliases[name]}.{part}"
+            for name, part in self._attributes
+            if name in self._aliases
+        }
 
     def write(self, node: Any, written: list[str]) -> None:
         """Append the words that describe a syntax tree."""
@@ -95,7 +105,8 @@ class _Reader:
         if kind is ast.Constant:
             if self._with_strings and isinstance(node.value, str):
                 self.imports.update(_DOTTED.findall(node.value))
-            written += ("Constant", ascii(node.value))  # repr depends on the Unicode tables of the Python version
+            # repr depends on the Unicode tables of the Python version
+            written += ("Constant", ascii(node.value))
             return
         if kind is ast.JoinedStr:
             self._write_joined(node, written)
@@ -107,7 +118,11 @@ class _Reader:
         elif kind is ast.Attribute and type(node.value) is ast.Name:
             self._attributes.add((node.value.id, node.attr))
         elif kind is ast.If and _is_type_checking(node.test):
-            found = (self._imported(item) for item in node.body if isinstance(item, ast.Import | ast.ImportFrom))
+            found = (
+                self._imported(item)
+                for item in node.body
+                if isinstance(item, ast.Import | ast.ImportFrom)
+            )
             self.type_imports.update(pair for pairs in found for pair in pairs)
             outer, self.imports = self.imports, set()
             self._write_fields(node, kind, written)
@@ -126,7 +141,11 @@ class _Reader:
             if isinstance(value, ast.AST):
                 self.write(value, written)
             elif isinstance(value, list):
-                items = [item for item in value if not _is_without_effect(item)] if field in _BODIES else value
+                items = (
+                    [item for item in value if not _is_without_effect(item)]
+                    if field in _BODIES
+                    else value
+                )
                 written.append(str(len(items)))
                 for item in items:
                     if isinstance(item, ast.AST):
@@ -196,7 +215,8 @@ class Sources:
         found: dict[str, list[Path]] = {}
         for path in sorted((self.root / "tests").rglob("test_*.py")):
             source = path.read_bytes()
-            # Most files do not hold the word at all; parsing decides whether it stands in a string or comment alone.
+            # Most files do not hold the word at all; parsing decides whether it stands in a string
+            # or comment alone.
             if f"mark.{mark}".encode() in source and _uses_marker(ast.parse(source), mark):
                 found.setdefault(self._name(path.parent), []).append(path)
         return found
@@ -222,17 +242,24 @@ class Sources:
             packages = list(self._packages.values())
         else:  # a package as a whole is no more than its tests import
             packages = [mirrored] if mirrored.parent != self.root else []
-        return [*self.gpu_tests.get(folder, []), *(path for one in packages for path in one.rglob("*.py"))]
+        return [
+            *self.gpu_tests.get(folder, []),
+            *(path for one in packages for path in one.rglob("*.py")),
+        ]
 
     def hash_of(self, folder: str) -> str:
         """Return one hash of all files that a test folder covers; where a file is counts too."""
-        lines = sorted(f"{self._name(path)} {self._module(path).digest}" for path in self.covered(folder))
+        lines = sorted(
+            f"{self._name(path)} {self._module(path).digest}" for path in self.covered(folder)
+        )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def _imports(self, path: Path) -> set[Path]:
         """The project's files that a file imports itself."""
         if path not in self._edges:
-            self._edges[path] = {file for name in self._module(path).imports for file in self._imported(name)}
+            self._edges[path] = {
+                file for name in self._module(path).imports for file in self._imported(name)
+            }
         return self._edges[path]
 
     def _imported(self, name: str) -> Iterator[Path]:
@@ -243,10 +270,12 @@ class Sources:
             if found is not None:
                 yield found
                 continue
-            # A name inside a module. Its package may say under TYPE_CHECKING alone which module it comes from, and
-            # import that module when the name is first used.
+            # A name inside a module. Its package may say under TYPE_CHECKING alone which module it
+            # comes from, and import that module when the name is first used.
             parent = self._path(".".join(parts[: end - 1]))
-            if parent is not None and (hidden := self._module(parent).type_imports.get(parts[end - 1])):
+            if parent is not None and (
+                hidden := self._module(parent).type_imports.get(parts[end - 1])
+            ):
                 yield from self._imported(hidden)
             return
 
@@ -255,11 +284,14 @@ class Sources:
         """One hash of the text of all source files: while it stays the same, every other hash does."""
         places = [*self._packages.values(), self.root / "benchmarks", self.root / "tests"]
         paths = sorted({path for place in places for path in place.rglob("*.py")})
-        lines = [f"{self._name(path)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths]
+        lines = [
+            f"{self._name(path)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in paths
+        ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def load(self) -> None:
-        """Parse all files that a folder with GPU tests covers, in as many processes as there are processors."""
+        """Parse all files that a folder with GPU tests covers, in as many processes as there are
+        processors."""
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if count == 1 or "fork" not in multiprocessing.get_all_start_methods():
             return  # each is parsed when it is needed
@@ -282,11 +314,13 @@ class Sources:
         return self._names[path]
 
     def _described(self, path: Path) -> tuple[str, bool]:
-        """The package of a file, and whether its strings may name modules: tests start programs that import some."""
+        """The package of a file, and whether its strings may name modules: tests start programs
+        that import some."""
         return self._package_of(path), path.name.startswith("test_")
 
     def _package_of(self, path: Path) -> str:
-        """The dotted name of the folder that holds a file; a package's own file counts as inside it."""
+        """The dotted name of the folder that holds a file; a package's own file counts as inside
+        it."""
         parts = self._name(path.parent).split("/")
         for name, folder in self._packages.items():
             if folder.name == parts[0]:
@@ -297,9 +331,17 @@ class Sources:
         """The file of a module, or None if it is not one of the project's."""
         if name not in self._found:
             top, *rest = name.split(".")
-            tops = [self._packages[top]] if top in self._packages else [folder / top for folder in self._folders]
+            tops = (
+                [self._packages[top]]
+                if top in self._packages
+                else [folder / top for folder in self._folders]
+            )
             places = [place.joinpath(*rest) for place in tops]
-            files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+            files = [
+                file
+                for place in places
+                for file in (place / "__init__.py", place.with_suffix(".py"))
+            ]
             self._found[name] = next((file for file in files if name and file.is_file()), None)
         return self._found[name]
 

@@ -1,4 +1,5 @@
-"""What the tests of profiles over several hosts run in two processes, each of which plays a host of its own."""
+"""What the tests of profiles over several hosts run in two processes, each of which plays a host of
+its own."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ HOSTS = ("node7", "node9")
 
 
 def play(rank: int, store: str, results: Any) -> None:
-    """Be one process of a group, and let every script run in it; what they return, by name, goes into the queue."""
+    """Be one process of a group, and let every script run in it; what they return, by name, goes
+    into the queue."""
     os.environ["PLACER_CACHE"] = "off"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(HOSTS))
@@ -44,7 +46,9 @@ def unlike(rank: int) -> str:
     from placer.profiler import profile
     from placer.profiler.links import cluster
 
-    profile.type_name = cluster.hardware.type_name = conditions.devices.type_name = lambda device: kind  # type: ignore[assignment]
+    profile.type_name = cluster.hardware.type_name = conditions.devices.type_name = lambda device: (
+        kind
+    )  # type: ignore[assignment]
     return placer.gather_profile(lambda: _measured(2)).to_json()
 
 
@@ -88,4 +92,5 @@ SCRIPTS: list[tuple[Callable[[int], Any], tuple[str, str]]] = [
     (unlike, HOSTS),
     (spoilt, HOSTS),
 ]
-"""In each process one after another; what the later ones change for good, the earlier do not see."""
+"""In each process one after another; what the later ones change for good, the earlier do not see.
+"""

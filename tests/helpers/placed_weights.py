@@ -36,7 +36,8 @@ def placed(kind: Kind, **options: Any) -> Iterator[tuple[DataFlow, nn.Sequential
 
 
 def assert_moves_and_comes_back(kind: Kind) -> None:
-    """All that layers store follows them from device to device, and is at last what and where it was."""
+    """All that layers store follows them from device to device, and is at last what and where it
+    was."""
     model, x, expected = model_of(kind), batch_of(kind), unsplit(kind)
     parameters = [*model.parameters()]
     layers: list[Any] = [model[0], model[2]]
@@ -97,11 +98,14 @@ class Adapted(nn.Module):
 def adapted(kind: Kind) -> nn.Sequential:
     """The model in training mode, each layer with an adapter."""
     layers = model_of(kind)
-    return nn.Sequential(Adapted(layers[0], kind.width), nn.Tanh(), Adapted(layers[2], kind.width)).train()
+    return nn.Sequential(
+        Adapted(layers[0], kind.width), nn.Tanh(), Adapted(layers[2], kind.width)
+    ).train()
 
 
 def assert_adapters_train_as_unsplit(kind: Kind, schedule: Any, chunks: int = 2) -> str:
-    """Steps give the losses and gradients of the unsplit model; says why the model was not captured."""
+    """Steps give the losses and gradients of the unsplit model; says why the model was not
+    captured."""
     x = batch_of(kind)
     model, reference = adapted(kind), adapted(kind)
     with logical_devices(2):

@@ -1,4 +1,5 @@
-"""Models that read a plain tensor in several layers: one that is neither a parameter nor a buffer nor an input."""
+"""Models that read a plain tensor in several layers: one that is neither a parameter nor a buffer
+nor an input."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks that read one plain tensor, which lies where ``where`` says, and code that uses it as ``use``."""
+    """Three blocks that read one plain tensor, which lies where ``where`` says, and code that uses
+    it as ``use``."""
 
     on_class = torch.rand(6, dtype=DTYPE)
     in_dict_of_class: ClassVar = {"table": torch.rand(6, dtype=DTYPE)}
@@ -69,7 +71,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Three blocks, and what is done with the table around them."""
         if "hooks" in self.use:
-            x = x + float(x.detach().sum() * 0)  # torch.export refuses a number that depends on values
+            # torch.export refuses a number that depends on values
+            x = x + float(x.detach().sum() * 0)
         if "before" in self.use:
             self.table().mul_(0.5)
         x = self.a(x, self.table())
@@ -96,13 +99,23 @@ WHERE = [
     "dict in a variable",
     "named tuple in a variable",
 ]
-INPUTS = [torch.randn(4, 6, dtype=DTYPE, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+INPUTS = [
+    torch.randn(4, 6, dtype=DTYPE, generator=torch.Generator().manual_seed(seed))
+    for seed in range(4)
+]
 
 
 def fresh(where: str, use: str, training: bool = False) -> Net:
     """The model, with the same values each time."""
     torch.manual_seed(0)
-    for shared in (TABLE, ITEMS[0], BY_NAME["table"], PAIR.table, Net.on_class, Net.in_dict_of_class["table"]):
+    for shared in (
+        TABLE,
+        ITEMS[0],
+        BY_NAME["table"],
+        PAIR.table,
+        Net.on_class,
+        Net.in_dict_of_class["table"],
+    ):
         shared.copy_(torch.rand(6, dtype=DTYPE))
     return Net(where, use).train(training)
 

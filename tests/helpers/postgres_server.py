@@ -15,13 +15,20 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-SETTINGS = {"fsync": "off", "synchronous_commit": "on", "shared_buffers": "16MB", "max_connections": "60"}
+SETTINGS = {
+    "fsync": "off",
+    "synchronous_commit": "on",
+    "shared_buffers": "16MB",
+    "max_connections": "60",
+}
 """fsync matters to a machine that fails, not to a process that is killed."""
 
 
 def find_binaries() -> Path | None:
     """The folder of ``initdb`` and ``postgres``, the newest version's."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[4]))
+    found = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[4])
+    )
     if found:
         return found[-1].parent
     on_path = shutil.which("initdb")
@@ -29,7 +36,8 @@ def find_binaries() -> Path | None:
 
 
 class PostgresServer:
-    """A running server in a folder of its own; as root, it runs as another user, for it refuses root."""
+    """A running server in a folder of its own; as root, it runs as another user, for it refuses
+    root."""
 
     def __init__(self, binaries: Path) -> None:
         self._binaries = binaries
@@ -39,7 +47,18 @@ class PostgresServer:
             shutil.chown(self._folder, self._user)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self._run("initdb", "-D", str(self._data), "-U", "placer", "-A", "trust", "-E", "UTF8", "--no-sync")
+        self._run(
+            "initdb",
+            "-D",
+            str(self._data),
+            "-U",
+            "placer",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-sync",
+        )
         self.start()
 
     @property
@@ -48,15 +67,25 @@ class PostgresServer:
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        given = {**SETTINGS, "port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
-        options = " ".join(f"-c {name}={value}" if value != "" else f"-c {name}=''" for name, value in given.items())
+        given = {
+            **SETTINGS,
+            "port": self.port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+        }
+        options = " ".join(
+            f"-c {name}={value}" if value != "" else f"-c {name}=''"
+            for name, value in given.items()
+        )
         log = str(self._folder / "log")
         self._run("pg_ctl", "-D", str(self._data), "-l", log, "-o", options, "-w", "start")
 
     def kill(self) -> None:
         """End it as ``kill -9`` does, with all of its processes."""
         leader = self.pid
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(leader)], capture_output=True, text=True).stdout
+        children = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(leader)], capture_output=True, text=True
+        ).stdout
         for pid in (leader, *map(int, children.split())):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -80,7 +109,9 @@ class PostgresServer:
     def new_database(self) -> str:
         """The URL of a new, empty database."""
         name = f"test_{uuid.uuid4().hex}"
-        engine = sa.create_engine(self._url("postgres", "postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+        engine = sa.create_engine(
+            self._url("postgres", "postgresql+psycopg"), isolation_level="AUTOCOMMIT"
+        )
         with engine.connect() as connection:
             connection.exec_driver_sql(f"CREATE DATABASE {name}")
         engine.dispose()
@@ -94,7 +125,12 @@ class PostgresServer:
         # pg_ctl's server inherits what it writes to; a pipe would never end.
         with tempfile.TemporaryFile() as said:
             ended = subprocess.run(
-                command, user=self._user, cwd="/", stdout=said, stderr=said, stdin=subprocess.DEVNULL
+                command,
+                user=self._user,
+                cwd="/",
+                stdout=said,
+                stderr=said,
+                stdin=subprocess.DEVNULL,
             )
             said.seek(0)
             if check and ended.returncode:

@@ -24,7 +24,8 @@ def parsed(path: Path) -> Any:
 
 
 def workflow(path: Path) -> dict[str, Any]:
-    """Return a workflow with its triggers under ``"on"``, which YAML 1.1 reads as the truth value ``True``."""
+    """Return a workflow with its triggers under ``"on"``, which YAML 1.1 reads as the truth value
+    ``True``."""
     content: dict[Any, Any] = parsed(path)
     content["on"] = content.pop(True)
     return content

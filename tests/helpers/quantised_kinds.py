@@ -35,7 +35,9 @@ def _torchao(config: Callable[[], Any], names: tuple[str, ...]) -> Kind:
 
 def _four_bits(packed: bool, **options: Any) -> Kind:
     def make() -> nn.Module:
-        layer = bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, **options).to("cpu")
+        layer = bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, **options).to(
+            "cpu"
+        )
         layer.weight.requires_grad_(False)
         # On a CPU with AVX-512 the first call in evaluation mode packs the weight in another way.
         layer.support_avx512bf16_for_cpu = layer.support_avx512bf16_for_cpu and packed
@@ -47,7 +49,9 @@ def _four_bits(packed: bool, **options: Any) -> Kind:
         states = [layer.weight.quant_state]
         if getattr(states[0], "state2", None) is not None:
             states.append(states[0].state2)
-        found = [getattr(state, name, None) for state in states for name in ("absmax", "code", "offset")]
+        found = [
+            getattr(state, name, None) for state in states for name in ("absmax", "code", "offset")
+        ]
         return [layer.weight.data, layer.bias, *(tensor for tensor in found if tensor is not None)]
 
     return Kind(make, stored, captured=False, trained=True, width=WIDTH)
@@ -70,12 +74,15 @@ def _eight_bits(has_run: bool) -> Kind:
 
 QUANTISED: dict[str, Kind] = {
     "torchao int8 weights": _torchao(Int8WeightOnlyConfig, ("qdata", "scale", "zero_point")),
-    "torchao int8 activations": _torchao(Int8DynamicActivationInt8WeightConfig, ("qdata", "scale", "zero_point")),
+    "torchao int8 activations": _torchao(
+        Int8DynamicActivationInt8WeightConfig, ("qdata", "scale", "zero_point")
+    ),
     "torchao int4 weights": _torchao(
         lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4), ("qdata", "scale", "zero_point")
     ),
     "torchao int4 weights, int8 activations": _torchao(
-        lambda: Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4), ("qdata", "scale", "zero_point")
+        lambda: Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4),
+        ("qdata", "scale", "zero_point"),
     ),
     "torchao float8 weights": _torchao(Float8WeightOnlyConfig, ("qdata", "scale")),
     "bitsandbytes nf4": _four_bits(False, quant_type="nf4", compress_statistics=False),

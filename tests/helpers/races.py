@@ -1,11 +1,13 @@
-"""Finds accesses to one tensor that nothing keeps in order, as on devices whose queues of work run at their own pace.
+"""Finds accesses to one tensor that nothing keeps in order, as on devices whose queues of work run
+at their own pace.
 
     with watched(monkeypatch) as races:      # lanes become queues with vector clocks, copies and passes are noted
         ... a stream on stand-ins ...
     assert races.found == []
 
-Two accesses of which one writes must have an order: the later one's queue waited, directly or by way of others, for a
-mark behind the earlier one. What the host issues first is not first on the devices.
+Two accesses of which one writes must have an order: the later one's queue waited, directly or by
+way of others, for a mark behind the earlier one. What the host issues first is not first on the
+devices.
 
 Source: happens-before by vector clocks, Fidge 1988, Mattern 1989.
 """
@@ -87,11 +89,14 @@ class Races:
                 _join(self._host, clock)
 
     def name(self, tensor: Tensor, key: Hashable) -> None:
-        """On a GPU a recording writes to the same memory each time: give the tensor the name of that."""
+        """On a GPU a recording writes to the same memory each time: give the tensor the name of
+        that."""
         self._kept.append(tensor)
         self._names[tensor.untyped_storage()._cdata] = key
 
-    def own(self, slot: Any, made: Mapping[str, Any], given: Iterable[Any], kind: str = "") -> list[Tensor]:
+    def own(
+        self, slot: Any, made: Mapping[str, Any], given: Iterable[Any], kind: str = ""
+    ) -> list[Tensor]:
         """Those of what a pass made that are no views of what it was given, named after their slot."""
         taken = {tensor.untyped_storage()._cdata for tensor in given if isinstance(tensor, Tensor)}
         found = []
@@ -101,7 +106,9 @@ class Races:
                 found.append(tensor)
         return found
 
-    def run(self, queues: Iterable[Hashable], reads: Iterable[Any], writes: Iterable[Any], what: str) -> None:
+    def run(
+        self, queues: Iterable[Hashable], reads: Iterable[Any], writes: Iterable[Any], what: str
+    ) -> None:
         """Work in one queue, or in two that meet for it."""
         queues = list(dict.fromkeys(queues))
         clock: Clock = dict(self._host)
@@ -110,7 +117,8 @@ class Races:
         number = next(self._numbers)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                if isinstance(tensor, Tensor | tuple):  # a tuple is the name of memory that no tensor stands for
+                # a tuple is the name of memory that no tensor stands for
+                if isinstance(tensor, Tensor | tuple):
                     key = self._key(tensor) if isinstance(tensor, Tensor) else tensor
                     self._access(key, _Access(queues[0], number, is_write, what), clock)
         clock[queues[0]] = number
@@ -124,7 +132,9 @@ class Races:
 
     def _access(self, key: Hashable, access: _Access, clock: Clock) -> None:
         for before in self._accesses.setdefault(key, []):
-            if (before.writes or access.writes) and clock.get(before.queue, 0) < before.number != access.number:
+            if (before.writes or access.writes) and clock.get(
+                before.queue, 0
+            ) < before.number != access.number:
                 self.found.append(f"{before.what} and {access.what}, of {key}")
         self._accesses[key].append(access)
 
@@ -170,7 +180,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
         patch.setattr(_Lane, "races", races, raising=False)
         for module in (lanes, feed, inference, stream, training):
             patch.setattr(module, "Lane", _Lane)
-        patch.setattr(devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device)))
+        patch.setattr(
+            devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device))
+        )
         patch.setattr(devices, "synchronise", races.synchronise)
         _note_memory(races, patch)
         _note_streams(races, patch)
@@ -179,17 +191,22 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
 
 
 def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
-    """Copies, and what is taken from the allocator: the memory may be what the caller used a moment ago."""
+    """Copies, and what is taken from the allocator: the memory may be what the caller used a moment
+    ago."""
     write, add, empty_like = tensor_moves.write, tensor_moves.add, torch.empty_like
 
-    def noted_write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
+    def noted_write(
+        source: Tensor, target: Tensor, here: torch.device, there: torch.device
+    ) -> None:
         what = f"a copy from {here} to {there}"
         races.run([lane.queue for lane in races.active], [source], [target], what)
         write(source, target, here, there)
 
     def noted_add(summand: Tensor, total: Tensor) -> None:
         place = tensor_moves.location(total)
-        races.run([lane.queue for lane in races.active], [summand, total], [total], f"a sum on {place}")
+        races.run(
+            [lane.queue for lane in races.active], [summand, total], [total], f"a sum on {place}"
+        )
         add(summand, total)
 
     def noted_empty_like(tensor: Tensor, **options: Any) -> Tensor:
@@ -220,18 +237,27 @@ def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
     """Passes with what they keep for one another, and the gradients that they add to."""
     run, begin, finish = pass_issue.Passes._run, Weights.begin, Weights.finish
 
-    def noted_run(self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any) -> None:
+    def noted_run(
+        self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any
+    ) -> None:
         stage = self._stages[index]
         slot = stage.slot(chunk)
 
         def noted_work() -> None:
             work()
             reads, writes = _of_pass(races, stage, slot, phase)
-            races.run([lane.queue for lane in races.active], reads, writes, f"{phase} {chunk} of segment {index}")
+            races.run(
+                [lane.queue for lane in races.active],
+                reads,
+                writes,
+                f"{phase} {chunk} of segment {index}",
+            )
 
         run(self, index, phase, chunk, noted_work, after)
 
-    def noted_begin(self: Weights, lanes: Mapping[torch.device, _Lane], begun: Any, keep: bool = False) -> None:
+    def noted_begin(
+        self: Weights, lanes: Mapping[torch.device, _Lane], begun: Any, keep: bool = False
+    ) -> None:
         begin(self, lanes, begun, keep)  # type: ignore[arg-type]
         for place, held in self._held.items():
             copies = [alias for _, alias in held.replicas]
@@ -268,5 +294,9 @@ def _of_pass(races: Races, stage: Any, slot: Any, phase: str) -> tuple[list[Any]
         return [*slot.inputs.values(), *slot.targets, *state], [*made, *changed, *total, kept]
     if phase == "backward":
         made = races.own(slot, slot.input_gradients, slot.gradients.values(), "gradient of ")
-        return [kept, *slot.gradients.values(), *slot.inputs.values(), *state], [*made, *gradients, deferred]
+        return [kept, *slot.gradients.values(), *slot.inputs.values(), *state], [
+            *made,
+            *gradients,
+            deferred,
+        ]
     return [kept, deferred, *slot.gradients.values(), *slot.inputs.values()], gradients

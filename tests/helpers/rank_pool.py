@@ -1,4 +1,5 @@
-"""Processes with ranks, started once, that run functions together: starting them anew for every test takes seconds."""
+"""Processes with ranks, started once, that run functions together: starting them anew for every
+test takes seconds."""
 
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-        """Call ``function(*args)`` in every process at once, and return what each returned; raise what one raised."""
+        """Call ``function(*args)`` in every process at once, and return what each returned; raise
+        what one raised."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        answers = [pipe.recv() if pipe.poll(timeout_s) else (True, "no answer") for pipe in self._pipes]
-        failures = [f"process {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
+        answers = [
+            pipe.recv() if pipe.poll(timeout_s) else (True, "no answer") for pipe in self._pipes
+        ]
+        failures = [
+            f"process {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed
+        ]
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
@@ -61,7 +67,9 @@ class RankPool:
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             meeting_point = str(self._folder / f"meeting_point_{self._starts}")
-            process = context.Process(target=_serve, args=(theirs, rank, self._size, meeting_point, self._backend))
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self._size, meeting_point, self._backend)
+            )
             process.daemon = True
             process.start()
             theirs.close()
@@ -80,7 +88,9 @@ def _serve(pipe: Connection, rank: int, size: int, meeting_point: str, backend: 
         torch.cuda.set_device(rank)
     # A test that fails in one process leaves the others waiting for it so long.
     limit = timedelta(seconds=20)
-    dist.init_process_group(backend, init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=size, timeout=limit
+    )
     while True:
         try:
             function, args = pipe.recv()

@@ -1,4 +1,5 @@
-"""What the tests of placer.distributed run in every process of a pool; functions here travel by name."""
+"""What the tests of placer.distributed run in every process of a pool; functions here travel by
+name."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Make = Callable[[], tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]]
 
 
 def micro_batches(inputs: Any, chunks: int) -> list[Any]:
-    """The batch in equal parts along the first dimension of every tensor that has as many samples as the first."""
+    """The batch in equal parts along the first dimension of every tensor that has as many samples
+    as the first."""
     leaves, structure = flatten(inputs)
     size = leaves[0].shape[0]
     parts = [leaf.chunk(chunks) if leaf.shape[0] == size else [leaf] * chunks for leaf in leaves]
@@ -38,9 +40,12 @@ def micro_batches(inputs: Any, chunks: int) -> list[Any]:
 def unsplit_pass(
     model: nn.Module, inputs: Any, target: Any, loss_fn: Callable[[Any, Any], Tensor], chunks: int
 ) -> float:
-    """The loss of a batch through the unsplit model, micro-batch by micro-batch; gradients are added up."""
+    """The loss of a batch through the unsplit model, micro-batch by micro-batch; gradients are
+    added up."""
     total = 0.0
-    for part, goal in zip(micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True):
+    for part, goal in zip(
+        micro_batches(inputs, chunks), micro_batches(target, chunks), strict=True
+    ):
         loss = loss_fn(call(model, part), goal) / chunks
         loss.backward()
         total += loss.item()
@@ -53,7 +58,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def unsplit_step(make: Make, chunks: int, batches: int = 1) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
+def unsplit_step(
+    make: Make, chunks: int, batches: int = 1
+) -> tuple[list[float], dict[str, Any], dict[str, Tensor]]:
     """Losses, gradients and buffers of the unsplit model over the same micro-batches."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
@@ -74,7 +81,8 @@ def split_step(
     recompute: tuple[str, ...] = (),
     verify: bool = True,
 ) -> dict[str, Any] | None:
-    """This process's part of the same: its losses, gradients and buffers; None where it is none of ``ranks``."""
+    """This process's part of the same: its losses, gradients and buffers; None where it is none of
+    ``ranks``."""
     group = None if ranks is None else dist.new_group(ranks)
     if ranks is not None and dist.get_rank() not in ranks:
         return None
@@ -84,7 +92,9 @@ def split_step(
     pipeline, inputs, target, _ = built(make, places, chunks, group, **options)
     losses = []
     for _ in range(batches):
-        loss = pipeline.step(inputs if pipeline.is_first else None, target if pipeline.is_last else None)
+        loss = pipeline.step(
+            inputs if pipeline.is_first else None, target if pipeline.is_last else None
+        )
         if loss is not None:
             losses.append(loss.item())
     return {
@@ -123,18 +133,25 @@ def joined(parts: list[dict[str, Any] | None], what: str) -> dict[str, Any]:
     return result
 
 
-def built(make: Make, places: Mapping[str, str], chunks: int, group: Any = None, **options: Any) -> tuple[Any, ...]:
+def built(
+    make: Make, places: Mapping[str, str], chunks: int, group: Any = None, **options: Any
+) -> tuple[Any, ...]:
     """A pipeline, the batch, its target and the loss."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, chunks)[0]
     with captured_once((make, chunks)):
-        pipeline = distributed.build(model, places, example, loss_fn, chunks=chunks, group=group, **options)
+        pipeline = distributed.build(
+            model, places, example, loss_fn, chunks=chunks, group=group, **options
+        )
     return pipeline, inputs, target, loss_fn
 
 
-def train(make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str = "") -> dict[str, Any]:
-    """Some steps of SGD with momentum, and a checkpoint after them; losses, and the whole state in process 0."""
+def train(
+    make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str = ""
+) -> dict[str, Any]:
+    """Some steps of SGD with momentum, and a checkpoint after them; losses, and the whole state in
+    process 0."""
     pipeline, inputs, target, _ = built(make, places, chunks, schedule="zero-bubble")
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -148,8 +165,11 @@ def train(make: Make, places: Mapping[str, str], chunks: int, steps: int, path: 
     return {"losses": losses, "state": pipeline.full_state_dict()}
 
 
-def train_on(make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str) -> list[float] | None:
-    """The same, on as many processes as devices, from a checkpoint, into a model with other weights."""
+def train_on(
+    make: Make, places: Mapping[str, str], chunks: int, steps: int, path: str
+) -> list[float] | None:
+    """The same, on as many processes as devices, from a checkpoint, into a model with other
+    weights."""
     ranks = list(range(len(set(places.values()))))
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
@@ -185,7 +205,9 @@ def placed_step(make: Make, placement: Any) -> dict[str, Any]:
     """A step as a solved placement says: its schedule, its micro-batches."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    pipeline = distributed.build(model, placement, micro_batches(inputs, placement.chunks)[0], loss_fn)
+    pipeline = distributed.build(
+        model, placement, micro_batches(inputs, placement.chunks)[0], loss_fn
+    )
     loss = pipeline.step(inputs, target)
     return {
         "losses": [] if loss is None else [loss.item()],
@@ -199,16 +221,22 @@ def results(make: Make, places: Mapping[str, str], chunks: int, times: int = 1) 
     """What the model returns in eval mode, forwards alone."""
     torch.manual_seed(0)
     model, inputs, _, _ = make()
-    pipeline = distributed.build(model.eval(), places, micro_batches(inputs, chunks)[0], chunks=chunks)
+    pipeline = distributed.build(
+        model.eval(), places, micro_batches(inputs, chunks)[0], chunks=chunks
+    )
     found = [pipeline(inputs if pipeline.is_first else None) for _ in range(times)]
     return [None if outputs is None else outputs.cpu() for outputs in found]
 
 
-def from_meta(make: Make, places: Mapping[str, str], chunks: int, state: dict[str, Tensor]) -> tuple[str, float | None]:
+def from_meta(
+    make: Make, places: Mapping[str, str], chunks: int, state: dict[str, Tensor]
+) -> tuple[str, float | None]:
     """The error of a model on meta before it is loaded, and its loss afterwards."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
-    pipeline = distributed.build(model.to("meta"), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks)
+    pipeline = distributed.build(
+        model.to("meta"), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks
+    )
     try:
         pipeline.step(inputs, target)
     except InputError as error:
@@ -218,7 +246,9 @@ def from_meta(make: Make, places: Mapping[str, str], chunks: int, state: dict[st
     return message, None if loss is None else loss.item()
 
 
-def clipped(make: Make, places: Mapping[str, str], chunks: int, max_norm: float) -> tuple[float, dict[str, Tensor]]:
+def clipped(
+    make: Make, places: Mapping[str, str], chunks: int, max_norm: float
+) -> tuple[float, dict[str, Tensor]]:
     """The norm, and the gradients after they were clipped."""
     pipeline, inputs, target, _ = built(make, places, chunks)
     pipeline.step(inputs, target)
@@ -227,14 +257,18 @@ def clipped(make: Make, places: Mapping[str, str], chunks: int, max_norm: float)
 
 
 def left_over(make: Make, places: Mapping[str, str]) -> dict[str, list[str]]:
-    """Which parameters live on once the user lets go of the model, and which of them belong to this process."""
+    """Which parameters live on once the user lets go of the model, and which of them belong to this
+    process."""
     model, inputs, _, loss_fn = make()
     alive = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     pipeline = distributed.build(model, places, inputs, loss_fn)
     del model
     gc.collect()
     own = [name for name, parameter in pipeline.named_parameters() if alive[name]() is parameter]
-    return {"alive": [name for name, parameter in alive.items() if parameter() is not None], "own": own}
+    return {
+        "alive": [name for name, parameter in alive.items() if parameter() is not None],
+        "own": own,
+    }
 
 
 @contextmanager
@@ -242,7 +276,10 @@ def on_node(nodes: list[int], hosts: list[str]) -> Iterator[None]:
     """Tell this process that it is on that node, of that name."""
     rank = dist.get_rank()
     name, devices.host_name = devices.host_name, lambda: hosts[rank]
-    os.environ |= {"GROUP_RANK": str(nodes[rank]), "LOCAL_RANK": str(nodes[:rank].count(nodes[rank]))}
+    os.environ |= {
+        "GROUP_RANK": str(nodes[rank]),
+        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+    }
     try:
         yield
     finally:
@@ -251,15 +288,22 @@ def on_node(nodes: list[int], hosts: list[str]) -> Iterator[None]:
         del os.environ["GROUP_RANK"]
 
 
-def on_hosts(make: Make, places: Mapping[str, str], nodes: list[int], hosts: list[str]) -> tuple[str, float | None]:
-    """A step, where each process is told to be on that node of that name; its parameters, and the loss."""
+def on_hosts(
+    make: Make, places: Mapping[str, str], nodes: list[int], hosts: list[str]
+) -> tuple[str, float | None]:
+    """A step, where each process is told to be on that node of that name; its parameters, and the
+    loss."""
     with on_node(nodes, hosts):
         pipeline, inputs, target, _ = built(make, places, 4)
         loss = pipeline.step(inputs, target)
-    return ",".join(name for name, _ in pipeline.named_parameters()), None if loss is None else loss.item()
+    return ",".join(
+        name for name, _ in pipeline.named_parameters()
+    ), None if loss is None else loss.item()
 
 
-def from_profile_to_step(make: Make, nodes: list[int], hosts: list[str], pinned: dict[str, str]) -> dict[str, Any]:
+def from_profile_to_step(
+    make: Make, nodes: list[int], hosts: list[str], pinned: dict[str, str]
+) -> dict[str, Any]:
     """Profiles of every host gathered, one placement solved for all of them, and a step on it."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
@@ -267,10 +311,18 @@ def from_profile_to_step(make: Make, nodes: list[int], hosts: list[str], pinned:
     with on_node(nodes, hosts):
         profile = gather_profile(
             lambda: placer.profile(
-                model, example, ["cpu:0", "cpu:1"], granularity="submodule", training=True, cache=False, progress=False
+                model,
+                example,
+                ["cpu:0", "cpu:1"],
+                granularity="submodule",
+                training=True,
+                cache=False,
+                progress=False,
             )
         )
-        request = PlacementRequest(profile=profile, chunks=4, constraints=placer.Constraints(pinned=pinned))
+        request = PlacementRequest(
+            profile=profile, chunks=4, constraints=placer.Constraints(pinned=pinned)
+        )
         solved = [placer.solve(request) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(solved)
         pipeline = distributed.build(model, solved[0], example, loss_fn)
@@ -286,7 +338,9 @@ def from_profile_to_step(make: Make, nodes: list[int], hosts: list[str], pinned:
 def refusal(make: Make, places: Any, options: dict[str, Any]) -> str:
     """The error of a build that every process refuses."""
     if options.get("group") == "mesh":
-        options = {"group": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))}
+        options = {
+            "group": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+        }
     try:
         built(make, places, 2, **options)
     except Exception as error:
@@ -299,18 +353,23 @@ def different_models() -> str:
     width = 6 + dist.get_rank() // 3
     model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 6), nn.ReLU(), nn.Linear(6, 6))
     try:
-        distributed.build(model, {str(index): f"cpu:{index}" for index in range(4)}, torch.randn(2, 6))
+        distributed.build(
+            model, {str(index): f"cpu:{index}" for index in range(4)}, torch.randn(2, 6)
+        )
     except InputError as error:
         return str(error)
     return "nothing was refused"
 
 
 def epoch(make: Make, places: Mapping[str, str], sizes: list[int]) -> dict[str, Any]:
-    """Batches of those sizes in two micro-batches, each size on a pipeline of its own, of one model; its state."""
+    """Batches of those sizes in two micro-batches, each size on a pipeline of its own, of one
+    model; its state."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     pipelines = {
-        size: distributed.build(model, places, UserDict(tokens=inputs[: size // 2]), loss_fn, chunks=2)
+        size: distributed.build(
+            model, places, UserDict(tokens=inputs[: size // 2]), loss_fn, chunks=2
+        )
         for size in dict.fromkeys(sizes)
     }
     optimizer = torch.optim.SGD(next(iter(pipelines.values())).parameters(), lr=0.1, momentum=0.9)
@@ -318,23 +377,31 @@ def epoch(make: Make, places: Mapping[str, str], sizes: list[int]) -> dict[str, 
         optimizer.zero_grad()
         pipelines[size].step(UserDict(tokens=inputs[:size]), target[:size])
         optimizer.step()
-    return {"state": {name: item.detach().cpu() for name, item in pipelines[sizes[0]].named_parameters()}}
+    return {
+        "state": {
+            name: item.detach().cpu() for name, item in pipelines[sizes[0]].named_parameters()
+        }
+    }
 
 
 def keywords_in_another_order(make: Make, places: Mapping[str, str]) -> bool | None:
-    """Whether results are the same where the keyword arguments come in another order than the example's."""
+    """Whether results are the same where the keyword arguments come in another order than the
+    example's."""
     group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
     torch.manual_seed(0)
     model, (x, weights), *_ = make()
     pipeline = distributed.build(model.eval(), places, {"x": x, "weights": weights}, group=group)
-    found = [pipeline(batch) for batch in ({"x": x, "weights": weights}, {"weights": weights, "x": x})]
+    found = [
+        pipeline(batch) for batch in ({"x": x, "weights": weights}, {"weights": weights, "x": x})
+    ]
     return not pipeline.is_last or torch.equal(*found)
 
 
 def evaluated(make: Make, places: Mapping[str, str], steps: int) -> list[Any]:
-    """What the model returns in eval mode before, and after each of some steps, by a second pipeline of the model."""
+    """What the model returns in eval mode before, and after each of some steps, by a second
+    pipeline of the model."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = inputs[: len(inputs) // 2]
@@ -370,7 +437,8 @@ def different_chunks(make: Make, places: Mapping[str, str]) -> str:
 
 
 def step_refusals(make: Make, places: Mapping[str, str]) -> dict[str, str]:
-    """The errors of batches that do not fit, in the processes that are given them; no other process waits for them."""
+    """The errors of batches that do not fit, in the processes that are given them; no other process
+    waits for them."""
     pipeline, inputs, target, _ = built(make, places, 2)
     wrong = {
         "nothing": (None, None),
@@ -393,7 +461,9 @@ def autocast_step(make: Make, places: Mapping[str, str], chunks: int) -> dict[st
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     inputs = inputs.float()
-    pipeline = distributed.build(model.float(), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks)
+    pipeline = distributed.build(
+        model.float(), places, micro_batches(inputs, chunks)[0], loss_fn, chunks=chunks
+    )
     with torch.autocast("cpu", torch.bfloat16):
         pipeline.step(inputs, target)
     return {"gradients": gradients(pipeline)}

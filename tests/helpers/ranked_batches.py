@@ -1,4 +1,5 @@
-"""Batches with other layouts and losses for placer.distributed; functions here travel to processes by name."""
+"""Batches with other layouts and losses for placer.distributed; functions here travel to processes
+by name."""
 
 from __future__ import annotations
 
@@ -92,11 +93,14 @@ def sequence_first_and_batch_targets() -> Case:
 
 
 def sequence_first_undeclared() -> Case:
-    """As many steps as samples, so that cutting along the wrong dimension fails by the values alone."""
+    """As many steps as samples, so that cutting along the wrong dimension fails by the values
+    alone."""
     case = _sequence_first(0, "auto")
     x = torch.randn(SAMPLES, SAMPLES, WIDTH, dtype=torch.float64)
     return case._replace(
-        inputs=x, part=x[: SAMPLES // CHUNKS].clone(), target=torch.randint(CLASSES, (SAMPLES, SAMPLES))
+        inputs=x,
+        part=x[: SAMPLES // CHUNKS].clone(),
+        target=torch.randint(CLASSES, (SAMPLES, SAMPLES)),
     )
 
 
@@ -173,14 +177,17 @@ def _made(make: Callable[[], Case]) -> tuple[Case, dict[str, Any]] | None:
 
 
 def step(make: Callable[[], Case], schedule: str) -> dict[str, Any] | None:
-    """Losses and gradients of two steps of two processes; what was raised by ``build`` or ``step`` instead of them."""
+    """Losses and gradients of two steps of two processes; what was raised by ``build`` or ``step``
+    instead of them."""
     made = _made(make)
     if made is None:
         return None
     case, given = made
     losses: list[float] = []
     try:
-        pipeline = distributed.build(case.model, _places(case), case.part, case.loss_fn, schedule=schedule, **given)
+        pipeline = distributed.build(
+            case.model, _places(case), case.part, case.loss_fn, schedule=schedule, **given
+        )
         for _ in range(2):
             loss = pipeline.step(case.inputs, case.target)
             losses += [] if loss is None else [loss.item()]

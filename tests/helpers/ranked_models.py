@@ -1,7 +1,7 @@
 """Models in float64 with a batch, its target and a loss, for the tests of placer.distributed.
 
-The same in every process. Functions without arguments, so that they travel to other processes by name.
-"""
+The same in every process. Functions without arguments, so that they travel to other processes by
+name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ Case = tuple[nn.Module, Any, Any, Callable[[Any, Any], Tensor]]
 
 def chain() -> Case:
     """Layers that write in place to what they receive."""
-    model = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(8)))
-    return model.double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+    model = nn.Sequential(
+        *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(8))
+    )
+    return (
+        model.double(),
+        torch.randn(8, 6).double(),
+        torch.randn(8, 6).double(),
+        functional.mse_loss,
+    )
 
 
 def replicated_chain() -> Case:
@@ -37,13 +44,25 @@ def padded() -> Case:
     classes = model(inputs).shape[1]
     labels = torch.arange(len(inputs)) % classes
     labels[:2] = labels[5] = -100
-    return model, inputs, labels, nn.CrossEntropyLoss(weight=torch.linspace(0.5, 3.0, classes, dtype=torch.float64))
+    return (
+        model,
+        inputs,
+        labels,
+        nn.CrossEntropyLoss(weight=torch.linspace(0.5, 3.0, classes, dtype=torch.float64)),
+    )
 
 
 def strided() -> Case:
     """Neither the batch nor the result is contiguous."""
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(7)), nn.Unflatten(1, (2, 3)), _Transpose())
-    return model.double(), torch.randn(8, 12).double()[:, ::2], torch.randn(8, 3, 2).double(), functional.mse_loss
+    model = nn.Sequential(
+        *(nn.Linear(6, 6) for _ in range(7)), nn.Unflatten(1, (2, 3)), _Transpose()
+    )
+    return (
+        model.double(),
+        torch.randn(8, 12).double()[:, ::2],
+        torch.randn(8, 3, 2).double(),
+        functional.mse_loss,
+    )
 
 
 class _Transpose(nn.Module):
@@ -52,12 +71,22 @@ class _Transpose(nn.Module):
 
 
 def skips() -> Case:
-    return Skips().double(), torch.randn(8, 5).double(), torch.randn(8, 5).double(), functional.mse_loss
+    return (
+        Skips().double(),
+        torch.randn(8, 5).double(),
+        torch.randn(8, 5).double(),
+        functional.mse_loss,
+    )
 
 
 def small_resnet18() -> Case:
     images = torch.randn(16, 3, 32, 32).double()
-    return resnet18(num_classes=10).double(), images, torch.randint(10, (16,)), functional.cross_entropy
+    return (
+        resnet18(num_classes=10).double(),
+        images,
+        torch.randint(10, (16,)),
+        functional.cross_entropy,
+    )
 
 
 def small_unet() -> Case:
@@ -99,11 +128,21 @@ class Table(nn.Module):
 
 
 def plain_table() -> Case:
-    return Table(writes=False).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+    return (
+        Table(writes=False).double(),
+        torch.randn(8, 6).double(),
+        torch.randn(8, 6).double(),
+        functional.mse_loss,
+    )
 
 
 def written_table() -> Case:
-    return Table(writes=True).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+    return (
+        Table(writes=True).double(),
+        torch.randn(8, 6).double(),
+        torch.randn(8, 6).double(),
+        functional.mse_loss,
+    )
 
 
 def frozen_tied_tokens() -> Case:
@@ -113,7 +152,8 @@ def frozen_tied_tokens() -> Case:
 
 
 class TwoOutputs(nn.Module):
-    """The loss uses one of its outputs: nothing flows back from the other, nor through the layers that make it."""
+    """The loss uses one of its outputs: nothing flows back from the other, nor through the layers
+    that make it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +172,8 @@ def two_outputs() -> Case:
 
 
 class Masked(nn.Module):
-    """Whole numbers, a mask, a size, a buffer and a complex number are made at the front and read at the back."""
+    """Whole numbers, a mask, a size, a buffer and a complex number are made at the front and read
+    at the back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +191,12 @@ class Masked(nn.Module):
 
 
 def masked() -> Case:
-    return Masked().double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+    return (
+        Masked().double(),
+        torch.randn(8, 6).double(),
+        torch.randn(8, 6).double(),
+        functional.mse_loss,
+    )
 
 
 class Shift(nn.Module):
@@ -190,7 +236,12 @@ class Branches(nn.Module):
 
 
 def branches() -> Case:
-    return Branches().double(), torch.randn(8, 6).double(), torch.randn(8, 6).double(), functional.mse_loss
+    return (
+        Branches().double(),
+        torch.randn(8, 6).double(),
+        torch.randn(8, 6).double(),
+        functional.mse_loss,
+    )
 
 
 class Unbatched(nn.Module):
@@ -212,7 +263,8 @@ def unbatched() -> Case:
 
 def bert() -> Case:
     """Transformers' own model, with keyword arguments and its own object as result."""
-    torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
+    # transformers imports torchvision, and fails where its compiled operators are missing
+    torchvision_models()
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -229,12 +281,22 @@ def bert() -> Case:
     mask[1, 5:] = 0
     inputs = {"input_ids": torch.randint(30, (4, 8)), "attention_mask": mask}
     model = BertForSequenceClassification(config).double().train()
-    return model, inputs, torch.randint(2, (4,)), lambda out, goal: functional.cross_entropy(out.logits, goal)
+    return (
+        model,
+        inputs,
+        torch.randint(2, (4,)),
+        lambda out, goal: functional.cross_entropy(out.logits, goal),
+    )
 
 
 def auxiliary() -> Case:
     """Running statistics, and a weight that training alone uses first."""
-    return _Auxiliary().double(), torch.randn(8, 4).double(), torch.randn(8, 3).double(), _auxiliary_loss
+    return (
+        _Auxiliary().double(),
+        torch.randn(8, 4).double(),
+        torch.randn(8, 3).double(),
+        _auxiliary_loss,
+    )
 
 
 class _Auxiliary(nn.Module):
@@ -257,11 +319,14 @@ def _auxiliary_loss(output: Any, target: Tensor) -> Tensor:
 
 
 class _SharedWrapper(nn.Module):
-    """Layers of which the first and the last have one frozen weight of whole numbers and scales, and a dense one."""
+    """Layers of which the first and the last have one frozen weight of whole numbers and scales,
+    and a dense one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle, self.own, self.last = (nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+        self.first, self.middle, self.own, self.last = (
+            nn.Linear(WIDTH, WIDTH).double() for _ in range(4)
+        )
         for layer in (self.first, self.own):
             layer.weight = nn.Parameter(Scaled.of(layer.weight.detach()), requires_grad=False)
         self.last.weight = self.first.weight

@@ -1,7 +1,8 @@
-"""Models in float64 for placer.distributed of which a part has no gradient, or state that stages could disagree about.
+"""Models in float64 for placer.distributed of which a part has no gradient, or state that stages
+could disagree about.
 
-Functions without arguments, as in ``ranked_models``, so that they travel to other processes by name.
-"""
+Functions without arguments, as in ``ranked_models``, so that they travel to other processes by
+name."""
 
 from __future__ import annotations
 
@@ -149,7 +150,10 @@ class Counted(Linears):
 
 
 def counted() -> Case:
-    return _case(Counted(), lambda output, target: functional.mse_loss(output[0], target) * (1 + 0.1 * output[1]))
+    return _case(
+        Counted(),
+        lambda output, target: functional.mse_loss(output[0], target) * (1 + 0.1 * output[1]),
+    )
 
 
 class NormalisedTwice(nn.Module):
@@ -170,7 +174,8 @@ def normalised_twice() -> Case:
 
 
 class Tempered(nn.Module):
-    """A buffer changes with every micro-batch, and backward passes read it: of its own layer, and of the one behind."""
+    """A buffer changes with every micro-batch, and backward passes read it: of its own layer, and
+    of the one behind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,11 +272,17 @@ def mixed() -> Case:
 
 
 class Windowed(Linears):
-    """Beside its result it returns what is made of no input, as caches return the size of their window, and sizes."""
+    """Beside its result it returns what is made of no input, as caches return the size of their
+    window, and sizes."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
         window, weight = torch.arange(4096, 4098), self.front.weight * 2
-        return self.back(torch.tanh(self.front(x))), window, weight, (x.shape[0], 2 * x.numel(), 4096)
+        return (
+            self.back(torch.tanh(self.front(x))),
+            window,
+            weight,
+            (x.shape[0], 2 * x.numel(), 4096),
+        )
 
 
 def windowed() -> Case:

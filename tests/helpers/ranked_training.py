@@ -1,4 +1,5 @@
-"""Training, checkpoints and failures of placer.distributed, as the processes of a pool run them; sent by name."""
+"""Training, checkpoints and failures of placer.distributed, as the processes of a pool run them;
+sent by name."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ from placer.distributed import Pipeline
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),
-    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.05, weight_decay=0.1, fused=True
+    ),
+    "foreach": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.05, weight_decay=0.1, foreach=True
+    ),
 }
 
 
@@ -33,12 +38,19 @@ def optimizer_of(pipeline: Pipeline, kind: str) -> torch.optim.Optimizer:
 
 
 def optimizers_of(pipeline: Pipeline, kinds: str) -> list[torch.optim.Optimizer]:
-    """The optimizer of a kind; of two kinds (``"adamw+sgd"``) one for matrices, and one for the other parameters."""
+    """The optimizer of a kind; of two kinds (``"adamw+sgd"``) one for matrices, and one for the
+    other parameters."""
     first, _, second = kinds.partition("+")
     if not second:
         return [optimizer_of(pipeline, first)]
-    halves = [[one for one in pipeline.parameters() if (one.dim() > 1) is matrices] for matrices in (True, False)]
-    return [OPTIMIZERS[kind]([{"params": half}]) for kind, half in zip((first, second), halves, strict=True)]
+    halves = [
+        [one for one in pipeline.parameters() if (one.dim() > 1) is matrices]
+        for matrices in (True, False)
+    ]
+    return [
+        OPTIMIZERS[kind]([{"params": half}])
+        for kind, half in zip((first, second), halves, strict=True)
+    ]
 
 
 def members(places: Mapping[str, str]) -> dist.ProcessGroup | None:
@@ -69,13 +81,21 @@ def unsplit_steps(make: Make, chunks: int, kind: str, steps: int) -> dict[str, A
 
 
 def split_steps(
-    make: Make, places: Mapping[str, str], chunks: int, kind: str, steps: int, schedule: str, recompute: tuple[str, ...]
+    make: Make,
+    places: Mapping[str, str],
+    chunks: int,
+    kind: str,
+    steps: int,
+    schedule: str,
+    recompute: tuple[str, ...],
 ) -> dict[str, Any] | None:
     """This process's part of the same."""
     group = members(places)
     if group is None:
         return None
-    pipeline, inputs, target, _ = built(make, places, chunks, group, schedule=schedule, recompute=recompute)
+    pipeline, inputs, target, _ = built(
+        make, places, chunks, group, schedule=schedule, recompute=recompute
+    )
     optimizer = optimizer_of(pipeline, kind)
     losses: list[float] = []
     first: dict[str, Tensor | None] | None = None
@@ -88,8 +108,11 @@ def split_steps(
     return {"losses": losses, "gradients": first, "parameters": _values(pipeline.module)}
 
 
-def resumed(make: Make, places: Mapping[str, str], others: Mapping[str, str], kind: str, path: str) -> Any:
-    """Losses of two more steps after two: of the pipeline that took them, and of one elsewhere, from a checkpoint."""
+def resumed(
+    make: Make, places: Mapping[str, str], others: Mapping[str, str], kind: str, path: str
+) -> Any:
+    """Losses of two more steps after two: of the pipeline that took them, and of one elsewhere,
+    from a checkpoint."""
     group, second = members(places), members(others)
     found: list[list[float]] = [[], []]
     if group is not None:
@@ -109,7 +132,9 @@ def resumed(make: Make, places: Mapping[str, str], others: Mapping[str, str], ki
     return found
 
 
-def _steps(pipeline: Pipeline, optimizers: list[torch.optim.Optimizer], inputs: Any, target: Any) -> list[float]:
+def _steps(
+    pipeline: Pipeline, optimizers: list[torch.optim.Optimizer], inputs: Any, target: Any
+) -> list[float]:
     losses = []
     for _ in range(2):
         for optimizer in optimizers:
@@ -144,7 +169,8 @@ def other_optimizer(make: Make, places: Mapping[str, str], path: str) -> list[st
 
 
 def foreign_parameter(make: Make, places: Mapping[str, str], path: str) -> tuple[str, str, bool]:
-    """What is told of a checkpoint where one process alone has another's optimizer; and whether training goes on."""
+    """What is told of a checkpoint where one process alone has another's optimizer; and whether
+    training goes on."""
     pipeline, inputs, target, _ = built(make, places, 2)
     own = optimizer_of(pipeline, "sgd")
     pipeline.step(inputs, target)
@@ -158,7 +184,8 @@ def foreign_parameter(make: Make, places: Mapping[str, str], path: str) -> tuple
 
 
 def without_an_optimizer(make: Make, places: Mapping[str, str], path: str) -> bool | None:
-    """Whether a process has no parameters, and so no optimizer, where a checkpoint is written and read with those."""
+    """Whether a process has no parameters, and so no optimizer, where a checkpoint is written and
+    read with those."""
     group = members(places)
     if group is None:
         return None
@@ -186,14 +213,17 @@ def default_types(make: Make, places: Mapping[str, str]) -> bool:
 
 
 def meta_buffer(make: Make, places: Mapping[str, str]) -> tuple[str, float | None] | None:
-    """The error of a buffer on meta that no state has, where it is, and the loss once it has values."""
+    """The error of a buffer on meta that no state has, where it is, and the loss once it has
+    values."""
     group = members(places)
     if group is None:
         return None
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     state, buffers = copy.deepcopy(model.state_dict()), dict(model.named_buffers())
-    pipeline = distributed.build(model.to("meta"), places, micro_batches(inputs, 2)[0], loss_fn, chunks=2, group=group)
+    pipeline = distributed.build(
+        model.to("meta"), places, micro_batches(inputs, 2)[0], loss_fn, chunks=2, group=group
+    )
     pipeline.load_state_dict(state)
     here = dict(pipeline.module.named_buffers())
     message = told(lambda: pipeline.step(inputs, target)) if here else ""
@@ -218,7 +248,8 @@ def frozen_later(make: Make, places: Mapping[str, str], name: str) -> dict[str, 
 
 
 def thawed(make: Make, places: Mapping[str, str]) -> list[str]:
-    """The errors where something trains that did not, or an input is to have a gradient; nobody waits for others."""
+    """The errors where something trains that did not, or an input is to have a gradient; nobody
+    waits for others."""
     pipeline, inputs, target, _ = built(make, places, 2)
     found = []
     if pipeline.is_first:
@@ -240,7 +271,11 @@ def failed_alone(make: Make, places: Mapping[str, str], at: str) -> str:
     full = mock.Mock(side_effect=torch.OutOfMemoryError("no room left"))
     fails = {"memory": "Weights", "device": "_local"}.get(at)
     try:
-        with mock.patch(f"placer.distributed.build.{fails}", full) if fails and alone else nullcontext():
+        with (
+            mock.patch(f"placer.distributed.build.{fails}", full)
+            if fails and alone
+            else nullcontext()
+        ):
             distributed.build(model, places, micro_batches(inputs, 2)[0], given, chunks=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -248,7 +283,8 @@ def failed_alone(make: Make, places: Mapping[str, str], at: str) -> str:
 
 
 def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether a step that fails leaves the gradients of those before, and what is told of a step after that."""
+    """Whether a step that fails leaves the gradients of those before, and what is told of a step
+    after that."""
     pipeline, inputs, target, _ = built(make, places, 2)
     pipeline.step(inputs, target)
     before = copy.deepcopy(gradients(pipeline))
@@ -257,7 +293,10 @@ def after_a_failure(make: Make, places: Mapping[str, str]) -> tuple[bool, str]:
             pipeline.step(inputs, target)
         except ValueError:
             after = gradients(pipeline)
-    same = all(torch.equal(cast(Tensor, after[name]), cast(Tensor, gradient)) for name, gradient in before.items())
+    same = all(
+        torch.equal(cast(Tensor, after[name]), cast(Tensor, gradient))
+        for name, gradient in before.items()
+    )
     return same, told(lambda: pipeline.step(inputs, target))
 
 
@@ -265,7 +304,8 @@ def lost(make: Make, places: Mapping[str, str]) -> tuple[list[str], str]:
     """What is told of a step whose first message does not arrive, and of the next one."""
     pipeline, inputs, target, _ = built(make, places, 2)
     with mock.patch(
-        "placer.distributed.state.rank_weights._run", side_effect=RuntimeError("Connection closed by peer")
+        "placer.distributed.state.rank_weights._run",
+        side_effect=RuntimeError("Connection closed by peer"),
     ):
         try:
             pipeline.step(inputs, target)
@@ -275,14 +315,17 @@ def lost(make: Make, places: Mapping[str, str]) -> tuple[list[str], str]:
 
 
 def hooked(make: Make, places: Mapping[str, str], schedule: str) -> Any:
-    """Gradients under hooks that cut them off; or what a build with such hooks is told, and a step with new ones."""
+    """Gradients under hooks that cut them off; or what a build with such hooks is told, and a step
+    with new ones."""
     group = members(places)
     if group is None:
         return None
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     example = micro_batches(inputs, 2)[0]
-    bare = distributed.build(model, places, example, loss_fn, chunks=2, schedule=schedule, group=group)
+    bare = distributed.build(
+        model, places, example, loss_fn, chunks=2, schedule=schedule, group=group
+    )
     for parameter in model.parameters():
         parameter.register_hook(cut_off)
     options: dict[str, Any] = {"chunks": 2, "schedule": schedule, "group": group}
@@ -301,7 +344,8 @@ def cut_off(gradient: Tensor) -> Tensor:
 
 
 def results(make: Make, places: Mapping[str, str]) -> Any:
-    """The results of two micro-batches, or the error of those that cannot be joined, where they are."""
+    """The results of two micro-batches, or the error of those that cannot be joined, where they
+    are."""
     group = members(places)
     if group is None:
         return None
@@ -317,7 +361,8 @@ def results(make: Make, places: Mapping[str, str]) -> Any:
 def evaluated_elsewhere(
     make: Make, places: Mapping[str, str], others: Mapping[str, str]
 ) -> tuple[list[Tensor], dict[str, Tensor]] | None:
-    """Results of a pipeline for evaluation, with another map, after each of two rounds of training; and the weights."""
+    """Results of a pipeline for evaluation, with another map, after each of two rounds of training;
+    and the weights."""
     group = members(places)
     if group is None:
         return None
@@ -337,14 +382,18 @@ def evaluated_elsewhere(
     return made, {} if weights is None else weights
 
 
-def trained_elsewhere(make: Make, places: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+def trained_elsewhere(
+    make: Make, places: Mapping[str, str], others: Mapping[str, str]
+) -> str | None:
     """The error of a second pipeline for training, with another map."""
     group = members(places)
     if group is None:
         return None
     model, inputs, _, loss_fn = make()
     example = micro_batches(inputs, 2)[0]
-    build = partial(distributed.build, model, example_inputs=example, loss_fn=loss_fn, chunks=2, group=group)
+    build = partial(
+        distributed.build, model, example_inputs=example, loss_fn=loss_fn, chunks=2, group=group
+    )
     build(placement=places)
     return told(lambda: build(placement=others))
 
@@ -361,7 +410,8 @@ def clipped_norm(make: Make, places: Mapping[str, str], max_norm: float) -> dict
 
 
 def of_wrapped_flow(make: Make) -> tuple[str, dict[str, Tensor]]:
-    """What a training step of a flow inside DistributedDataParallel says, and the gradients by a call of that.
+    """What a training step of a flow inside DistributedDataParallel says, and the gradients by a
+    call of that.
 
     Each process has its share of the batch.
     """
@@ -375,11 +425,16 @@ def of_wrapped_flow(make: Make) -> tuple[str, dict[str, Tensor]]:
     wrapped = nn.parallel.DistributedDataParallel(flow)
     refusal = told(lambda: flow.train_step(loss_fn))
     loss_fn(wrapped(mine[0]), mine[1]).backward()
-    return refusal, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return refusal, {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def gathered_and_loaded(make: Make, places: Mapping[str, str], path: str) -> Any:
-    """The whole model's state as gathered in the first process, and after a checkpoint was written and read."""
+    """The whole model's state as gathered in the first process, and after a checkpoint was written
+    and read."""
     pipeline, *_ = built(make, places, 2, None)
     found = [pipeline.full_state_dict()]
     pipeline.save(path)
@@ -387,7 +442,8 @@ def gathered_and_loaded(make: Make, places: Mapping[str, str], path: str) -> Any
         for parameter in pipeline.parameters():
             if parameter.requires_grad:
                 parameter.zero_()
-    with torch.serialization.safe_globals([Scaled]):  # torch asks for it, as with any class in a file
+    # torch asks for it, as with any class in a file
+    with torch.serialization.safe_globals([Scaled]):
         pipeline.load(path)
     found.append(pipeline.full_state_dict())
     return found

@@ -19,14 +19,17 @@ TOKENS = torch.arange(32).reshape(2, 16)
 
 
 def flops(run: Callable[[], Any]) -> float:
-    # The counter does not know the product that adds in place, which is how weight gradients are made apart.
+    # The counter does not know the product that adds in place, which is how weight gradients are
+    # made apart.
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **rest: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         run()
     return float(counter.get_total_flops())
 
 
-def flops_clock(passes: Sequence[Callable[[], None]], device: torch.device, repeats: int) -> list[float]:
+def flops_clock(
+    passes: Sequence[Callable[[], None]], device: torch.device, repeats: int
+) -> list[float]:
     return [flops(run) for run in passes]
 
 

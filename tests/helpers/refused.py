@@ -1,4 +1,5 @@
-"""What placer.distributed refuses, as the processes of a pool tell it; functions here travel by name."""
+"""What placer.distributed refuses, as the processes of a pool tell it; functions here travel by
+name."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def untrained(make: Make, places: Mapping[str, str], what: str) -> str:
 
 
 def loss(make: Make, what: str) -> str | None:
-    """The error of a loss that gives no number, or fails: in a pipeline of one process, as no other may wait for it."""
+    """The error of a loss that gives no number, or fails: in a pipeline of one process, as no other
+    may wait for it."""
     group = dist.new_group([0])
     if dist.get_rank():
         return None
@@ -54,7 +56,8 @@ def loss(make: Make, what: str) -> str | None:
 
 
 def inference_mode(make: Make, places: Mapping[str, str]) -> tuple[str, float | None] | None:
-    """The error of a step in inference mode, and the loss of one outside, of a pipeline that was built inside."""
+    """The error of a step in inference mode, and the loss of one outside, of a pipeline that was
+    built inside."""
     group = dist.new_group(list(range(len(places))))
     if dist.get_rank() >= len(places):
         return None
@@ -74,7 +77,9 @@ def layer(phase: str) -> str | None:
         return None
     model = nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 6))
     tokens = torch.tensor([0, 1, 2, 9 if phase == "forward" else 3])
-    pipeline = distributed.build(model, {"0": "cpu:0"}, tokens[:2], nn.MSELoss(), chunks=2, group=group)
+    pipeline = distributed.build(
+        model, {"0": "cpu:0"}, tokens[:2], nn.MSELoss(), chunks=2, group=group
+    )
     if phase == "backward":
         model[1].bias.register_hook(lambda gradient: {}["late"])
     return told(lambda: pipeline.step(tokens, torch.zeros(4, 6)))

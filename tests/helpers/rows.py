@@ -19,7 +19,8 @@ def row(
     size: int = 1,
     **asked: Any,
 ) -> PlacementRequest:
-    """Layers of so many ms forwards and twice that backwards, alike devices, transfers of next to nothing."""
+    """Layers of so many ms forwards and twice that backwards, alike devices, transfers of next to
+    nothing."""
     names = [f"l{i}" for i in range(len(times_ms))]
     layers = [
         Layer(
@@ -32,11 +33,17 @@ def row(
         )
         for name, time in zip(names, times_ms, strict=True)
     ]
-    edges = [Edge(source=a, targets=(b,), bytes=1, gradient_bytes=1) for a, b in itertools.pairwise(names)]
+    edges = [
+        Edge(source=a, targets=(b,), bytes=1, gradient_bytes=1)
+        for a, b in itertools.pairwise(names)
+    ]
     places = [f"d{i}" for i in range(devices)]
     cluster = Cluster(
         devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in places],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e15) for a, b in itertools.permutations(places, 2)],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e15)
+            for a, b in itertools.permutations(places, 2)
+        ],
     )
     profile = Profile(layers=layers, edges=edges, training=True, batch_size=size)
     return PlacementRequest(profile=profile, cluster=cluster, objective="step", **asked)

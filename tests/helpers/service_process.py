@@ -24,8 +24,9 @@ from placer_server.workers.worker import CONTEXT, prepare, starting_processes
 class ServiceProcess:
     """``run`` on a database and a port of its own.
 
-    Its process, and those of its workers, are forks of the one that workers of this process are forked from: each would
-    import all anew. That a service begins with nothing imported is tested where users begin it.
+    Its process, and those of its workers, are forks of the one that workers of this process are
+    forked from: each would import all anew. That a service begins with nothing imported is tested
+    where users begin it.
 
     Args:
         solver: the name of one in ``solvers_for_tests``.
@@ -37,10 +38,22 @@ class ServiceProcess:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.database = database
-        given = {"port": self.port, "database": database, "workers": 1, "log_level": "warning", **settings}
+        given = {
+            "port": self.port,
+            "database": database,
+            "workers": 1,
+            "log_level": "warning",
+            **settings,
+        }
         prepare()
         self._asking = tempfile.NamedTemporaryFile()
-        asked = (forkserver._forkserver._forkserver_address, dict(os.environ), self._asking.name, solver, given)
+        asked = (
+            forkserver._forkserver._forkserver_address,
+            dict(os.environ),
+            self._asking.name,
+            solver,
+            given,
+        )
         self.process = CONTEXT.Process(target=_serve, args=asked)
         with starting_processes():
             self.process.start()
@@ -65,8 +78,11 @@ class ServiceProcess:
         return self.process.exitcode
 
 
-def _serve(address: str, environment: Mapping[str, str], asking: str, solver: str, given: Mapping[str, Any]) -> None:
-    """Serve in this fork, in the environment of now; Python would start another process to fork workers from."""
+def _serve(
+    address: str, environment: Mapping[str, str], asking: str, solver: str, given: Mapping[str, Any]
+) -> None:
+    """Serve in this fork, in the environment of now; Python would start another process to fork
+    workers from."""
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
@@ -75,7 +91,8 @@ def _serve(address: str, environment: Mapping[str, str], asking: str, solver: st
     ask = forkserver.connect_to_new_process
 
     def ask_whole(descriptors: list[int]) -> tuple[int, int]:
-        with _locked(asking):  # the process that forks dies of half a question, and with it all that it forked
+        # the process that forks dies of half a question, and with it all that it forked
+        with _locked(asking):
             return ask(descriptors)
 
     forkserver.connect_to_new_process = ask_whole

@@ -1,4 +1,5 @@
-"""A small model with a skip connection, batch normalisation and dropout, its inputs, and a flow of it by hand."""
+"""A small model with a skip connection, batch normalisation and dropout, its inputs, and a flow of
+it by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Small random graphs on alike devices and maybe one more, and their best contiguous placement by enumeration."""
+"""Small random graphs on alike devices and maybe one more, and their best contiguous placement by
+enumeration."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ BYTES = (0, 1, 2, 4, 8)
 
 
 def drawn(seed):
-    """4 to 6 layers on 3 devices behind links of 1 byte per ms; some unordered, some devices free of transfers."""
+    """4 to 6 layers on 3 devices behind links of 1 byte per ms; some unordered, some devices free
+    of transfers."""
     random = Random(seed)
     names = [f"l{index}" for index in range(random.randint(4, 5))]
     training = random.random() < 0.5
@@ -32,7 +34,9 @@ def drawn(seed):
     edges = [
         Edge(
             source=source,
-            targets=random.sample(names[index + 1 :], random.choice((1, 1, min(2, len(names) - index - 1)))),
+            targets=random.sample(
+                names[index + 1 :], random.choice((1, 1, min(2, len(names) - index - 1)))
+            ),
             bytes=random.choice(BYTES),
             gradient_bytes=random.choice(BYTES) if training else 0,
         )
@@ -41,19 +45,31 @@ def drawn(seed):
     ]
     kind = random.choice(("t", "cpu"))
     limit = random.choice((4, 7, 1_000))
-    devices = [Device(name=f"d{i}", type=kind if i == 2 else "t", memory_bytes=limit) for i in range(3)]
-    links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(devices, 2)
+    devices = [
+        Device(name=f"d{i}", type=kind if i == 2 else "t", memory_bytes=limit) for i in range(3)
     ]
-    profile = Profile(layers=layers, edges=edges, training=training, cluster=Cluster(devices=devices, links=links))
+    links = [
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3)
+        for a, b in itertools.permutations(devices, 2)
+    ]
+    profile = Profile(
+        layers=layers, edges=edges, training=training, cluster=Cluster(devices=devices, links=links)
+    )
     problem = Problem.from_request(
-        PlacementRequest(profile=profile, constraints=Constraints(contiguous=True), schedule="fill-drain")
+        PlacementRequest(
+            profile=profile, constraints=Constraints(contiguous=True), schedule="fill-drain"
+        )
     )
     weightless = random.random() < 0.7
-    values = tuple(replace(value, ordered=random.random() < 0.8, weightless=weightless) for value in problem.values)
+    values = tuple(
+        replace(value, ordered=random.random() < 0.8, weightless=weightless)
+        for value in problem.values
+    )
     gradients = any(value.gradient_bytes for value in values)
     untaxed = frozenset({2}) if kind == "cpu" and random.random() < 0.5 else frozenset()
-    return replace(problem, values=values, multicast=not gradients and random.random() < 0.5, untaxed=untaxed)
+    return replace(
+        problem, values=values, multicast=not gradients and random.random() < 0.5, untaxed=untaxed
+    )
 
 
 def best_of(problem, nodes):
@@ -65,7 +81,9 @@ def best_of(problem, nodes):
 def least_bottleneck(problem, assignments=None):
     """The same, of given assignments of the layers, or of all."""
     best = None
-    for devices in assignments or itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
+    for devices in assignments or itertools.product(
+        range(len(problem.devices)), repeat=len(problem.layers)
+    ):
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is None or (best is not None and result.objective_value >= best):
             continue

@@ -20,7 +20,9 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.GroupNorm(4, channels)
         self.dropout = nn.Dropout(0.1)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.skip = nn.Conv2d(in_channels, channels, 1) if in_channels != channels else nn.Identity()
+        self.skip = (
+            nn.Conv2d(in_channels, channels, 1) if in_channels != channels else nn.Identity()
+        )
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         h = self.conv1(functional.silu(self.norm1(x)))
@@ -51,20 +53,26 @@ class DiffusionUNet(nn.Module):
         super().__init__()
         embedding = 4 * channels
         self.channels = channels
-        self.time_embedding = nn.Sequential(nn.Linear(channels, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.time_embedding = nn.Sequential(
+            nn.Linear(channels, embedding), nn.SiLU(), nn.Linear(embedding, embedding)
+        )
         self.conv_in = nn.Conv2d(3, channels, 3, padding=1)
         widths = [channels * 2**level for level in range(levels)]
         skips, here = [channels], channels
         self.down = nn.ModuleList()
         for level, width in enumerate(widths):
-            stage = nn.ModuleDict({"block": ResidualBlock(here, width, embedding), "attention": Attention(width)})
+            stage = nn.ModuleDict(
+                {"block": ResidualBlock(here, width, embedding), "attention": Attention(width)}
+            )
             skips.append(width)
             if level + 1 < levels:
                 stage["downsample"] = nn.Conv2d(width, width, 3, stride=2, padding=1)
                 skips.append(width)
             self.down.append(stage)
             here = width
-        self.middle = nn.ModuleList([ResidualBlock(here, here, embedding), ResidualBlock(here, here, embedding)])
+        self.middle = nn.ModuleList(
+            [ResidualBlock(here, here, embedding), ResidualBlock(here, here, embedding)]
+        )
         self.up = nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
             blocks = nn.ModuleList()
@@ -77,9 +85,13 @@ class DiffusionUNet(nn.Module):
             self.up.append(stage)
         self.conv_out = nn.Conv2d(here, 3, 3, padding=1)
 
-    def forward(self, sample: Tensor, time: Tensor, *, return_dict: bool = True) -> dict[str, Tensor] | tuple[Tensor]:
+    def forward(
+        self, sample: Tensor, time: Tensor, *, return_dict: bool = True
+    ) -> dict[str, Tensor] | tuple[Tensor]:
         half = self.channels // 2
-        rates = torch.exp(-math.log(10000) * torch.arange(half, device=time.device, dtype=sample.dtype) / half)
+        rates = torch.exp(
+            -math.log(10000) * torch.arange(half, device=time.device, dtype=sample.dtype) / half
+        )
         angles = time[:, None].to(sample.dtype) * rates
         embedding = self.time_embedding(torch.cat([angles.sin(), angles.cos()], dim=1))
         h = self.conv_in(sample)
@@ -104,12 +116,19 @@ class DiffusionUNet(nn.Module):
 class Tagger(nn.Module):
     """Embedding, stacked bidirectional LSTM, linear: a class for each token, and the last state."""
 
-    def __init__(self, bidirectional: bool = True, batch_first: bool = True, layers: int = 2) -> None:
+    def __init__(
+        self, bidirectional: bool = True, batch_first: bool = True, layers: int = 2
+    ) -> None:
         super().__init__()
         self.batch_first = batch_first
         self.embedding = nn.Embedding(20, 8)
         self.lstm = nn.LSTM(
-            8, 6, num_layers=layers, bidirectional=bidirectional, batch_first=batch_first, dropout=0.1 * (layers > 1)
+            8,
+            6,
+            num_layers=layers,
+            bidirectional=bidirectional,
+            batch_first=batch_first,
+            dropout=0.1 * (layers > 1),
         )
         self.head = nn.Linear(12 if bidirectional else 6, 5)
 
@@ -143,11 +162,14 @@ class Add(nn.Module):
 
 
 class Skips(nn.Module):
-    """Every layer reads all that was made before it, so that a random map sends values between all devices."""
+    """Every layer reads all that was made before it, so that a random map sends values between all
+    devices."""
 
     def __init__(self, layers: int = 6, features: int = 5) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(features * (index + 1), features) for index in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Linear(features * (index + 1), features) for index in range(layers)
+        )
         self.add = Add()
         self.norm = nn.BatchNorm1d(features)
 

@@ -14,7 +14,9 @@ from placer.schema import Profile
 TOKENS = torch.arange(32).reshape(2, 16)
 
 
-def quick_profile(model: nn.Module, example_inputs: Any, devices: Any = ("cpu:0",), **options: Any) -> Profile:
+def quick_profile(
+    model: nn.Module, example_inputs: Any, devices: Any = ("cpu:0",), **options: Any
+) -> Profile:
     return profile(model, example_inputs, devices, **{"progress": False, "repeats": 1} | options)
 
 

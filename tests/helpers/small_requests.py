@@ -28,22 +28,36 @@ MS = (0.0, 0.25, 1.0, 1.5, 2.0, 3.1, 7.3)
 SIZES = (0, 1, 2, 3, 5, 8)
 """Few distinct times and sizes, so that ties and exact fits are common."""
 STATE = ("param_bytes", "buffer_bytes")
-TRAINED = ("grad_bytes", "optimizer_bytes", "saved_bytes", "backward_workspace_bytes", "pass_workspace_bytes")
+TRAINED = (
+    "grad_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+    "backward_workspace_bytes",
+    "pass_workspace_bytes",
+)
 
 
 SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.25"))
-"""Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver."""
+"""Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver.
+"""
 
-THOROUGH = pytest.mark.skipif(SHARE < 1, reason="long, and like others that run: PLACER_EXAMPLES=1 runs it")
+THOROUGH = pytest.mark.skipif(
+    SHARE < 1, reason="long, and like others that run: PLACER_EXAMPLES=1 runs it"
+)
 
 
 def examples(count):
-    """As many drawn examples, the same in every run; a slow draw, or one that is filtered, is no fault."""
+    """As many drawn examples, the same in every run; a slow draw, or one that is filtered, is no
+    fault."""
     return settings(
         max_examples=math.ceil(count * SHARE),
         deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
     )
 
 
@@ -51,16 +65,16 @@ def examples(count):
 def small_requests(draw, objectives=("throughput", "latency", "memory")):
     """A request of 3 to 6 layers on 2 or 3 devices, with any features together.
 
-    Hypothesis draws the numbers of devices and layers, and makes them small for a case that fails; the rest comes from
-    a seed, which takes a tenth of the time.
-    """
+    Hypothesis draws the numbers of devices and layers, and makes them small for a case that fails;
+    the rest comes from a seed, which takes a tenth of the time."""
     devices = draw(st.integers(2, 3))
     layers = draw(st.integers(3, 6 if devices == 2 else 5))
     drawn = DrawnRequest(Random(draw(st.integers(0, 2**64 - 1))), devices, layers, objectives)
     while True:
         try:
             return drawn.request()
-        except InputError:  # pins that contradict each other are bad input, see test_bad_input.py
+        except InputError:
+            # pins that contradict each other are bad input, see test_bad_input.py
             pass
 
 
@@ -101,13 +115,20 @@ class DrawnRequest:
         """With what backward passes leave to weight passes."""
         fields = ("deferred_bytes", "input_workspace_bytes", "weights_workspace_bytes")
         layers = [
-            layer.model_copy(update={name: self.random.choice(SIZES) if asked.is_training else 0 for name in fields})
+            layer.model_copy(
+                update={
+                    name: self.random.choice(SIZES) if asked.is_training else 0 for name in fields
+                }
+            )
             for layer in asked.profile.layers
         ]
         return asked.model_copy(
             update={
                 "profile": asked.profile.model_copy(
-                    update={"layers": tuple(layers), "optimizer_step_share": self.random.choice((0.0, 1.5))}
+                    update={
+                        "layers": tuple(layers),
+                        "optimizer_step_share": self.random.choice((0.0, 1.5)),
+                    }
                 )
             }
         )
@@ -116,14 +137,19 @@ class DrawnRequest:
         return make() if self.random.random() < 0.25 else default
 
     def groups(self):
-        return [self.random.sample(self.layers, self.random.randint(2, 3)) for _ in range(self.random.randint(1, 2))]
+        return [
+            self.random.sample(self.layers, self.random.randint(2, 3))
+            for _ in range(self.random.randint(1, 2))
+        ]
 
     def constraints(self):
         choice, number = self.random.choice, self.random.randint
         most = self.rarely(lambda: number(1, 3), None)
         return Constraints(
             contiguous=choice([True, True, False, None]),
-            pinned=self.rarely(lambda: {choice(self.layers): choice(self.devices) for _ in range(number(1, 2))}, {}),
+            pinned=self.rarely(
+                lambda: {choice(self.layers): choice(self.devices) for _ in range(number(1, 2))}, {}
+            ),
             forbidden=self.rarely(self.bans, {}),
             colocated=self.rarely(self.groups, ()),
             max_devices=most,
@@ -138,7 +164,9 @@ class DrawnRequest:
 
     def splitting(self, profile):
         """With parameters that layers share and that may be on several devices."""
-        first, *others = sorted(self.random.sample(range(len(self.layers)), min(len(self.layers), 3)))
+        first, *others = sorted(
+            self.random.sample(range(len(self.layers)), min(len(self.layers), 3))
+        )
         if not others:
             return profile
         size, gradient = self.random.choice(SIZES), self.random.choice(SIZES)
@@ -155,7 +183,9 @@ class DrawnRequest:
 
     def bans(self):
         named = [self.random.choice([*self.layers, "*"]) for _ in range(self.random.randint(1, 2))]
-        return {name: self.random.sample(self.devices, self.random.choice([1, 1, 2])) for name in named}
+        return {
+            name: self.random.sample(self.devices, self.random.choice([1, 1, 2])) for name in named
+        }
 
     def layer(self, name, training, kinds):
         sizes = (*STATE, "forward_workspace_bytes", *(TRAINED if training else ()))
@@ -182,7 +212,9 @@ class DrawnRequest:
                         targets=targets,
                         bytes=self.random.choice(SIZES),
                         gradient_bytes=self.random.choice(SIZES) if training else 0,
-                        saved_by=[reader for reader in near if self.random.random() < 0.4] if training else [],
+                        saved_by=[reader for reader in near if self.random.random() < 0.4]
+                        if training
+                        else [],
                         deferred=training and self.random.random() < 0.4,
                         **rest,
                     )
@@ -214,5 +246,7 @@ class DrawnRequest:
             if not alike:
                 speed = choice([1e3, 2.5e3, 1e4])
             latency = 1e-4 if alike else choice([0.0, 1e-4, 1e-3])
-            links.append(Link(source=source, target=target, bandwidth_bytes_per_s=speed, latency_s=latency))
+            links.append(
+                Link(source=source, target=target, bandwidth_bytes_per_s=speed, latency_s=latency)
+            )
         return Cluster(devices=devices, links=links)

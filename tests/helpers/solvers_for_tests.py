@@ -21,11 +21,15 @@ def _all_on_first(request: PlacementRequest, **fields: Any) -> Placement:
     return Placement(objective=request.objective, **values)
 
 
-def quick(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def quick(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     return _all_on_first(request, method=f"process {os.getpid()}")
 
 
-def until_stopped(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def until_stopped(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Finds something at once, and goes on until it is stopped."""
     assert stop is not None
     found = _all_on_first(request, status="feasible", objective_value=7.0, bound=3.0)
@@ -34,21 +38,28 @@ def until_stopped(request: PlacementRequest, *, progress: Any = None, stop: thre
     return found
 
 
-def deaf(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def deaf(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Does not listen when it is told to stop."""
     time.sleep(60)
     return _all_on_first(request)
 
 
-def lost(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
-    """Finds, as Placer's solver does, and then ends as its model is called: deaf, dying, or out of memory."""
+def lost(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
+    """Finds, as Placer's solver does, and then ends as its model is called: deaf, dying, or out of
+    memory."""
     from placer.solver.solve import solve
 
     told: list[Incumbent] = []
     solve(request, progress=told.append)
     last = told[-1]
     if request.profile.model.endswith("wrong"):
-        wrong = last.placement().model_copy(update={"objective_value": 0.001, "bound": 0.0, "gap": 1.0})
+        wrong = last.placement().model_copy(
+            update={"objective_value": 0.001, "bound": 0.0, "gap": 1.0}
+        )
         last = Incumbent(last.objective_value, last.bound, last.time_s, lambda: wrong)
     progress(last)
     time.sleep(0.5)  # what is told is made in another thread
@@ -60,7 +71,9 @@ def lost(request: PlacementRequest, *, progress: Any = None, stop: threading.Eve
     return _all_on_first(request)
 
 
-def talkative(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def talkative(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Tells without a pause, and does not listen when it is told to stop."""
     found = _all_on_first(request)
     until_s = time.monotonic() + 3
@@ -69,18 +82,24 @@ def talkative(request: PlacementRequest, *, progress: Any = None, stop: threadin
     return found
 
 
-def dying(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def dying(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Dies where the seed is odd, as a process does that runs out of memory."""
     if request.seed % 2:
         os.kill(os.getpid(), 9)
     return _all_on_first(request)
 
 
-def failing(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def failing(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     raise RuntimeError("a defect " + "x" * 10_000)
 
 
-def refusing(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def refusing(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     raise InputError("layer 'a' cannot be placed for a reason that only the solver sees")
 
 
@@ -98,9 +117,13 @@ def cluster_that_fails(payload: bytes, report: Any, stop: threading.Event) -> by
     raise RuntimeError("no driver")
 
 
-def slow_start(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def slow_start(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Waits to be killed the first time, and answers the second; its incumbent is its process."""
-    mark = Path(tempfile.gettempdir()) / f"placer-slow-start-{os.getppid()}-{request.content_hash()}"
+    mark = (
+        Path(tempfile.gettempdir()) / f"placer-slow-start-{os.getppid()}-{request.content_hash()}"
+    )
     if mark.exists():
         mark.unlink()
         return _all_on_first(request)
@@ -111,7 +134,9 @@ def slow_start(request: PlacementRequest, *, progress: Any = None, stop: threadi
     return found
 
 
-def noted(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def noted(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Takes a moment, and adds a line to the file that the model is named after."""
     assert stop is not None
     with open(request.profile.model, "a") as notes:
@@ -120,6 +145,8 @@ def noted(request: PlacementRequest, *, progress: Any = None, stop: threading.Ev
     return _all_on_first(request, status="feasible" if stop.is_set() else "optimal")
 
 
-def greedy(request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None) -> Placement:
+def greedy(
+    request: PlacementRequest, *, progress: Any = None, stop: threading.Event | None = None
+) -> Placement:
     """Takes 3 GiB."""
     return _all_on_first(request, method=str(len(bytearray(3 * 2**30))))

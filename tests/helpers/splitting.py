@@ -31,7 +31,11 @@ class Outcome:
 
 
 def step(
-    run: Callable[..., Any], model: nn.Module, args: Iterable[Any], kwargs: dict[str, Any], seed: int = 1
+    run: Callable[..., Any],
+    model: nn.Module,
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+    seed: int = 1,
 ) -> Outcome:
     """One forward pass, and a backward pass from everything that it returns.
 
@@ -61,14 +65,20 @@ def loss(tensors: Iterable[Tensor]) -> Tensor:
     """A number in which every element of every output counts differently."""
     total: Tensor | None = None
     for tensor in tensors:
-        weights = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape).to(tensor.device)
+        weights = (
+            torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype)
+            .reshape(tensor.shape)
+            .to(tensor.device)
+        )
         term = (weights * tensor + 0.1 * tensor * tensor).mean()
         total = term if total is None else total + term
     assert total is not None
     return total
 
 
-def assert_same(split: Outcome, whole: Outcome, atol: float = TOLERANCE, rtol: float = TOLERANCE) -> None:
+def assert_same(
+    split: Outcome, whole: Outcome, atol: float = TOLERANCE, rtol: float = TOLERANCE
+) -> None:
     """Outputs, gradients and buffers agree, and so do the types of the outputs."""
     assert type(split.result) is type(whole.result)
     assert len(split.tensors) == len(whole.tensors)
@@ -77,7 +87,9 @@ def assert_same(split: Outcome, whole: Outcome, atol: float = TOLERANCE, rtol: f
     assert split.gradients.keys() == whole.gradients.keys()
     for name, gradient in whole.gradients.items():
         given = split.gradients[name]
-        assert (given is None) == (gradient is None), f"{name}: one run has a gradient, the other none"
+        assert (given is None) == (gradient is None), (
+            f"{name}: one run has a gradient, the other none"
+        )
         if gradient is not None and given is not None:
             torch.testing.assert_close(
                 given, gradient, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
@@ -114,13 +126,9 @@ def assert_split_equals_unsplit(
 ) -> None:
     """Run a model on four stand-ins under random maps, and compare with the unsplit model.
 
-    Args:
-        make: builds the model; it is run in float64.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        training: the mode.
-        kinds: of maps: ``fine`` and ``submodule`` name those layers, ``placement`` the ``auto`` layers.
-        captured: whether the model can be captured.
+    Args: make: builds the model; it is run in float64. args: positional arguments. kwargs: keyword
+        arguments. training: the mode. kinds: of maps: ``fine`` and ``submodule`` name those layers,
+        ``placement`` the ``auto`` layers. captured: whether the model can be captured.
     """
     both = CapturedOnce(make, training)
     whole = step(both.reference, both.reference, args, kwargs or {})
@@ -136,7 +144,8 @@ def assert_split_equals(
     kinds: Sequence[str] = ("fine", "submodule", "placement"),
     captured: bool = True,
 ) -> None:
-    """As ``assert_split_equals_unsplit``, for a model that is kept, of which is known what the unsplit one leaves."""
+    """As ``assert_split_equals_unsplit``, for a model that is kept, of which is known what the
+    unsplit one leaves."""
     for seed, kind in enumerate(kinds):
         with logical_devices(4), both.flow(fine_grained=kind == "fine") as flow:
             if kind == "placement":
@@ -148,9 +157,13 @@ def assert_split_equals(
         assert_same(split, whole)
 
 
-def random_placement(flow: DataFlow, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Placement:
-    """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones together."""
-    captured = flow.captured(flow.laid_out((args, kwargs)))  # the flow's own: captures are dear
+def random_placement(
+    flow: DataFlow, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
+) -> Placement:
+    """A placement of the model's ``auto`` layers on random devices of the flow, colocated ones
+    together."""
+    # the flow's own: captures are dear
+    captured = flow.captured(flow.laid_out((args, kwargs)))
     assert captured is not None, flow.not_captured_because
     graph = flow._program.graph(captured, "auto")
     draw = random.Random(seed)
@@ -173,7 +186,8 @@ def twins(
 
 
 class CapturedOnce:
-    """Two equal models, one to split, one to compare with, for several tests: each flow finds both as they were made.
+    """Two equal models, one to split, one to compare with, for several tests: each flow finds both
+    as they were made.
 
     Captures are dear, and of one mode and shape every flow would make the same: they share theirs.
 
@@ -183,10 +197,15 @@ class CapturedOnce:
     """
 
     def __init__(
-        self, make: Callable[[], nn.Module], training: bool = True, dtype: torch.dtype = torch.float64
+        self,
+        make: Callable[[], nn.Module],
+        training: bool = True,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.model, self.reference = twins(make, training, dtype)
-        self._initial = {name: tensor.detach().clone() for name, tensor in named_state(self.model).items()}
+        self._initial = {
+            name: tensor.detach().clone() for name, tensor in named_state(self.model).items()
+        }
         self._program = DataFlow(self.model)._program
 
     @contextmanager

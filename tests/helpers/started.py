@@ -1,4 +1,5 @@
-"""Processes started together, as ``torch.multiprocessing.spawn`` starts them, but forks of one that imported torch."""
+"""Processes started together, as ``torch.multiprocessing.spawn`` starts them, but forks of one that
+imported torch."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from forks import TORCH
 from torch.multiprocessing.spawn import start_processes
 
 
-def spawn(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True) -> Any:
+def spawn(
+    function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True
+) -> Any:
     """Call ``function(rank, *args)`` in so many processes, in the environment of now."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(TORCH)
     given = (dict(os.environ), function, args)
     return start_processes(_call, given, nprocs, join, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
-def _call(rank: int, environment: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _call(
+    rank: int, environment: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,5 @@
-"""A second reading of steps: a clock goes from event to event, devices and lanes take what is next when they can."""
+"""A second reading of steps: a clock goes from event to event, devices and lanes take what is next
+when they can."""
 
 from collections import defaultdict
 
@@ -16,7 +17,9 @@ class StepClock:
         self.pipeline, self.plan, self.steps = pipeline, plan, steps
         self.last = "weights" if plan.split else "backward"
         self.finished, self.arrived = set(), set()
-        self.queue = {device: self.in_a_row(device, order) for device, order in plan.by_device().items()}
+        self.queue = {
+            device: self.in_a_row(device, order) for device, order in plan.by_device().items()
+        }
         self.lanes = self.lane_queues()
         self.running = {}
         self.ends = [0] * steps
@@ -25,7 +28,9 @@ class StepClock:
         """What a device does, in order: in each step its passes, then its optimizer."""
         queue = []
         for step in range(self.steps):
-            queue += [(stage, phase, batch + step * self.plan.chunks) for stage, phase, batch in order]
+            queue += [
+                (stage, phase, batch + step * self.plan.chunks) for stage, phase, batch in order
+            ]
             queue.append((device, "optimizer", step))
         return queue
 
@@ -51,7 +56,9 @@ class StepClock:
             return all(("values", t, batch) in self.arrived for t in mine)
         if phase == "weights":
             return (stage, "backward", batch) in self.finished
-        back = [t for t in self.pipeline.transfers if t.source == stage and t.gradient_ms is not None]
+        back = [
+            t for t in self.pipeline.transfers if t.source == stage and t.gradient_ms is not None
+        ]
         if not back:
             return (len(self.pipeline.places) - 1, "forward", batch) in self.finished
         return all(("gradients", t, batch) in self.arrived for t in back)
@@ -61,14 +68,20 @@ class StepClock:
         if kind == "gradients":
             return (t.target, "backward", batch) in self.finished
         before = self.had_its_buffer(batch, self.plan.in_flight[t.target])
-        room = before is None or not self.plan.training or (t.target, self.last, before) in self.finished
+        room = (
+            before is None
+            or not self.plan.training
+            or (t.target, self.last, before) in self.finished
+        )
         return room and (t.source, "forward", batch) in self.finished
 
     def had_its_buffer(self, batch, buffers):
         """Each step deals its micro-batches out to the buffers anew, in turn."""
         chunks = self.plan.chunks
         older = range(batch - 1, -1, -1)
-        return next((other for other in older if other % chunks % buffers == batch % chunks % buffers), None)
+        return next(
+            (other for other in older if other % chunks % buffers == batch % chunks % buffers), None
+        )
 
     def duration(self, item):
         if item[0] == "values":
@@ -78,10 +91,16 @@ class StepClock:
         stage, phase, _ = item
         p = self.pipeline
         if phase == "optimizer":
-            return sum(time for place, time in zip(p.places, p.optimizer_ms, strict=False) if place == stage)
+            return sum(
+                time
+                for place, time in zip(p.places, p.optimizer_ms, strict=False)
+                if place == stage
+            )
         if phase == "backward" and self.plan.split:
             return p.backward_ms[stage] - p.weights_ms[stage]
-        return {"forward": p.forward_ms, "backward": p.backward_ms, "weights": p.weights_ms}[phase][stage]
+        return {"forward": p.forward_ms, "backward": p.backward_ms, "weights": p.weights_ms}[phase][
+            stage
+        ]
 
     def play(self):
         """When the last pass or optimizer ends."""
@@ -89,7 +108,9 @@ class StepClock:
         while True:
             while self.change(now):
                 pass
-            if not any(self.queue.values()) and not any(isinstance(key, int) for key in self.running):
+            if not any(self.queue.values()) and not any(
+                isinstance(key, int) for key in self.running
+            ):
                 return now
             assert self.running, "all wait for ever"
             now = min(end for _, end in self.running.values())
@@ -102,7 +123,9 @@ class StepClock:
                 if item[1] == "optimizer":
                     self.ends[item[2]] = now
                 else:
-                    (self.arrived if item[0] in ("values", "gradients") else self.finished).add(tuple(item))
+                    (self.arrived if item[0] in ("values", "gradients") else self.finished).add(
+                        tuple(item)
+                    )
                 return True
         for key, waiting in [*self.queue.items(), *self.lanes.items()]:
             ready = self.may_start if isinstance(key, int) else self.may_leave

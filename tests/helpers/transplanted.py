@@ -1,7 +1,8 @@
-"""A model that is made again needs no capture again: what was captured of its equal, over its own parameters.
+"""A model that is made again needs no capture again: what was captured of its equal, over its own
+parameters.
 
-Where captures are not what is tested, they are most of the time: a half second for a model that trains in a tenth.
-"""
+Where captures are not what is tested, they are most of the time: a half second for a model that
+trains in a tenth."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _KEPT: dict[Hashable, tuple[nn.Module, Exported]] = {}
 
 @contextmanager
 def captured_once(key: Hashable) -> Iterator[None]:
-    """Let pipelines that are built inside take what was captured of an equal model and micro-batch in this process.
+    """Let pipelines that are built inside take what was captured of an equal model and micro-batch
+    in this process.
 
     Args:
         key: that they are equal.
@@ -45,9 +47,11 @@ def _once(key: Hashable) -> Callable[..., Exported]:
 def transplanted(model: nn.Module, exported: Exported, other: nn.Module) -> Exported:
     """What was captured of a model, over the modules, parameters and buffers of its equal."""
     pairs = zip(_parts(model), _parts(other), strict=True)
-    holders = {id(holder): holder for holder, _ in exported.attributes}  # files and classes are there once
+    # files and classes are there once
+    holders = {id(holder): holder for holder, _ in exported.attributes}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own trees look at themselves in a way that is to go
+        # torch's own trees look at themselves in a way that is to go
+        warnings.simplefilter("ignore")
         return copy.deepcopy(exported, holders | {id(part): its for part, its in pairs})
 
 

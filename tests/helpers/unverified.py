@@ -1,4 +1,5 @@
-"""Flows that run only what the caller asks for: where runs are counted, or micro-batches depend on one another."""
+"""Flows that run only what the caller asks for: where runs are counted, or micro-batches depend on
+one another."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Programs in processes of their own, without the seconds that importing torch takes each.
 
-    test ──▶ shim (a client, no imports) ──socket: what to run, and stdin, stdout, stderr──▶ server, torch imported
+    test ──▶ shim (a client, no imports) ──socket: what to run, and stdin, stdout, stderr──▶ server,
+    torch imported
                      ▲                                                                         │ fork
                      └───────────────── exit status ◀── waits ◀── fork: runs the program ◀─────┘
 
-The server imports what others wrote, and nothing of Placer: what a program forgets to import of that it still misses.
-"""
+The server imports what others wrote, and nothing of Placer: what a program forgets to import of
+that it still misses."""
 
 from __future__ import annotations
 
@@ -28,22 +29,33 @@ import types
 from pathlib import Path
 from typing import Any
 
-MODULES = ["torch", "torch.export", "torch._dynamo", "ortools.sat.python.cp_model", "pydantic", "httpx", "rich"]
+MODULES = [
+    "torch",
+    "torch.export",
+    "torch._dynamo",
+    "ortools.sat.python.cp_model",
+    "pydantic",
+    "httpx",
+    "rich",
+]
 _LONGEST = 1 << 20
 
 
 class WarmPython:
     """A server and its shim.
 
-    Attributes:
-        path: of an executable that takes what ``python`` takes: ``-c``, ``-m`` or a script; ``-P`` is as if given.
+    Attributes: path: of an executable that takes what ``python`` takes: ``-c``, ``-m`` or a script;
+        ``-P`` is as if given.
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="warm")  # the path of a socket may not be long
+        # the path of a socket may not be long
+        self._folder = tempfile.TemporaryDirectory(prefix="warm")
         folder = Path(self._folder.name)
         self.path = str(folder / "python")
-        Path(self.path).write_text(f'#!/bin/sh\nexec {shlex.join(_client(folder / "socket"))} "$@"\n')
+        Path(self.path).write_text(
+            f'#!/bin/sh\nexec {shlex.join(_client(folder / "socket"))} "$@"\n'
+        )
         Path(self.path).chmod(0o755)
         command = [sys.executable, "-P", __file__, "serve", str(folder / "socket")]
         self._server = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -66,7 +78,9 @@ def run(path: str, arguments: list[str]) -> int:
     """Have a program run; its exit status."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        order = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+        order = json.dumps(
+            {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
+        ).encode()
         socket.send_fds(connection, [len(order).to_bytes(4, "big")], [0, 1, 2])
         connection.sendall(order)
         answer = connection.recv(1)
@@ -112,7 +126,8 @@ def _wait(connection: socket.socket) -> list[str]:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        sys.stdin = open(0, closefd=False)  # a stream asks once what its descriptor can do
+        # a stream asks once what its descriptor can do
+        sys.stdin = open(0, closefd=False)
         sys.stdout = open(1, "w", closefd=False)
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         told = json.loads(order)
@@ -168,7 +183,8 @@ def _become(arguments: list[str]) -> int:
 
 
 def _end(status: int) -> None:
-    """End in order, but for what Python frees at its end: of all that torch consists of that takes a second."""
+    """End in order, but for what Python frees at its end: of all that torch consists of that takes
+    a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Layers whose weights are more than one block of numbers: wrappers, attached state, sparse and complex tensors.
+"""Layers whose weights are more than one block of numbers: wrappers, attached state, sparse and
+complex tensors.
 
-Each kind says which plain tensors a layer stores, by plain attribute access, so that tests know what has to be counted
-and moved without asking Placer.
-"""
+Each kind says which plain tensors a layer stores, by plain attribute access, so that tests know
+what has to be counted and moved without asking Placer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> Scaled:
-        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=scale.dtype, device=numbers.device
+        )
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
         self.numbers, self.scale = numbers, scale
@@ -37,13 +39,20 @@ class Scaled(torch.Tensor):
         return ["numbers", "scale"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Scaled:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Scaled:
         return cls(inner["numbers"], inner["scale"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KEEPING:
-            return cls(*(func(inner, *args[1:], **(kwargs or {})) for inner in (args[0].numbers, args[0].scale)))
+            return cls(
+                *(
+                    func(inner, *args[1:], **(kwargs or {}))
+                    for inner in (args[0].numbers, args[0].scale)
+                )
+            )
         return func(*tree_map(cls._product, args), **tree_map(cls._product, kwargs or {}))
 
     @classmethod
@@ -66,7 +75,9 @@ class Secretive(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Secretive:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
@@ -87,20 +98,25 @@ class Around(Secretive):
         return ["inner"], {"a fact": 1}
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Around:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Around:
         assert context == {"a fact": 1}
         return cls(inner["inner"])
 
 
 class Functional(torch.Tensor):
-    """Whole numbers and a scale, with an own linear layer and nothing else, as quantisation libraries have it."""
+    """Whole numbers and a scale, with an own linear layer and nothing else, as quantisation
+    libraries have it."""
 
     numbers: Tensor
     scale: Tensor
 
     @staticmethod
     def __new__(cls, numbers: Tensor, scale: Tensor) -> Functional:
-        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=scale.dtype, device=numbers.device
+        )
 
     def __init__(self, numbers: Tensor, scale: Tensor) -> None:
         self.numbers, self.scale = numbers, scale
@@ -109,7 +125,9 @@ class Functional(torch.Tensor):
         return ["numbers", "scale"], {"device": self.device}
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Functional:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Functional:
         return cls(inner["numbers"], inner["scale"])
 
     @classmethod
@@ -123,7 +141,12 @@ class Functional(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KEEPING:
-            return cls(*(func(inner, *args[1:], **(kwargs or {})) for inner in (args[0].numbers, args[0].scale)))
+            return cls(
+                *(
+                    func(inner, *args[1:], **(kwargs or {}))
+                    for inner in (args[0].numbers, args[0].scale)
+                )
+            )
         raise NotImplementedError(f"{func} of Functional")
 
 
@@ -172,7 +195,9 @@ class Packed(nn.Parameter):
 class WithState(nn.Module):
     """A layer that finds the scale of its weight in the weight's attributes."""
 
-    def __init__(self, attach: Callable[[Tensor, Tensor], nn.Parameter], scale_of: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, attach: Callable[[Tensor, Tensor], nn.Parameter], scale_of: Callable[[Any], Tensor]
+    ) -> None:
         super().__init__()
         whole = Scaled.of(torch.randn(WIDTH, WIDTH))
         self.weight = attach(whole.numbers, whole.scale)
@@ -189,7 +214,8 @@ def _plain(numbers: Tensor, **attributes: Any) -> nn.Parameter:
 
 
 class WithObject(nn.Module):
-    """A layer that has the scale, and another name for the memory of its weight, in an object or a dict of its own."""
+    """A layer that has the scale, and another name for the memory of its weight, in an object or a
+    dict of its own."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         super().__init__()
@@ -203,7 +229,8 @@ class WithObject(nn.Module):
 
 
 class Lazily(nn.Module):
-    """A layer that takes the state away from its weight in its first call, as 8-bit layers of bitsandbytes do."""
+    """A layer that takes the state away from its weight in its first call, as 8-bit layers of
+    bitsandbytes do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,15 +245,20 @@ class Lazily(nn.Module):
 
 
 class Gptq(nn.Module):
-    """Four-bit numbers in whole numbers of 32 bits, groups of inputs with a scale and a zero point each."""
+    """Four-bit numbers in whole numbers of 32 bits, groups of inputs with a scale and a zero point
+    each."""
 
     GROUP = 8
 
     def __init__(self) -> None:
         super().__init__()
         groups = WIDTH // self.GROUP
-        self.register_buffer("qweight", torch.randint(-(2**31), 2**31 - 1, (WIDTH // 8, WIDTH), dtype=torch.int32))
-        self.register_buffer("qzeros", torch.randint(-(2**31), 2**31 - 1, (groups, WIDTH // 8), dtype=torch.int32))
+        self.register_buffer(
+            "qweight", torch.randint(-(2**31), 2**31 - 1, (WIDTH // 8, WIDTH), dtype=torch.int32)
+        )
+        self.register_buffer(
+            "qzeros", torch.randint(-(2**31), 2**31 - 1, (groups, WIDTH // 8), dtype=torch.int32)
+        )
         self.register_buffer("scales", torch.rand(groups, WIDTH, dtype=torch.float16) * 0.1)
         self.register_buffer("g_idx", (torch.arange(WIDTH) // self.GROUP).to(torch.int32))
         self.register_buffer("shifts", torch.arange(0, 32, 4, dtype=torch.int32), persistent=False)
@@ -270,7 +302,9 @@ class Sparse(nn.Module):
     def __init__(self, layout: str, as_buffer: bool) -> None:
         super().__init__()
         dense = torch.randn(WIDTH, WIDTH) * (torch.rand(WIDTH, WIDTH) < 0.25)
-        matrix = {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[layout]()
+        matrix = {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[
+            layout
+        ]()
         if as_buffer:
             self.register_buffer("matrix", matrix)
         else:
@@ -307,7 +341,9 @@ class Kind:
     width: int = WIDTH
 
 
-def _rows(weight_of: Callable[[Tensor], Tensor], inside: Callable[[Any], Any], captured: bool = True) -> Kind:
+def _rows(
+    weight_of: Callable[[Tensor], Tensor], inside: Callable[[Any], Any], captured: bool = True
+) -> Kind:
     """A linear layer around a wrapper of whole numbers and scales."""
     return Kind(
         lambda: Linear(weight_of),
@@ -317,9 +353,13 @@ def _rows(weight_of: Callable[[Tensor], Tensor], inside: Callable[[Any], Any], c
     )
 
 
-def _attached(attach: Callable[[Tensor, Tensor], nn.Parameter], scale_of: Callable[[Any], Tensor]) -> Kind:
+def _attached(
+    attach: Callable[[Tensor, Tensor], nn.Parameter], scale_of: Callable[[Any], Tensor]
+) -> Kind:
     return Kind(
-        lambda: WithState(attach, scale_of), lambda layer: [layer.weight.data, scale_of(layer.weight)], captured=False
+        lambda: WithState(attach, scale_of),
+        lambda layer: [layer.weight.data, scale_of(layer.weight)],
+        captured=False,
     )
 
 
@@ -328,33 +368,53 @@ KINDS: dict[str, Kind] = {
     "wrapper with a linear layer": _rows(
         lambda weight: Functional(*vars(Scaled.of(weight)).values()), lambda weight: weight
     ),
-    "wrapper in a wrapper": _rows(lambda weight: Around(Scaled.of(weight)), lambda weight: weight.inner, False),
-    "wrapper without a protocol": _rows(lambda weight: Secretive(Scaled.of(weight)), lambda weight: weight.inner),
+    "wrapper in a wrapper": _rows(
+        lambda weight: Around(Scaled.of(weight)), lambda weight: weight.inner, False
+    ),
+    "wrapper without a protocol": _rows(
+        lambda weight: Secretive(Scaled.of(weight)), lambda weight: weight.inner
+    ),
     "wrapper buffer": Kind(Product, lambda layer: [layer.matrix.numbers, layer.matrix.scale]),
     "attached tensor": _attached(lambda n, s: _plain(n, scale=s), lambda w: w.scale),
     "attached object": _attached(lambda n, s: Packed(n, State(s)), lambda w: w.state.scale),
     "attached list": _attached(lambda n, s: Packed(n, [s]), lambda w: w.state[0]),
     "attached tuple": _attached(lambda n, s: Packed(n, (1, s)), lambda w: w.state[1]),
-    "attached dict": _attached(lambda n, s: Packed(n, {"inner": {"scale": s}}), lambda w: w.state["inner"]["scale"]),
-    "attached namespace": _attached(lambda n, s: Packed(n, SimpleNamespace(scale=s)), lambda w: w.state.scale),
+    "attached dict": _attached(
+        lambda n, s: Packed(n, {"inner": {"scale": s}}), lambda w: w.state["inner"]["scale"]
+    ),
+    "attached namespace": _attached(
+        lambda n, s: Packed(n, SimpleNamespace(scale=s)), lambda w: w.state.scale
+    ),
     "attached slots": _attached(lambda n, s: Packed(n, Slots(s)), lambda w: w.state.scale),
     "attached state in a state": Kind(
         lambda: WithState(
-            lambda n, s: Packed(n, State(torch.full((WIDTH, 1), 0.5), State(s))), lambda w: w.state.value()
+            lambda n, s: Packed(n, State(torch.full((WIDTH, 1), 0.5), State(s))),
+            lambda w: w.state.value(),
         ),
-        lambda layer: [layer.weight.data, layer.weight.state.scale, layer.weight.state.nested.scale],
+        lambda layer: [
+            layer.weight.data,
+            layer.weight.state.scale,
+            layer.weight.state.nested.scale,
+        ],
         captured=False,
     ),
     "state in an object": Kind(
         lambda: WithObject(SimpleNamespace), lambda layer: [layer.state.numbers, layer.state.scale]
     ),
-    "state in a dict": Kind(lambda: WithObject(dict), lambda layer: [layer.state["numbers"], layer.state["scale"]]),
+    "state in a dict": Kind(
+        lambda: WithObject(dict), lambda layer: [layer.state["numbers"], layer.state["scale"]]
+    ),
     "state that is taken away": Kind(
         Lazily,
-        lambda layer: [layer.weight.data, layer.own.scale if layer.weight.state is None else layer.weight.state],
+        lambda layer: [
+            layer.weight.data,
+            layer.own.scale if layer.weight.state is None else layer.weight.state,
+        ],
         captured=False,
     ),
-    "gptq": Kind(Gptq, lambda layer: [layer.qweight, layer.qzeros, layer.scales, layer.g_idx, layer.shifts]),
+    "gptq": Kind(
+        Gptq, lambda layer: [layer.qweight, layer.qzeros, layer.scales, layer.g_idx, layer.shifts]
+    ),
     "complex parameter": Kind(lambda: Spectral(False), lambda layer: [layer.filters], trained=True),
     "complex buffer": Kind(lambda: Spectral(True), lambda layer: [layer.filters]),
     **{

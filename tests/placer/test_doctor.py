@@ -15,7 +15,11 @@ def test_a_link_that_changes_bytes_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         devices=tuple(Device(name=name, type="H", memory_bytes=1) for name in ("cuda:0", "cuda:1")),
         links=(
             Link(
-                source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=1e9, route="host", fault="2 of 9 bytes changed"
+                source="cuda:0",
+                target="cuda:1",
+                bandwidth_bytes_per_s=1e9,
+                route="host",
+                fault="2 of 9 bytes changed",
             ),
             Link(source="cuda:1", target="cuda:0", bandwidth_bytes_per_s=1e9),
         ),
@@ -23,7 +27,9 @@ def test_a_link_that_changes_bytes_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cluster, "measure_cluster", lambda **_: found)
     report = doctor.examine()
     told = [note for note in report.notes if "cuda:" in note]
-    assert told == ["link cuda:0 -> cuda:1: 2 of 9 bytes changed; copies go by way of the host's memory"]
+    assert told == [
+        "link cuda:0 -> cuda:1: 2 of 9 bytes changed; copies go by way of the host's memory"
+    ]
     assert report.problems == []  # it is slower, and right
 
 
@@ -38,7 +44,9 @@ def test_devices_that_cannot_be_measured_are_a_problem(monkeypatch: pytest.Monke
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(cluster, "measure_cluster", fail)
-    assert doctor.examine().problems == ["the devices cannot be measured: CUDA error: device-side assert triggered"]
+    assert doctor.examine().problems == [
+        "the devices cannot be measured: CUDA error: device-side assert triggered"
+    ]
 
 
 def test_a_missing_package_is_told_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +61,9 @@ def test_a_missing_package_is_told_with_the_pip_command(monkeypatch: pytest.Monk
     assert report.problems == [
         "cannot profile models and apply placements: torch is not installed: pip install 'torch-placer[torch]'"
     ]
-    assert report.notes == ["to serve placements: uvicorn is not installed: pip install 'torch-placer[server]'"]
+    assert report.notes == [
+        "to serve placements: uvicorn is not installed: pip install 'torch-placer[server]'"
+    ]
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Every path once, over two devices: a split model does what the unsplit one does.
 
-The same tests run on CPU stand-ins with the other tests and on GPUs with ``make gpu QUICK=1``, which is meant to run
-after every change of code that GPUs execute. Models are small and in double precision, so that results agree closely.
-"""
+The same tests run on CPU stand-ins with the other tests and on GPUs with ``make gpu QUICK=1``,
+which is meant to run after every change of code that GPUs execute. Models are small and in double
+precision, so that results agree closely."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm, self.act = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+        self.linear, self.norm, self.act = (
+            nn.Linear(16, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(inplace=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.act(self.norm(self.linear(x)))
@@ -71,14 +75,20 @@ class Branching(nn.Module):
 def _pair(make: Callable[[], nn.Module] | None = None) -> tuple[nn.Module, nn.Module]:
     """A model to split and an equal one to compare with, both on the host."""
     torch.manual_seed(0)
-    model = make() if make is not None else nn.Sequential(*(Block() for _ in range(4)), nn.Linear(16, 4))
+    model = (
+        make()
+        if make is not None
+        else nn.Sequential(*(Block() for _ in range(4)), nn.Linear(16, 4))
+    )
     model.double()
     return model, copy.deepcopy(model)
 
 
 def _batch(seed: int = 1) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(SAMPLES, 16, generator=draw).double(), torch.randn(SAMPLES, 4, generator=draw).double()
+    return torch.randn(SAMPLES, 16, generator=draw).double(), torch.randn(
+        SAMPLES, 4, generator=draw
+    ).double()
 
 
 def _split(model: nn.Module, kind: str, turns: int = 1) -> DataFlow:
@@ -91,7 +101,9 @@ def _split(model: nn.Module, kind: str, turns: int = 1) -> DataFlow:
     return flow
 
 
-def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
+def _unsplit_step(
+    whole: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> Tensor:
     """One step of the unsplit model over the same micro-batches; its loss."""
     optimizer.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
@@ -106,14 +118,18 @@ def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer, batch: tup
 def _assert_same_state(model: nn.Module, whole: nn.Module) -> None:
     mine = model.state_dict()
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(mine[name].cpu(), value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine[name].cpu(), value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _assert_trains(flow: DataFlow, model: nn.Module, whole: nn.Module, step: Any, theirs: Any) -> None:
+def _assert_trains(
+    flow: DataFlow, model: nn.Module, whole: nn.Module, step: Any, theirs: Any
+) -> None:
     for seed in range(STEPS):
         loss = step(*_batch(seed), chunks=CHUNKS)
         torch.testing.assert_close(loss.cpu(), _unsplit_step(whole, theirs, _batch(seed)), **CLOSE)
@@ -125,18 +141,29 @@ def test_a_profiled_and_placed_model_trains_and_is_taken_back(kind: str) -> None
     places = [f"{kind}:0", f"{kind}:1"]
     inputs = _batch()[0]
     micro_batch = inputs[: SAMPLES // CHUNKS]
-    found = placer.profile(model, micro_batch, places, optimizer="sgd", repeats=3, progress=False, cache=False)
+    found = placer.profile(
+        model, micro_batch, places, optimizer="sgd", repeats=3, progress=False, cache=False
+    )
     assert found.cluster is not None
     links = {(link.source, link.target): link for link in found.cluster.links}
     assert set(links) == {(places[0], places[1]), (places[1], places[0])}
     assert all(link.bandwidth_bytes_per_s > 0 and link.latency_s >= 0 for link in links.values())
-    assert all(time > 0 for layer in found.layers if layer.param_bytes for time in layer.forward_ms.values())
+    assert all(
+        time > 0
+        for layer in found.layers
+        if layer.param_bytes
+        for time in layer.forward_ms.values()
+    )
     rules = Constraints(contiguous=True, min_devices=2)
-    placement = placer.solve(PlacementRequest(profile=found, chunks=CHUNKS, schedule="1f1b", constraints=rules))
+    placement = placer.solve(
+        PlacementRequest(profile=found, chunks=CHUNKS, schedule="1f1b", constraints=rules)
+    )
     assert set(placement.layer_devices.values()) == set(places)
     flow = DataFlow(model, device_ids=places)
     flow.update_flow(placement)
-    _assert_trains(flow, model, whole, flow.train_step(functional.mse_loss, _sgd(model)), _sgd(whole))
+    _assert_trains(
+        flow, model, whole, flow.train_step(functional.mse_loss, _sgd(model)), _sgd(whole)
+    )
     flow.undo()
     assert {tensor.device for tensor in model.state_dict().values()} == {torch.device("cpu")}
     model.eval(), whole.eval()
@@ -180,7 +207,9 @@ def test_calls_and_their_gradients_are_the_unsplit_models(kind: str) -> None:
     with torch.no_grad():
         for _ in range(4):  # shapes that come again are recorded
             for chunks in (1, CHUNKS):
-                torch.testing.assert_close(flow(inputs, chunks=chunks).cpu(), whole(inputs), **CLOSE)
+                torch.testing.assert_close(
+                    flow(inputs, chunks=chunks).cpu(), whole(inputs), **CLOSE
+                )
 
 
 def test_streams_are_the_unsplit_models_batches(kind: str) -> None:
@@ -224,7 +253,9 @@ def test_a_new_map_moves_the_model_and_its_optimizer(kind: str) -> None:
 def test_a_model_that_cannot_be_captured_runs_through_hooks(kind: str) -> None:
     model, whole = _pair(Branching)
     flow = _split(model, kind)
-    _assert_trains(flow, model, whole, flow.train_step(functional.mse_loss, _sgd(model)), _sgd(whole))
+    _assert_trains(
+        flow, model, whole, flow.train_step(functional.mse_loss, _sgd(model)), _sgd(whole)
+    )
     assert flow.not_captured_because
 
 
@@ -265,7 +296,9 @@ def test_several_threads_have_the_results_of_their_own_batches(kind: str) -> Non
             done.result(timeout=120)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.quick])])
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.quick])]
+)
 def test_two_processes_train_as_the_unsplit_model(backend: str, tmp_path: Path) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -278,7 +311,9 @@ def test_two_processes_train_as_the_unsplit_model(backend: str, tmp_path: Path) 
         for schedule in ("1f1b", "zero-bubble"):
             parts = pool.run(ranked.split_step, make, places, CHUNKS, schedule)
             losses, gradients, _ = ranked.unsplit_step(make, CHUNKS)
-            assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=1e-8)]
+            assert [part["losses"] for part in parts if part["losses"]] == [
+                pytest.approx(losses, abs=1e-8)
+            ]
             found = ranked.joined(parts, "gradients")
             for name, gradient in gradients.items():
                 torch.testing.assert_close(found[name], gradient, atol=1e-8, rtol=1e-8)

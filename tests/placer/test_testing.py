@@ -64,8 +64,19 @@ def test_the_same_operation_on_one_device_runs_and_stays_there(name: str) -> Non
 def test_the_tensors_of_any_nest_are_found() -> None:
     a, b, c = torch.ones(3), nn.Parameter(torch.ones(2)), torch.ones(())
     pair = namedtuple("pair", "first second")
-    known = [(a, [b, {"c": c, "n": None}]), OrderedDict(x=a, y=(b, 1.5)), pair(a, [b, "text"]), torch.max(a, 0), a, 3]
-    for nest in [*known, {"all": known}, (torch.float64, slice(1), torch.Size([2]), {"p": pair(c, c)}, object())]:
+    known = [
+        (a, [b, {"c": c, "n": None}]),
+        OrderedDict(x=a, y=(b, 1.5)),
+        pair(a, [b, "text"]),
+        torch.max(a, 0),
+        a,
+        3,
+    ]
+    for nest in [
+        *known,
+        {"all": known},
+        (torch.float64, slice(1), torch.Size([2]), {"p": pair(c, c)}, object()),
+    ]:
         expected = [id(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
         assert [id(tensor) for tensor in _tensors(nest)] == expected
 
@@ -202,7 +213,10 @@ def test_after_the_context_tensors_are_plain_again() -> None:
 def test_an_error_inside_leaves_the_context() -> None:
     with pytest.raises(ZeroDivisionError), logical_devices(2):
         raise ZeroDivisionError
-    assert torch.ones(2, device="cpu:0").device.index is None or (_on(ZERO) + _on(ONE)).tolist() == [2.0] * 3
+    assert (
+        torch.ones(2, device="cpu:0").device.index is None
+        or (_on(ZERO) + _on(ONE)).tolist() == [2.0] * 3
+    )
 
 
 def test_a_freed_tensor_leaves_no_tag_to_its_successor() -> None:
@@ -228,7 +242,10 @@ def test_lengths_of_packed_sequences_are_on_the_host_as_on_gpus() -> None:
         y, _ = nn.utils.rnn.pad_packed_sequence(nn.LSTM(4, 4).to(ONE)(packed)[0])
         assert y.device == ONE
         y.sum().backward()
-        with pytest.raises(MixedDevicesError, match=r"takes lengths from the host, and met them on cpu:1.*\.cpu\(\)"):
+        with pytest.raises(
+            MixedDevicesError,
+            match=r"takes lengths from the host, and met them on cpu:1.*\.cpu\(\)",
+        ):
             nn.utils.rnn.pack_padded_sequence(x, lengths.to(ONE), batch_first=True)
 
 

@@ -37,7 +37,9 @@ def serve() -> Iterator[Serve]:
         def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
             defaults = {"database": ":memory:", "workers": 1, "queue": 1, "stop_grace_s": 1.0}
             app = create_app(Settings(**{**defaults, **values}), solver=solver)
-            client = stack.enter_context(TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False))
+            client = stack.enter_context(
+                TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+            )
             until(lambda: client.get("/readyz").status_code == 200)
             return client
 
@@ -46,7 +48,8 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
-    """``start(solver, **settings)`` starts a service in a process, on the test's own file if not told otherwise."""
+    """``start(solver, **settings)`` starts a service in a process, on the test's own file if not
+    told otherwise."""
     services: list[ServiceProcess] = []
 
     def start(solver: str, **settings: Any) -> ServiceProcess:
@@ -71,7 +74,8 @@ def request_body() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def service_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the service logs, also after a test that let it set up logging for itself, where nothing goes further up."""
+    """What the service logs, also after a test that let it set up logging for itself, where nothing
+    goes further up."""
     logger = logging.getLogger("placer_server")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.DEBUG, logger.name)
@@ -97,7 +101,10 @@ def running_postgres() -> Iterator[PostgresServer]:
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    pytest.importorskip("psycopg", reason="PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'")
+    pytest.importorskip(
+        "psycopg",
+        reason="PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'",
+    )
     server = PostgresServer(binaries)
     yield server
     server.stop()

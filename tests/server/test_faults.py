@@ -1,4 +1,5 @@
-"""A disk that is full, a PostgreSQL that is killed: nothing accepted is lost, and nothing is said to be that is not."""
+"""A disk that is full, a PostgreSQL that is killed: nothing accepted is lost, and nothing is said
+to be that is not."""
 
 from __future__ import annotations
 
@@ -41,11 +42,14 @@ def large(request_body, **fields):
     return body
 
 
-def test_an_answer_for_which_the_disk_has_no_room_is_written_when_it_has(serve, request_body, tmp_path, wait_until):
+def test_an_answer_for_which_the_disk_has_no_room_is_written_when_it_has(
+    serve, request_body, tmp_path, wait_until
+):
     client = serve(database=str(tmp_path / "p.db"))
     store = client.app.state.service.store
     real = store.accept
-    store.accept = lambda job: (real(job), fill(store))[0]  # the disk is full once the request is written
+    # the disk is full once the request is written
+    store.accept = lambda job: (real(job), fill(store))[0]
     first = client.post("/v1/placements?wait=30", json=large(request_body))
     key = first.json()["id"]
     assert first.status_code == 200 and store.unwritten == 1
@@ -57,7 +61,9 @@ def test_an_answer_for_which_the_disk_has_no_room_is_written_when_it_has(serve, 
     assert store.backlog() == []
 
 
-def test_a_request_for_which_the_disk_has_no_room_is_not_said_to_be_accepted(serve, solvers, request_body, tmp_path):
+def test_a_request_for_which_the_disk_has_no_room_is_not_said_to_be_accepted(
+    serve, solvers, request_body, tmp_path
+):
     client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"))
     fill(client.app.state.service.store)
     reply = client.post("/v1/placements?wait=0", json=large(request_body))
@@ -107,10 +113,16 @@ def assert_says_nothing_of_the_store(client, *words):
     for path in ("/", "/healthz", "/readyz", "/openapi.json", "/page/main.js", "/v1/placements"):
         reply = client.get(path)
         told = f"{reply.text} {dict(reply.headers)}"
-        assert not [word for word in words if word in told and path not in ("/openapi.json", "/page/main.js")], told
+        assert not [
+            word
+            for word in words
+            if word in told and path not in ("/openapi.json", "/page/main.js")
+        ], told
 
 
-def test_callers_without_a_key_are_not_told_where_the_store_is(serve, tmp_path, wait_until, monkeypatch, service_log):
+def test_callers_without_a_key_are_not_told_where_the_store_is(
+    serve, tmp_path, wait_until, monkeypatch, service_log
+):
     key_file = tmp_path / "keys"
     key_file.write_text(make("someone")[1])
     database = str(tmp_path / "secret-folder" / "p.db")
@@ -122,7 +134,8 @@ def test_callers_without_a_key_are_not_told_where_the_store_is(serve, tmp_path, 
     monkeypatch.setattr(client.app.state.service.store.database, "read", away)
     wait_until(lambda: client.get("/readyz").status_code == 503)
     assert (
-        client.get("/readyz").json()["detail"] == "the store cannot be used at the moment; the service's log says why"
+        client.get("/readyz").json()["detail"]
+        == "the store cannot be used at the moment; the service's log says why"
     )
     assert_says_nothing_of_the_store(client, "secret-folder", "p.db")
     assert "secret-folder" in service_log.text  # the operator is told
@@ -158,11 +171,16 @@ def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_
     engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM jobs").scalar_one() == 0
-        assert connection.exec_driver_sql("SELECT placement FROM placements").scalar_one() == reply.content
+        assert (
+            connection.exec_driver_sql("SELECT placement FROM placements").scalar_one()
+            == reply.content
+        )
     engine.dispose()
 
 
-def test_the_process_ends_in_order_while_postgres_is_away(own_postgres, serve, solvers, request_body):
+def test_the_process_ends_in_order_while_postgres_is_away(
+    own_postgres, serve, solvers, request_body
+):
     client = serve(solvers.quick, database=own_postgres.new_database())
     assert client.post("/v1/placements?wait=30", json=request_body()).status_code == 200
     own_postgres.kill()  # the fixture closes the client, and with it the service

@@ -26,22 +26,43 @@ PATHS = st.sampled_from(
         "/{id}",
     ]
 )
-NAMES = st.sampled_from(["q", "limit", "cursor", "status", "objective", "wait", "on_disconnect", "id", "x"])
+NAMES = st.sampled_from(
+    ["q", "limit", "cursor", "status", "objective", "wait", "on_disconnect", "id", "x"]
+)
 VALUES = st.sampled_from(
-    ["", "-1", "nan", "1e999", "stop", "%", "_", "!", "'; DROP TABLE placements; --", "\0", "9" * 400]
+    [
+        "",
+        "-1",
+        "nan",
+        "1e999",
+        "stop",
+        "%",
+        "_",
+        "!",
+        "'; DROP TABLE placements; --",
+        "\0",
+        "9" * 400,
+    ]
 )
 QUERIES = st.dictionaries(NAMES, VALUES | st.text(max_size=50), max_size=4)
 HEADERS = st.dictionaries(
     st.sampled_from(
-        ["Authorization", "If-None-Match", "Accept-Encoding", "X-Request-Id", "Accept", "Content-Encoding"]
+        [
+            "Authorization",
+            "If-None-Match",
+            "Accept-Encoding",
+            "X-Request-Id",
+            "Accept",
+            "Content-Encoding",
+        ]
     ),
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=100)
     | st.sampled_from(["*", "gzip;q=0", "W/"]),
     max_size=3,
 )
-BODIES = st.binary(max_size=200) | st.dictionaries(st.text(max_size=9), st.none() | st.integers()).map(
-    lambda value: json.dumps(value).encode()
-)
+BODIES = st.binary(max_size=200) | st.dictionaries(
+    st.text(max_size=9), st.none() | st.integers()
+).map(lambda value: json.dumps(value).encode())
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +81,20 @@ def client(tmp_path_factory):
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS"]), PATHS, IDS, QUERIES, HEADERS, BODIES)
+@given(
+    st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS"]),
+    PATHS,
+    IDS,
+    QUERIES,
+    HEADERS,
+    BODIES,
+)
 def test_every_request_is_answered_in_form(client, method, path, id, query, headers, body):
     headers = {"Content-Type": "application/json", **headers}
     where = path.replace("{id}", quote(id, safe="%.", errors="replace"))
-    reply = client.request(method, f"{where}?{urlencode(query, errors='replace')}", headers=headers, content=body)
+    reply = client.request(
+        method, f"{where}?{urlencode(query, errors='replace')}", headers=headers, content=body
+    )
     assert reply.status_code < 500
     assert reply.headers["X-Content-Type-Options"] == "nosniff"
     if reply.status_code >= 400:
@@ -74,15 +104,23 @@ def test_every_request_is_answered_in_form(client, method, path, id, query, head
 
 
 def test_no_path_is_redirected_to_the_host_that_the_client_names(client):
-    """``GET /v1/placements/`` was a redirect to the same path without the slash, on whatever host was named."""
+    """``GET /v1/placements/`` was a redirect to the same path without the slash, on whatever host
+    was named."""
     paths = {
-        path.replace("{id}", "0" * 32).replace("{name}", "node") for path in client.get("/openapi.json").json()["paths"]
+        path.replace("{id}", "0" * 32).replace("{name}", "node")
+        for path in client.get("/openapi.json").json()["paths"]
     }
     paths |= {"/openapi.json", "/page/main.js", "/nothing"}
     for path in sorted(paths):
         for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
             for host in ("127.0.0.1", "evil.example"):
-                reply = client.request(method, f"{path}/", headers={"Host": host}, follow_redirects=False)
-                assert not reply.has_redirect_location and reply.status_code >= 400, (method, path, host)
+                reply = client.request(
+                    method, f"{path}/", headers={"Host": host}, follow_redirects=False
+                )
+                assert not reply.has_redirect_location and reply.status_code >= 400, (
+                    method,
+                    path,
+                    host,
+                )
                 assert "evil.example" not in json.dumps(dict(reply.headers)), (method, path)
     assert client.get("/v1/placements").status_code == 200

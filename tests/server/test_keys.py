@@ -25,7 +25,9 @@ def secured(serve, tmp_path):
     def start(rate="", **names):
         made = {name: make(name, scopes) for name, scopes in names.items()}
         file = tmp_path / "keys"
-        file.write_text("# who may ask\n" + "".join(f"{line} {rate}\n" for _, line in made.values()))
+        file.write_text(
+            "# who may ask\n" + "".join(f"{line} {rate}\n" for _, line in made.values())
+        )
         client = serve(keys_file=str(file))
         return client, {name: {"Authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
 
@@ -48,11 +50,24 @@ def test_a_key_is_good_for_its_scopes_alone(secured, request_body):
         ]
         return [reply.status_code for reply in replies]
 
-    assert [ask("ci"), ask("dashboard"), ask("prometheus")] == [[200, 200, 403], [200, 403, 403], [403, 403, 200]]
+    assert [ask("ci"), ask("dashboard"), ask("prometheus")] == [
+        [200, 200, 403],
+        [200, 403, 403],
+        [403, 403, 200],
+    ]
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer ", "Bearer placer_x", "Basic dXNlcjpwYXNz", "bearer é", "Bearer " + "x" * 7000]
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer placer_x",
+        "Basic dXNlcjpwYXNz",
+        "bearer é",
+        "Bearer " + "x" * 7000,
+    ],
 )
 def test_without_a_known_key_everything_but_health_is_401(secured, header):
     client, _ = secured(ci="read,solve")
@@ -77,7 +92,9 @@ def test_without_a_known_key_everything_but_health_is_401(secured, header):
 )
 def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(secured, header, told):
     client, _ = secured(ci="read")
-    detail = client.get(PLACEMENTS, headers={"Authorization": header} if header else {}).json()["detail"]
+    detail = client.get(PLACEMENTS, headers={"Authorization": header} if header else {}).json()[
+        "detail"
+    ]
     assert detail.startswith(f"{told}; send 'Authorization: Bearer KEY'")
     assert "dXNlcjpwYXNz" not in detail and "placer_x" not in detail
 
@@ -104,7 +121,8 @@ def test_a_key_that_asks_too_often_is_429_and_others_are_not(secured):
     replies = [client.get(PLACEMENTS, headers=headers["loud"]) for _ in range(2)]
     assert [reply.status_code for reply in replies] == [200, 429]
     assert problem_of(replies[1]) == "too-often"
-    assert replies[1].headers["Retry-After"] in ("1", "2")  # of the two seconds, some may have gone by on the way
+    # of the two seconds, some may have gone by on the way
+    assert replies[1].headers["Retry-After"] in ("1", "2")
     assert client.get(PLACEMENTS, headers=headers["quiet"]).status_code == 200
 
 
@@ -128,7 +146,9 @@ def test_on_loopback_a_service_needs_no_keys(host):
     assert not Keys(Settings(host=host))
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.1:80@evil", "x" * 5000])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "127.0.0.1:80@evil", "x" * 5000]
+)
 def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, host):
     # Else a page of another site could ask it, by giving its own name this machine's address.
     reply = serve().get(PLACEMENTS, headers={"Host": host})
@@ -137,11 +157,15 @@ def test_a_service_without_keys_refuses_names_that_are_not_this_machines(serve, 
 
 
 @pytest.mark.parametrize("host", ["LOCALHOST", "Localhost:8080", "127.0.0.1:8080", "[::1]:8080"])
-def test_a_service_without_keys_answers_to_this_machines_names_however_they_are_written(serve, host):
+def test_a_service_without_keys_answers_to_this_machines_names_however_they_are_written(
+    serve, host
+):
     assert serve().get(PLACEMENTS, headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example:8080", "x" * 5000])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example:8080", "x" * 5000]
+)
 def test_a_service_without_keys_does_nothing_for_a_page_of_another_site(serve, origin):
     # A browser lets every page send a POST without a body to this machine.
     reply = serve().post("/v1/cluster:measure", headers={"Origin": origin})
@@ -167,7 +191,9 @@ def test_a_service_without_keys_answers_its_own_page(serve, origin):
         ("ci read " + "0" * 64 + " 5 more", "line 1"),
     ],
 )
-def test_a_file_of_keys_that_cannot_be_used_is_an_error_that_does_not_show_a_key(tmp_path, text, words):
+def test_a_file_of_keys_that_cannot_be_used_is_an_error_that_does_not_show_a_key(
+    tmp_path, text, words
+):
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(InputError, match=words) as caught:
@@ -231,7 +257,9 @@ def test_every_response_has_security_headers_and_a_request_id(serve):
         assert len(headers["X-Request-Id"]) == 16
 
 
-@pytest.mark.parametrize(("given", "kept"), [("trace-1.a_b", True), ("a b", False), ("x" * 65, False), ("é", False)])
+@pytest.mark.parametrize(
+    ("given", "kept"), [("trace-1.a_b", True), ("a b", False), ("x" * 65, False), ("é", False)]
+)
 def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, kept):
     reply = serve().get("/healthz", headers=[(b"x-request-id", given.encode("latin-1"))])
     assert (reply.headers["X-Request-Id"] == given) == kept
@@ -261,7 +289,12 @@ def test_a_line_of_the_json_log_has_the_request(serve, request_body):
     client, asked = serve(), {"json": request_body(), "headers": {"X-Request-Id": "abc"}}
     lines = logged_lines(lambda: client.post(PLACEMENTS, **asked))
     (line,) = [line for line in lines if line.get("route") == PLACEMENTS]
-    assert (line["request_id"], line["method"], line["status"], line["level"]) == ("abc", "POST", 200, "info")
+    assert (line["request_id"], line["method"], line["status"], line["level"]) == (
+        "abc",
+        "POST",
+        200,
+        "info",
+    )
     assert line["ms"] > 0
 
 
@@ -270,24 +303,36 @@ def test_a_path_that_there_is_not_is_logged_and_makes_no_line_or_counter_of_its_
     lines = logged_lines(lambda: client.get("/v2/no%0Athing" + "g" * 300))
     (line,) = [line for line in lines if line.get("status") == 404]
     assert line["route"].startswith("/v2/no%0Athingg") and len(line["route"]) < 210
-    assert "no%0Athing" not in client.get("/metrics").text and 'route="unknown"' in client.get("/metrics").text
+    assert (
+        "no%0Athing" not in client.get("/metrics").text
+        and 'route="unknown"' in client.get("/metrics").text
+    )
 
 
 def test_what_the_guard_refuses_is_logged_and_counted(secured):
     # It was in no line and no metric, so that nobody saw who guesses keys.
     client, headers = secured(ci="read", prometheus="metrics")
-    asked = [("guess-1", {"Authorization": "Bearer guess"}, "GET", 401), ("post-1", headers["ci"], "POST", 403)]
+    asked = [
+        ("guess-1", {"Authorization": "Bearer guess"}, "GET", 401),
+        ("post-1", headers["ci"], "POST", 403),
+    ]
 
     def ask():
         for request_id, key, method, status in asked:
             reply = client.request(method, PLACEMENTS, headers={**key, "X-Request-Id": request_id})
             assert reply.status_code == status
 
-    lines = [(line["request_id"], line["route"], line["status"], line["client"]) for line in logged_lines(ask)]
+    lines = [
+        (line["request_id"], line["route"], line["status"], line["client"])
+        for line in logged_lines(ask)
+    ]
     assert lines == [("guess-1", PLACEMENTS, 401, ""), ("post-1", PLACEMENTS, 403, "ci")]
     counted = client.get("/metrics", headers=headers["prometheus"]).text
     for _, _, method, status in asked:
-        assert f'placer_requests_total{{method="{method}",route="unknown",status="{status}"}} 1.0' in counted
+        assert (
+            f'placer_requests_total{{method="{method}",route="unknown",status="{status}"}} 1.0'
+            in counted
+        )
 
 
 def test_clients_are_told_apart_by_their_keys_in_the_queue(tmp_path, serve, solvers, request_body):
@@ -298,7 +343,9 @@ def test_clients_are_told_apart_by_their_keys_in_the_queue(tmp_path, serve, solv
 
     def post(who, seed):
         headers = {"Authorization": f"Bearer {made[who][0]}"}
-        return client.post(f"{PLACEMENTS}?wait=0", json=request_body(seed=seed), headers=headers).status_code
+        return client.post(
+            f"{PLACEMENTS}?wait=0", json=request_body(seed=seed), headers=headers
+        ).status_code
 
     assert [post(0, 1), post(0, 2), post(0, 3), post(1, 4)] == [202, 202, 429, 202]
 
@@ -309,7 +356,9 @@ def test_the_client_sends_its_key(tmp_path, solvers, request_body, monkeypatch):
 
     key, line = make("ci")
     (tmp_path / "keys").write_text(line)
-    settings = Settings(port=0, database=":memory:", log_level="error", keys_file=str(tmp_path / "keys"))
+    settings = Settings(
+        port=0, database=":memory:", log_level="error", keys_file=str(tmp_path / "keys")
+    )
     request = PlacementRequest.model_validate(request_body())
     with background(settings, solver=solvers.quick) as url:
         with pytest.raises(ServerError, match="no key was given"), Client(url) as client:

@@ -68,14 +68,22 @@ FAULTS = {
         lambda b: with_profile(b, layers=[{"name": "a", "forward_ms": {"gpu": -1.5}}]),
         ["profile.layers.0.forward_ms.gpu", "greater than or equal to 0", "-1.5"],
     ),
-    "an unknown version": (lambda b: {**b, "schema_version": "7"}, ["schema_version", "'7'", "'1'"]),
+    "an unknown version": (
+        lambda b: {**b, "schema_version": "7"},
+        ["schema_version", "'7'", "'1'"],
+    ),
     "an unknown version of the profile": (
         lambda b: with_profile(b, schema_version="0"),
         ["profile.schema_version", "'0'"],
     ),
-    "an unknown field": (lambda b: {**b, "chunk": 4}, ["chunk", "no such field", "did you mean 'chunks'?"]),
+    "an unknown field": (
+        lambda b: {**b, "chunk": 4},
+        ["chunk", "no such field", "did you mean 'chunks'?"],
+    ),
     "an unknown field of a layer": (
-        lambda b: with_profile(b, layers=[{"name": "a", "forward_ms": {"gpu": 1}, "parameter_bytes": 5}]),
+        lambda b: with_profile(
+            b, layers=[{"name": "a", "forward_ms": {"gpu": 1}, "parameter_bytes": 5}]
+        ),
         ["profile.layers.0.parameter_bytes", "did you mean 'param_bytes'?"],
     ),
     "an unknown field of the constraints": (
@@ -84,12 +92,19 @@ FAULTS = {
     ),
     "a cycle": (
         lambda b: with_profile(
-            b, edges=[edge("embed", "block.0"), edge("block.0", "block.1"), edge("block.1", "embed")]
+            b,
+            edges=[edge("embed", "block.0"), edge("block.0", "block.1"), edge("block.1", "embed")],
         ),
         ["cycle", "block.1 -> embed -> block.0 -> block.1"],
     ),
-    "an edge to a missing layer": (lambda b: with_profile(b, edges=[edge("embed", "tail")]), ["'tail'", "no layer"]),
-    "two layers of one name": (lambda b: with_profile(b, layers=b["profile"]["layers"][:1] * 2), ["'embed'", "twice"]),
+    "an edge to a missing layer": (
+        lambda b: with_profile(b, edges=[edge("embed", "tail")]),
+        ["'tail'", "no layer"],
+    ),
+    "two layers of one name": (
+        lambda b: with_profile(b, layers=b["profile"]["layers"][:1] * 2),
+        ["'embed'", "twice"],
+    ),
     "no cluster": (lambda b: {**b, "cluster": None}, ["cluster", "devices"]),
     "a pin to a missing device": (
         lambda b: {**b, "constraints": {"pinned": {"head": "cuda:9"}}},
@@ -97,7 +112,10 @@ FAULTS = {
     ),
     "no layers": (lambda b: with_profile(b, layers=[]), ["profile.layers"]),
     "a word for a number": (lambda b: {**b, "chunks": "many"}, ["chunks", "'many'"]),
-    "a time limit of nothing": (lambda b: {**b, "time_limit_s": 0}, ["time_limit_s", "greater than 0"]),
+    "a time limit of nothing": (
+        lambda b: {**b, "time_limit_s": 0},
+        ["time_limit_s", "greater than 0"],
+    ),
 }
 
 
@@ -113,7 +131,9 @@ def test_a_faulty_request_is_422_and_names_the_fault(serve, request_body, name):
 def test_a_profile_in_place_of_a_request_is_told_as_such(serve, request_body):
     content = problem_of(serve().post(POST, json=request_body()["profile"]))
     assert content["status"] == 422
-    assert content["detail"].startswith('this is a profile; a request has it for a field: {"profile": ...}')
+    assert content["detail"].startswith(
+        'this is a profile; a request has it for a field: {"profile": ...}'
+    )
 
 
 def test_a_fault_is_not_counted_twice(request_body):
@@ -121,12 +141,18 @@ def test_a_fault_is_not_counted_twice(request_body):
     body = with_profile(request_body(), layers=[{"name": "a", "forward_ms": {"gpu": -1}}])
     with pytest.raises(Problem) as caught:
         check(json.dumps(body).encode())
-    assert [fault["pointer"] for fault in caught.value.faults] == ["#/profile/layers/0/forward_ms/gpu"]
+    assert [fault["pointer"] for fault in caught.value.faults] == [
+        "#/profile/layers/0/forward_ms/gpu"
+    ]
     assert "more" not in caught.value.detail
 
 
-@pytest.mark.parametrize("path", [POST, f"{POST}:batch", f"{POST}:evaluate", f"{POST}:compare", "/v1/profiles"])
-@pytest.mark.parametrize("name", ["constrained-", "function-", "literal[", "[key]", "nullable[int]", "a/b~c"])
+@pytest.mark.parametrize(
+    "path", [POST, f"{POST}:batch", f"{POST}:evaluate", f"{POST}:compare", "/v1/profiles"]
+)
+@pytest.mark.parametrize(
+    "name", ["constrained-", "function-", "literal[", "[key]", "nullable[int]", "a/b~c"]
+)
 def test_no_name_in_a_body_is_taken_for_a_name_of_the_validator(serve, path, name):
     # It was 500: a name that begins so was left out of the place, and nothing was left of that.
     reply = serve().post(path, json={name: None})
@@ -180,7 +206,11 @@ def test_bodies_that_are_too_many_at_once_are_503_and_those_that_are_done_make_r
 
     async def scenario():
         intake = Intake(Settings(max_body_bytes=1000, max_bodies_bytes=1000))
-        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "headers": [(b"content-type", b"application/json")],
+        }
         async with intake.body(Request(scope, at_once)):
             with pytest.raises(Problem) as caught:
                 await read(intake, at_once)
@@ -198,7 +228,12 @@ def test_a_body_as_large_as_the_limit_is_read(serve, request_body):
 def test_a_large_body_is_checked_in_another_process(serve, request_body):
     client = serve()
     spaces = b" " * 300_000
-    assert client.post(POST, content=json.dumps(request_body()).encode() + spaces, headers=JSON).status_code == 200
+    assert (
+        client.post(
+            POST, content=json.dumps(request_body()).encode() + spaces, headers=JSON
+        ).status_code
+        == 200
+    )
     assert problem_of(client.post(POST, content=b"{}" + spaces, headers=JSON))["status"] == 422
 
 
@@ -209,12 +244,16 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(serve, monkeyp
     for path in (POST, "/v1/placements:batch", "/v1/profiles", "/v1/nodes/a"):
         for value, marks in ((b"1,", 1), (b"[],", 2), (b"{},", 2)):
             content = b"[" + value * (checker.MOST_VALUES // marks) + b"1]"
-            reply = client.request("PUT" if "nodes" in path else "POST", path, content=content, headers=JSON)
+            reply = client.request(
+                "PUT" if "nodes" in path else "POST", path, content=content, headers=JSON
+            )
             assert problem_of(reply)["status"] == 413
             assert "2000000 are taken" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""]
+)
 def test_another_content_type_is_415_and_names_the_right_one(serve, kind):
     reply = serve().post(POST, content=b"{}", headers={"Content-Type": kind})
     assert problem_of(reply)["status"] == 415
@@ -228,7 +267,9 @@ def test_a_compressed_body_is_415(serve):
 
 def test_a_content_type_with_a_character_set_is_read(serve, request_body):
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
-    assert serve().post(POST, content=json.dumps(request_body()), headers=headers).status_code == 200
+    assert (
+        serve().post(POST, content=json.dumps(request_body()), headers=headers).status_code == 200
+    )
 
 
 @pytest.mark.parametrize("wait", ["-1", "nan", "inf", "1e999", "61", "soon", "", "9" * 5000])
@@ -239,7 +280,8 @@ def test_a_wait_that_cannot_be_is_422_and_named(serve, wait):
 
 
 def test_a_parameter_that_cannot_be_is_told_in_the_words_of_a_body(serve):
-    # It was "query limit: Input should be a valid integer, unable to parse string as an integer, not 'soon'".
+    # It was "query limit: Input should be a valid integer, unable to parse string as an integer,
+    # not 'soon'".
     reply = serve().get(POST, params={"limit": "soon"})
     assert problem_of(reply)["detail"] == "limit: should be a valid integer, not 'soon'"
 
@@ -255,7 +297,9 @@ def test_a_wrong_method_is_told_every_method_of_the_path(serve):
     assert serve().options(f"{POST}/{'0' * 32}").headers["Allow"] == "DELETE, GET, HEAD"
 
 
-@pytest.mark.parametrize("path", ["/v2", "/v2/placements", "/v1/placements/x/y", "/" + "a" * 10_000, "/%ff%00"])
+@pytest.mark.parametrize(
+    "path", ["/v2", "/v2/placements", "/v1/placements/x/y", "/" + "a" * 10_000, "/%ff%00"]
+)
 def test_an_unknown_path_is_404(serve, path):
     assert problem_of(serve().get(path))["status"] == 404
 
@@ -276,13 +320,17 @@ def test_a_million_faults_are_told_in_4_kb(serve):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2000),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=600), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=600), inner, max_size=5)
+    ),
     max_leaves=20,
 )
 fields = st.sampled_from(
     ["profile", "cluster", "constraints", "chunks", "seed", "objective", "schema_version", "layers"]
 )
-hostile = st.dictionaries(fields | st.text(max_size=50), json_values, max_size=6).map(lambda v: json.dumps(v).encode())
+hostile = st.dictionaries(fields | st.text(max_size=50), json_values, max_size=6).map(
+    lambda v: json.dumps(v).encode()
+)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -301,7 +349,12 @@ def test_every_hostile_body_is_a_problem_of_at_most_4_kb_and_never_a_500(body):
 @settings(max_examples=150, deadline=None)
 @given(
     st.text(max_size=6000),
-    st.lists(st.fixed_dictionaries({"pointer": st.text(max_size=3000), "detail": st.text(max_size=3000)}), max_size=9),
+    st.lists(
+        st.fixed_dictionaries(
+            {"pointer": st.text(max_size=3000), "detail": st.text(max_size=3000)}
+        ),
+        max_size=9,
+    ),
 )
 def test_a_problem_is_valid_json_of_at_most_4_kb_whatever_it_tells(detail, faults):
     content = Problem(422, "x", "X", detail, faults).content()
@@ -318,7 +371,10 @@ def test_the_name_of_a_missing_layer_is_told_in_full(request_body):
 
 @pytest.mark.parametrize(
     ("query", "words"),
-    [("wiat=5", ["'wiat'", "did you mean 'wait'?"]), ("x" * 5000 + "=1", ["there are 'wait', 'on_disconnect'"])],
+    [
+        ("wiat=5", ["'wiat'", "did you mean 'wait'?"]),
+        ("x" * 5000 + "=1", ["there are 'wait', 'on_disconnect'"]),
+    ],
 )
 def test_an_unknown_parameter_is_422_with_the_nearest_known_name(serve, query, words):
     reply = serve().post(f"{POST}?{query}", content=b"{}", headers=JSON)

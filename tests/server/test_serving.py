@@ -26,7 +26,9 @@ from placer_server.settings import Settings
 
 @pytest.fixture
 def settings(tmp_path):
-    return Settings(port=0, database=str(tmp_path / "placements.db"), workers=1, log_level="warning")
+    return Settings(
+        port=0, database=str(tmp_path / "placements.db"), workers=1, log_level="warning"
+    )
 
 
 def example(name="throughput", **changes):
@@ -38,7 +40,9 @@ def test_the_solver_answers_through_the_service_as_it_does_here(settings):
 
     here = solve(example())
     with background(settings) as url:
-        there = httpx.post(f"{url}/v1/placements", json=examples.requests()["throughput"]["value"]).json()
+        there = httpx.post(
+            f"{url}/v1/placements", json=examples.requests()["throughput"]["value"]
+        ).json()
     assert there["status"] == here.status == "optimal"
     assert there["objective_value"] == pytest.approx(here.objective_value)
     assert there["id"] == example().content_hash()
@@ -73,7 +77,10 @@ def test_the_client_waits_through_a_full_queue(settings, solvers):
     with background(full, solver=solvers.until_stopped) as url, Client(url) as client:
         busy = example(seed=1, time_limit_s=0.5).model_dump_json()
         headers = {"Content-Type": "application/json"}
-        assert httpx.post(f"{url}/v1/placements?wait=0", content=busy, headers=headers).status_code == 202
+        assert (
+            httpx.post(f"{url}/v1/placements?wait=0", content=busy, headers=headers).status_code
+            == 202
+        )
         assert client.place(example(seed=2, time_limit_s=0.1)).status == "feasible"
         assert "placer_rejections_total 0.0" not in httpx.get(f"{url}/metrics").text
 
@@ -82,16 +89,24 @@ def test_the_client_waits_through_a_full_queue(settings, solvers):
 def test_a_body_of_100_mb_is_413_and_the_service_goes_on(settings, how):
     body = b" " * 100_000_000
     content = (
-        body if how == "of a length that is told" else (body[at : at + 2**20] for at in range(0, len(body), 2**20))
+        body
+        if how == "of a length that is told"
+        else (body[at : at + 2**20] for at in range(0, len(body), 2**20))
     )
     with background(settings) as url:
-        reply = httpx.post(f"{url}/v1/placements", content=content, headers={"Content-Type": "application/json"})
-        assert (reply.status_code, reply.headers["Content-Type"]) == (413, "application/problem+json")
+        reply = httpx.post(
+            f"{url}/v1/placements", content=content, headers={"Content-Type": "application/json"}
+        )
+        assert (reply.status_code, reply.headers["Content-Type"]) == (
+            413,
+            "application/problem+json",
+        )
         assert httpx.get(f"{url}/healthz").status_code == 200
 
 
 def test_answers_are_sent_at_once_and_not_held_back_for_more(settings):
-    # socket.create_server makes sockets of protocol 0, for which asyncio leaves Nagle's algorithm on.
+    # socket.create_server makes sockets of protocol 0, for which asyncio leaves Nagle's algorithm
+    # on.
     with serving._listener(settings) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
@@ -99,7 +114,10 @@ def test_answers_are_sent_at_once_and_not_held_back_for_more(settings):
 def test_a_port_that_is_taken_is_an_error_that_names_it(settings):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=str(port)), background(settings.model_copy(update={"port": port})):
+        with (
+            pytest.raises(ServerError, match=str(port)),
+            background(settings.model_copy(update={"port": port})),
+        ):
             pass
 
 
@@ -111,7 +129,8 @@ def test_a_database_that_cannot_be_opened_is_an_error_that_names_it(settings, tm
         background(settings.model_copy(update={"database": str(broken)})),
     ):
         pass
-    assert "Traceback" not in capfd.readouterr().err  # there were pages of it before the error
+    # there were pages of it before the error
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tmp_path, solvers):
@@ -128,7 +147,9 @@ def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tm
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, str(script), str(port), str(tmp_path / "p.db")], stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(port), str(tmp_path / "p.db")],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     url = f"http://127.0.0.1:{port}"
     transport = httpx.HTTPTransport(retries=20)
@@ -138,7 +159,11 @@ def test_sigterm_answers_those_who_wait_with_the_best_so_far_and_ends_cleanly(tm
         replies = []
 
         def ask():
-            replies.append(client.post(f"{url}/v1/placements?wait=60", json=examples.requests()["throughput"]["value"]))
+            replies.append(
+                client.post(
+                    f"{url}/v1/placements?wait=60", json=examples.requests()["throughput"]["value"]
+                )
+            )
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -170,7 +195,9 @@ def test_the_service_speaks_tls_with_a_certificate(settings, tmp_path, solvers):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+    )
     secured = settings.model_copy(update={"tls_cert": str(cert), "tls_key": str(key)})
     with background(secured, solver=solvers.quick) as url:
         assert url.startswith("https://")

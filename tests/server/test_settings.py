@@ -23,7 +23,8 @@ def test_what_is_given_counts_more_than_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("PORT", "99999"), ("PORT", "http"), ("WORKERS", "0"), ("LOG_LEVEL", "loud"), ("KEEP", "")]
+    ("name", "value"),
+    [("PORT", "99999"), ("PORT", "http"), ("WORKERS", "0"), ("LOG_LEVEL", "loud"), ("KEEP", "")],
 )
 def test_a_setting_that_cannot_be_used_is_an_input_error_that_names_it(monkeypatch, name, value):
     monkeypatch.setenv(f"PLACER_{name}", value)
@@ -86,7 +87,11 @@ def test_by_default_a_solve_may_take_an_hour_and_the_cores_of_a_request_are_boun
     [
         ("PORT", "99999", "PLACER_PORT is '99999'; it should be less than or equal to 65535"),
         ("WORKERS", "two", "PLACER_WORKERS is 'two'; it should be a valid integer"),
-        ("REGISTER_URL", "host", "PLACER_REGISTER_URL is 'host'; it should be the URL of a service"),
+        (
+            "REGISTER_URL",
+            "host",
+            "PLACER_REGISTER_URL is 'host'; it should be the URL of a service",
+        ),
         ("NODE_NAME", "a b", "PLACER_NODE_NAME is 'a b'; it should be 1 to 64 letters, digits"),
     ],
 )
@@ -107,7 +112,9 @@ def test_a_misspelt_variable_is_told_with_the_nearest_setting():
     ]
 
 
-@pytest.mark.parametrize("name", ["PLACER_KEY", "PLACER_CACHE", "PLACER_SERVICE_HOST", "PLACER_PORT_80_TCP"])
+@pytest.mark.parametrize(
+    "name", ["PLACER_KEY", "PLACER_CACHE", "PLACER_SERVICE_HOST", "PLACER_PORT_80_TCP"]
+)
 def test_variables_of_others_are_not_taken_for_misspelt_settings(name):
     # Kubernetes sets some for a service of that name.
     assert misspelt({name: "x"}) == []

@@ -1,6 +1,7 @@
 """Where the samples of a batch lie in its values, and how the values are cut into micro-batches.
 
-inputs, BatchOptions ──▶ BatchLayout: number of samples, and for each tensor its batch dimension, or None
+inputs, BatchOptions ──▶ BatchLayout: number of samples, and for each tensor its batch dimension, or
+None
                              └──▶ cut(): the values of each micro-batch
 
 Values have names by which options refer to them: ``images``, ``targets.0.boxes``, ``logits``.
@@ -53,13 +54,10 @@ class Part(NamedTuple):
 class BatchLayout:
     """Where the samples of inputs, or of a target, lie.
 
-    Attributes:
-        size: number of samples.
-        dims: of each tensor, the dimension that is the batch; None: every micro-batch has all of it.
-        names: of the tensors.
-        declared: of each tensor, whether the options name it.
-        lists: the names of lists whose items are samples.
-        packed: the name of a PackedSequence that would be cut; None if there is none.
+    Attributes: size: number of samples. dims: of each tensor, the dimension that is the batch;
+        None: every micro-batch has all of it. names: of the tensors. declared: of each tensor,
+        whether the options name it. lists: the names of lists whose items are samples. packed: the
+        name of a PackedSequence that would be cut; None if there is none.
     """
 
     size: int
@@ -76,7 +74,9 @@ class BatchLayout:
 
     def without(self, whole: Collection[int]) -> BatchLayout:
         """Return the layout that leaves these tensors whole, given by position."""
-        return replace(self, dims=tuple(None if place in whole else dim for place, dim in enumerate(self.dims)))
+        return replace(
+            self, dims=tuple(None if place in whole else dim for place, dim in enumerate(self.dims))
+        )
 
     def described(self) -> str:
         """Return how the values are cut, for messages."""
@@ -96,7 +96,9 @@ class BatchLayout:
             InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence.
         """
         self._refuse_packed(sizes)
-        columns = [cut(*column, sizes) for column in zip(tensors, self.dims, self.names, strict=True)]
+        columns = [
+            cut(*column, sizes) for column in zip(tensors, self.dims, self.names, strict=True)
+        ]
         return [[column[index] for column in columns] for index in range(len(sizes))]
 
     def cut_call(self, call: Call, parameters: Parameters, sizes: Sequence[int]) -> list[Call]:
@@ -125,7 +127,9 @@ class BatchLayout:
             InputError: as ``cut``.
         """
         self._refuse_packed(sizes)
-        dims = {name: dim for name, dim in zip(self.names, self.dims, strict=True) if dim is not None}
+        dims = {
+            name: dim for name, dim in zip(self.names, self.dims, strict=True) if dim is not None
+        }
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [
             {name: self._slice(value, name, dims, start, size) for name, value in values.items()}
@@ -141,7 +145,9 @@ class BatchLayout:
             return value
         labels, children, assemble = parts_of(value) or ([], [], lambda _: value)
         each = zip(labels, children, strict=True)
-        return assemble([self._slice(child, below(name, label), dims, start, size) for label, child in each])
+        return assemble(
+            [self._slice(child, below(name, label), dims, start, size) for label, child in each]
+        )
 
     def _refuse_packed(self, sizes: Sequence[int]) -> None:
         if self.packed is not None and len(sizes) > 1:
@@ -188,7 +194,10 @@ class Parameters(NamedTuple):
         except (TypeError, ValueError):  # a scripted one tells no signature
             return cls()
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        is_open = any(one.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL) for one in found)
+        is_open = any(
+            one.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+            for one in found
+        )
         positional = tuple(one.name for one in found if one.kind in by_position)
         return cls(positional, None if is_open else frozenset(one.name for one in found))
 
@@ -227,8 +236,8 @@ def layout_of_inputs(
         options: what was declared.
         parameters: of the model's forward method.
 
-    Raises:
-        InputError: the options name an input that the model does not have, or inputs of unlike batches.
+    Raises: InputError: the options name an input that the model does not have, or inputs of unlike
+        batches.
     """
     rules = {parameters.renamed(name): rule for name, rule in _rules(options.inputs).items()}
     names = [_input_name(path, parameters) for path in inputs.paths]
@@ -237,7 +246,9 @@ def layout_of_inputs(
         for name in rules:
             if name != OTHERS and name.partition(".")[0] not in (*parameters.known, *values):
                 known = ", ".join([*values] or sorted(parameters.known))
-                raise InputError(f"batch_options.inputs names {name!r}, which is not an input; there are {known}")
+                raise InputError(
+                    f"batch_options.inputs names {name!r}, which is not an input; there are {known}"
+                )
     layout = _layout(values, tensors, names, rules, None, "batch_options.inputs")
     return replace(layout, packed=_packed(inputs.key, values, layout))
 
@@ -245,11 +256,15 @@ def layout_of_inputs(
 def refuse_no_options(options: Any) -> BatchOptions:
     """Return options, or raise an InputError if they are not BatchOptions."""
     if not isinstance(options, BatchOptions):
-        raise InputError(f"batch_options is {kind_of(options)}; give placer.BatchOptions(...), or leave it out")
+        raise InputError(
+            f"batch_options is {kind_of(options)}; give placer.BatchOptions(...), or leave it out"
+        )
     return options
 
 
-def layout_of(model: nn.Module, inputs: Any, options: BatchOptions, name: str = "inputs") -> BatchLayout:
+def layout_of(
+    model: nn.Module, inputs: Any, options: BatchOptions, name: str = "inputs"
+) -> BatchLayout:
     """Return where the samples of inputs lie.
 
     Args:
@@ -277,8 +292,8 @@ def layout_of_target(
         options: what was declared.
         size: number of samples in the inputs.
 
-    Raises:
-        InputError: the options name a part that is not there, or a part is of another batch than the inputs.
+    Raises: InputError: the options name a part that is not there, or a part is of another batch
+        than the inputs.
     """
     names = [name_of(path) for path in structure.paths]
     rules: dict[str, Cut] = {}
@@ -296,7 +311,9 @@ def layout_of_target(
             )
     layout = _layout({"": target}, leaves, names, rules, size, "batch_options.target")
     for leaf, dim, name in zip(leaves, layout.dims, names, strict=True):
-        goes_whole = rule_for(name, rules, 0)[0] is None or any(_is_below(name, one) for one in layout.lists)
+        goes_whole = rule_for(name, rules, 0)[0] is None or any(
+            _is_below(name, one) for one in layout.lists
+        )
         if dim is None and not goes_whole and isinstance(leaf, Tensor) and leaf.dim():
             raise InputError(
                 f"a target{f' {name!r}' if name else ''} of shape {tuple(leaf.shape)} goes with a batch of {size} "
@@ -307,12 +324,16 @@ def layout_of_target(
 
 
 def name_of(path: str) -> str:
-    """Return the name of a value in a result or target from its path: ``['loss'][0]`` is ``loss.0``."""
+    """Return the name of a value in a result or target from its path: ``['loss'][0]`` is
+    ``loss.0``.
+    """
     return ".".join(next(filter(None, step.groups()), "") for step in _STEP.finditer(path))
 
 
 def below(name: str, label: str) -> str:
-    """Return the name of a part from the name of the whole and the part's label in it, such as ``[0]``."""
+    """Return the name of a part from the name of the whole and the part's label in it, such as
+    ``[0]``.
+    """
     return f"{name}.{name_of(label)}" if name else name_of(label)
 
 
@@ -340,14 +361,26 @@ def _layout(
     for name, rule in rules.items():
         if rule == "items" and name in values and not any(_is_below(one, name) for one in lists):
             given = values[name]
-            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else kind_of(given)
-            raise InputError(f"{where} says that the items of {name!r} are samples; it is {what}, not a list")
+            what = (
+                f"a tensor of shape {tuple(given.shape)}"
+                if isinstance(given, Tensor)
+                else kind_of(given)
+            )
+            raise InputError(
+                f"{where} says that the items of {name!r} are samples; it is {what}, not a list"
+            )
     each = list(zip(leaves, names, (rule for rule, _ in found), declared, strict=True))
     sizes = list(lists.items())
-    for wanted in (True, False):  # what was declared tells the size, wherever it stands
+    # what was declared tells the size, wherever it stands
+    for wanted in (True, False):
         for leaf, name, rule, named in each:
             inside = any(_is_below(name, one) for one in lists)
-            if named == wanted and isinstance(rule, int) and not inside and isinstance(leaf, Tensor):
+            if (
+                named == wanted
+                and isinstance(rule, int)
+                and not inside
+                and isinstance(leaf, Tensor)
+            ):
                 if leaf.dim() > rule:
                     sizes.append((name, int(leaf.shape[rule])))
                 elif named:
@@ -362,7 +395,9 @@ def _layout(
     dims: list[int | None] = []
     for leaf, name, rule, named in each:
         inside = any(_is_below(name, one) for one in lists)
-        fits = isinstance(rule, int) and not inside and isinstance(leaf, Tensor) and leaf.dim() > rule
+        fits = (
+            isinstance(rule, int) and not inside and isinstance(leaf, Tensor) and leaf.dim() > rule
+        )
         if fits and leaf.shape[rule] == size:
             dims.append(rule)  # type: ignore[arg-type]
         elif fits and named:
@@ -379,7 +414,11 @@ def _lists(name: str, value: Any, rules: Mapping[str, Cut]) -> Iterator[tuple[st
     """Yield the outermost lists whose items are samples, with their names."""
     if "items" not in rules.values() or isinstance(value, Tensor):
         return
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and rule_for(name, rules, 0)[0] == "items":
+    if (
+        isinstance(value, (list, tuple))
+        and not hasattr(value, "_fields")
+        and rule_for(name, rules, 0)[0] == "items"
+    ):
         yield name, value
         return
     for label, child in zip(*(parts_of(value) or ((), ()))[:2], strict=True):
@@ -402,7 +441,9 @@ def _packed(key: Hashable, values: Mapping[str, Any], layout: BatchLayout) -> st
             return name
         if not isinstance(value, (Tensor, PackedSequence)):
             labels, children, _ = parts_of(value) or ([], [], None)
-            waiting += [(below(name, label), child) for label, child in zip(labels, children, strict=True)]
+            waiting += [
+                (below(name, label), child) for label, child in zip(labels, children, strict=True)
+            ]
     return None
 
 

@@ -52,7 +52,8 @@ def _lined_up(user: fx.Node, node: fx.Node, place: int) -> Place:
 
 
 def _attention(user: fx.Node, node: fx.Node, place: int) -> Place:
-    return None if node in user.args[:3] else _lined_up(user, node, place)  # the mask
+    # the mask
+    return None if node in user.args[:3] else _lined_up(user, node, place)
 
 
 def _unsqueezed(user: fx.Node, node: fx.Node, place: int) -> Place:
@@ -80,7 +81,9 @@ def _looked_up(user: fx.Node, node: fx.Node, place: int) -> Place:
 
 
 def _product(user: fx.Node, node: fx.Node, place: int) -> Place:
-    """Of matrices: the last dimension of the first one and the last but one of the second are summed over."""
+    """Of matrices: the last dimension of the first one and the last but one of the second are
+    summed over.
+    """
     first, second = user.args[:2]
     rank = _rank(node)
     if first is second or node not in (first, second):
@@ -121,8 +124,13 @@ def _einsum(user: fx.Node, node: fx.Node, place: int) -> Place:
 
 _aten = torch.ops.aten
 _BY_TARGET: dict[Any, Callable[[fx.Node, fx.Node, int], Place]] = {
-    **dict.fromkeys((_aten.expand.default, _aten.clone.default, _aten.detach.default, _aten.alias.default), _lined_up),
-    **dict.fromkeys((_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten._to_copy.default), _lined_up),
+    **dict.fromkeys(
+        (_aten.expand.default, _aten.clone.default, _aten.detach.default, _aten.alias.default),
+        _lined_up,
+    ),
+    **dict.fromkeys(
+        (_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten._to_copy.default), _lined_up
+    ),
     _aten.scaled_dot_product_attention.default: _attention,
     _aten.unsqueeze.default: _unsqueezed,
     _aten.select.int: _selected,

@@ -1,4 +1,6 @@
-"""Which modules a model runs under ``torch.utils.checkpoint``; a captured graph shows their operations and no more."""
+"""Which modules a model runs under ``torch.utils.checkpoint``; a captured graph shows their
+operations and no more.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from placer.capture.python_state.attribute_reads import identity
 
 @contextmanager
 def noticed(module: nn.Module) -> Iterator[list[str]]:
-    """Inside, the modules that run under a checkpoint are noticed; one around this is no business of theirs.
+    """Inside, the modules that run under a checkpoint are noticed; one around this is no business
+    of theirs.
 
     Args:
         module: the model.
@@ -28,10 +31,16 @@ def noticed(module: nn.Module) -> Iterator[list[str]]:
     found: list[str] = []
 
     def look(child: nn.Module, _: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, say, which is one operation
+        # a branch of torch.cond, say, which is one operation
+        if torch.compiler.is_dynamo_compiling():
             return
         name = names.get(identity(child))
-        if name and name not in found and _under_checkpoint() and not any(name.startswith(f"{one}.") for one in found):
+        if (
+            name
+            and name not in found
+            and _under_checkpoint()
+            and not any(name.startswith(f"{one}.") for one in found)
+        ):
             found.append(name)
 
     handle = register_module_forward_pre_hook(look)
@@ -48,7 +57,9 @@ def is_over(error: BaseException) -> bool:
 
 
 def _under_checkpoint() -> bool:
-    """A checkpoint that is not reentrant decides what autograd saves; a reentrant one is not captured at all."""
+    """A checkpoint that is not reentrant decides what autograd saves; a reentrant one is not
+    captured at all.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 

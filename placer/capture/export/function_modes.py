@@ -1,4 +1,6 @@
-"""A function mode that sees more than torch's: what custom functions are given and what checkpoints will run again."""
+"""A function mode that sees more than torch's: what custom functions are given and what checkpoints
+will run again.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ def _latest() -> WideMode | None:
 
 
 class _Replacements:
-    """Functions inside torch that are others while any thread has such a mode; in other threads they do what they did.
+    """Functions inside torch that are others while any thread has such a mode; in other threads
+    they do what they did.
 
-    What ``apply`` of custom functions calls first on its arguments is one (``apply`` itself may be known by other
+    What ``apply`` of custom functions calls first on its arguments is one (``apply`` itself may be
+    known by other
     names: ``product = Product.apply``), what ``checkpoint`` hands its function to are the others.
     """
 
@@ -63,7 +67,9 @@ class _Replacements:
             self._count += 1
             if self._count == 1:
                 self._replace(functorch, "unwrap_dead_wrappers", _instead_of_unwrapping)
-                self._replace(checkpoint, "_checkpoint_without_reentrant_generator", _instead_of_keeping)
+                self._replace(
+                    checkpoint, "_checkpoint_without_reentrant_generator", _instead_of_keeping
+                )
                 self._replace(checkpoint.CheckpointFunction, "apply", _instead_of_keeping)
 
     def end(self) -> None:

@@ -1,4 +1,6 @@
-"""Laying flat what torch.export nests: ``torch.no_grad()`` and ``torch.autocast`` become notes on the nodes inside."""
+"""Laying flat what torch.export nests: ``torch.no_grad()`` and ``torch.autocast`` become notes on
+the nodes inside.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,12 @@ def _region(node: fx.Node) -> tuple[Any, ...] | None:
     return None
 
 
-def _splice(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]) -> None:
-    """Put a copy of ``body``'s nodes where ``call`` stands, and what they name beside what the graph's nodes name."""
+def _splice(
+    module: fx.GraphModule, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]
+) -> None:
+    """Put a copy of ``body``'s nodes where ``call`` stands, and what they name beside what the
+    graph's nodes name.
+    """
     graph = module.graph
     env: dict[fx.Node, Any] = {}
     places = iter(arguments)

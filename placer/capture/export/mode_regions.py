@@ -1,4 +1,6 @@
-"""The regions of a model's code that change how operations behave: ``torch.no_grad()`` and ``torch.autocast``."""
+"""The regions of a model's code that change how operations behave: ``torch.no_grad()`` and
+``torch.autocast``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Region = tuple[Any, ...]
 
 
 class Regions:
-    """The regions that are open while a layer runs; leaving it closes what an exception left open, torch.func's too."""
+    """The regions that are open while a layer runs; leaving it closes what an exception left open,
+    torch.func's too.
+    """
 
     def __init__(self, captured_on: str) -> None:
         self._captured_on = captured_on
@@ -26,7 +30,10 @@ class Regions:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         while self._open:
             leave(self)
@@ -35,7 +42,8 @@ class Regions:
 
     def push(self, device: torch.device, region: Region) -> None:
         """Open a region; one of the device type that was captured becomes one of ``device``'s type."""
-        # By functions that torch.compile takes into its graph: it breaks where a context is entered by hand.
+        # By functions that torch.compile takes into its graph: it breaks where a context is entered
+        # by hand.
         if region[0] == "grad":
             self._open.append(torch.is_grad_enabled())
             torch._C._set_grad_enabled(bool(region[1]))

@@ -1,7 +1,8 @@
 """The real names of the modules that a traced model calls.
 
-torch.export names a call by the way that code took to the module. Where a module has two names, that way is not always
-a name: ``self.layers[:4]`` gives ``layers.slice(None, 4, None).0``. So modules are matched by identity instead:
+torch.export names a call by the way that code took to the module. Where a module has two names,
+that way is not always a name: ``self.layers[:4]`` gives ``layers.slice(None, 4, None).0``. So
+modules are matched by identity instead:
 
     forward pre-hook: module that runs   ──▶  its first name in named_modules(), and which of its calls this is
     tracer: name and number of the call  ──▶  written over in the nodes
@@ -36,11 +37,14 @@ class CalledNames:
         self._names: dict[int, str] = {}
         for name, module in root.named_modules():
             self._names.setdefault(identity(module), name)
-        self._is_ambiguous = len(self._names) < sum(1 for _ in root.named_modules(remove_duplicate=False))
+        self._is_ambiguous = len(self._names) < sum(
+            1 for _ in root.named_modules(remove_duplicate=False)
+        )
         self._real: dict[tuple[str, int], tuple[str, int] | None] = {}
         self._calls: Counter[str] = Counter()
         self._root = identity(root)
-        self._above = ""  # the tracer's name of the root, which names in the finished graph leave out
+        # the tracer's name of the root, which names in the finished graph leave out
+        self._above = ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -55,7 +59,9 @@ class CalledNames:
             handle.remove()
 
     def rename(self, graph: fx.Graph) -> None:
-        """Give the calls around each node the real names; calls of modules that are no part of the root go away."""
+        """Give the calls around each node the real names; calls of modules that are no part of the
+        root go away.
+        """
         for node in graph.nodes if self._real else ():
             stack: dict[str, tuple[str, Any]] = node.meta.get(STACK) or {}
             renamed: dict[str, tuple[str, Any]] = {}
@@ -68,7 +74,8 @@ class CalledNames:
                 node.meta[STACK] = renamed
 
     def _note(self, module: nn.Module, _: object) -> None:
-        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, which is one operation
+        # a branch of torch.cond, which is one operation
+        if torch.compiler.is_dynamo_compiling():
             return
         mode = get_proxy_mode()
         stack = getattr(getattr(mode, "tracer", None), "module_stack", None)
@@ -86,6 +93,8 @@ class CalledNames:
 
 
 def call_number(key: str) -> int:
-    """Return which call of a module an entry of the stack is, counted from 0: its key ends in ``@1`` for the second."""
+    """Return which call of a module an entry of the stack is, counted from 0: its key ends in
+    ``@1`` for the second.
+    """
     number = key.rpartition("@")[2] if "@" in key else "0"
     return int(number) if number.isdecimal() else 0

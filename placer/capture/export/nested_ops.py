@@ -1,9 +1,11 @@
-"""Operations that are more than one: those with graphs of their own, and those that torch.func stands around.
+"""Operations that are more than one: those with graphs of their own, and those that torch.func
+stands around.
 
 torch.cond(pred, one, other, (x,))   ->   cond(pred, one_graph, other_graph, (x,))      one node, in one layer
 torch.vmap(f)(x)                     ->   increment_nesting ... f's operations ... decrement_nesting    in one layer
 
-Graphs of their own have also ``while_loop``, ``map``, ``scan`` and attention with functions of scores.
+Graphs of their own have also ``while_loop``, ``map``, ``scan`` and attention with functions of
+scores.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.utils._pytree import tree_map
 from placer.errors import CaptureError
 
 _TRANSFORMS = "torch._functorch.predispatch"
-_placed: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, torch.device], fx.GraphModule]] = WeakKeyDictionary()
+_placed: WeakKeyDictionary[fx.GraphModule, dict[tuple[str, torch.device], fx.GraphModule]] = (
+    WeakKeyDictionary()
+)
 
 
 def body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -38,16 +42,23 @@ def has_bodies(module: fx.GraphModule) -> bool:
         CaptureError: one writes to what it is given, which nothing outside would know of.
     """
     bodies = [found for node in module.graph.nodes if (found := body(module, node)) is not None]
-    for inner in (child for found in bodies for child in found.modules() if isinstance(child, fx.GraphModule)):
+    for inner in (
+        child for found in bodies for child in found.modules() if isinstance(child, fx.GraphModule)
+    ):
         for node in inner.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-                raise CaptureError(f"{node.target} writes in place inside an operation that has a graph of its own")
+                raise CaptureError(
+                    f"{node.target} writes in place inside an operation that has a graph of its own"
+                )
     return bool(bodies)
 
 
 def on(graph: fx.GraphModule, captured_on: str, device: torch.device) -> fx.GraphModule:
-    """A body whose operations make tensors on a device, where they made them on that of the capture."""
-    if device.type == captured_on == "cpu":  # one device, whatever number a stand-in has
+    """A body whose operations make tensors on a device, where they made them on that of the
+    capture.
+    """
+    # one device, whatever number a stand-in has
+    if device.type == captured_on == "cpu":
         return graph
     copies = _placed.setdefault(graph, {})
     if (captured_on, device) not in copies:
@@ -99,7 +110,10 @@ def transformed(operations: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def run_under(
-    mode: AbstractContextManager[Any], operation: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    mode: AbstractContextManager[Any],
+    operation: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Run an operation with graphs of its own so that a dispatch mode sees their operations.
 

@@ -1,6 +1,8 @@
-"""What an operation of a captured graph does beside giving its result: it draws random numbers, or writes in place.
+"""What an operation of a captured graph does beside giving its result: it draws random numbers, or
+writes in place.
 
-Torch tells some of it, in schemas and tags; what it does not tell, of batch norm and dropouts, is known here.
+Torch tells some of it, in schemas and tags; what it does not tell, of batch norm and dropouts, is
+known here.
 """
 
 from __future__ import annotations
@@ -13,21 +15,37 @@ from torch import fx
 
 from placer.capture.export import nested_ops
 
-_DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+_DROPOUTS = {
+    f"aten::{kind}dropout{end}"
+    for kind in ("", "alpha_", "feature_", "feature_alpha_")
+    for end in ("", "_")
+}
 """Those that hand on what they were given where they drop nothing."""
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node without users must stay: it writes in place, draws random numbers, or is a border."""
-    if node.op in ("placeholder", "output") or nested_ops.is_transform(node) or updates_running_statistics(node):
+    """Whether a node without users must stay: it writes in place, draws random numbers, or is a
+    border.
+    """
+    if (
+        node.op in ("placeholder", "output")
+        or nested_ops.is_transform(node)
+        or updates_running_statistics(node)
+    ):
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target._schema.is_mutable or draws_random(node))
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target._schema.is_mutable or draws_random(node)
+    )
 
 
 def updates_running_statistics(node: fx.Node) -> bool:
     """Batch norm changes its running statistics without saying so in its schema."""
     name = getattr(node.target, "_schema", None)
-    return name is not None and name.name in ("aten::batch_norm", "aten::instance_norm") and node.args[5] is True
+    return (
+        name is not None
+        and name.name in ("aten::batch_norm", "aten::instance_norm")
+        and node.args[5] is True
+    )
 
 
 def draws_random(node: fx.Node) -> bool:
@@ -37,8 +55,17 @@ def draws_random(node: fx.Node) -> bool:
     """
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         module = node.graph.owning_module
-        bodies = [nested_ops.body(module, source) for source in node.all_input_nodes] if module is not None else []
-        return any(draws_random(inner) for found in bodies if found is not None for inner in found.graph.nodes)
+        bodies = (
+            [nested_ops.body(module, source) for source in node.all_input_nodes]
+            if module is not None
+            else []
+        )
+        return any(
+            draws_random(inner)
+            for found in bodies
+            if found is not None
+            for inner in found.graph.nodes
+        )
     return draws(node.target, node.args, node.kwargs)
 
 

@@ -1,7 +1,8 @@
 """Weights that torch.export would take for plain tensors.
 
-While torch.export traces a model, plain tensors without data stand in for its parameters. The attributes of a parameter
-and the methods of its class are not there then: code that asks for them fails, or does something else.
+While torch.export traces a model, plain tensors without data stand in for its parameters. The
+attributes of a parameter and the methods of its class are not there then: code that asks for them
+fails, or does something else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from placer.utils.python_objects import is_torchs
 
 
 def refuse_weights(module: nn.Module) -> None:
-    """Raise a CaptureError if a parameter or a buffer has tensors attached to it, or a class that changes what it does.
+    """Raise a CaptureError if a parameter or a buffer has tensors attached to it, or a class that
+    changes what it does.
 
     Wrapper subclasses are captured: torch.export knows how to take them apart.
     """
@@ -24,13 +26,19 @@ def refuse_weights(module: nn.Module) -> None:
         if devices.is_plain(tensor):
             continue
         if devices.attached(tensor):
-            raise CaptureError(f"{name!r} has tensors in its attributes, which torch.export does not see")
+            raise CaptureError(
+                f"{name!r} has tensors in its attributes, which torch.export does not see"
+            )
         if _has_own_class(tensor):
-            raise CaptureError(f"{name!r} is a {type(tensor).__name__}, which torch.export takes for a plain tensor")
+            raise CaptureError(
+                f"{name!r} is a {type(tensor).__name__}, which torch.export takes for a plain tensor"
+            )
 
 
 def define_functions(module: nn.Module) -> bool:
-    """Return whether the class of a weight defines what functions of torch do with it (``__torch_function__``)."""
+    """Return whether the class of a weight defines what functions of torch do with it
+    (``__torch_function__``).
+    """
     kinds = {type(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return any(map(_defines_functions, kinds))
 
@@ -42,7 +50,10 @@ def _has_own_class(tensor: Tensor) -> bool:
 
 
 def _defines_functions(kind: type) -> bool:
-    return not is_torchs(kind) and _function(kind) not in (_function(nn.Parameter), _function(Tensor))
+    return not is_torchs(kind) and _function(kind) not in (
+        _function(nn.Parameter),
+        _function(Tensor),
+    )
 
 
 def _function(kind: Any) -> Any:

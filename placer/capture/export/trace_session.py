@@ -25,8 +25,8 @@ _ON_GRADIENTS = {
 class GradientMode(TorchFunctionMode):
     """Notes what a graph would lose of a backward pass.
 
-    That is what acts on the gradient of a tensor, and what runs with gradients off where no code turned them off: only
-    ``autograd.Function`` does that.
+    That is what acts on the gradient of a tensor, and what runs with gradients off where no code
+    turned them off: only ``autograd.Function`` does that.
 
     Attributes:
         custom: what was found, in words.
@@ -51,8 +51,9 @@ class GradientMode(TorchFunctionMode):
 class HiddenGradientMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes that the class of a weight turns gradients off inside the operations that it defines.
 
-    Inside the ``__torch_function__`` of a class neither torch.export nor ``GradientMode`` sees ``torch.no_grad()``. So
-    a graph has the operations without it, and would let a gradient flow back that the model stops.
+    Inside the ``__torch_function__`` of a class neither torch.export nor ``GradientMode`` sees
+    ``torch.no_grad()``. So a graph has the operations without it, and would let a gradient flow
+    back that the model stops.
 
     Args:
         seen: knows what both of them see.
@@ -70,13 +71,14 @@ class HiddenGradientMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OneDevice(TorchFunctionMode):
-    """Lets code that names accelerators itself, as that of a model that was split by hand, run on one device.
+    """Lets code that names accelerators itself, as that of a model that was split by hand, run on
+    one device.
 
         x = self.first(x.to("cuda:0"))
         return self.second(x.to("cuda:1"))
 
-    Where a layer runs is the placement's to say, so what such code names is the device of the capture. What it brings
-    to the host (``x.cpu()``) stays there.
+    Where a layer runs is the placement's to say, so what such code names is the device of the
+    capture. What it brings to the host (``x.cpu()``) stays there.
 
     Args:
         device: that of the capture; None to leave the code alone.
@@ -102,11 +104,16 @@ class OneDevice(TorchFunctionMode):
         if isinstance(named, bool) or not isinstance(named, (int, str, torch.device)):
             return named
         device = torch.device(named)
-        return named if device.type == "meta" or (device.type == "cpu" and device.index is None) else self._device
+        return (
+            named
+            if device.type == "meta" or (device.type == "cpu" and device.index is None)
+            else self._device
+        )
 
 
 class Patience(TorchFunctionMode):
-    """Ends a trace that takes too long: of sizes that are divided over and over torch proves the same ever slower.
+    """Ends a trace that takes too long: of sizes that are divided over and over torch proves the
+    same ever slower.
 
     Args:
         seconds: how long it may take.
@@ -117,13 +124,16 @@ class Patience(TorchFunctionMode):
         self._end = time.monotonic() + seconds
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and time.monotonic() > self._end:  # which looks into torch.cond
+        # which looks into torch.cond
+        if not torch.compiler.is_dynamo_compiling() and time.monotonic() > self._end:
             raise TimeoutError("sizes that are open take too long to trace")
         return func(*args, **(kwargs or {}))
 
 
 def custom_functions(leaves: Sequence[Any]) -> set[str]:
-    """The custom autograd functions that a result went through: export keeps what their forward does, and no more."""
+    """The custom autograd functions that a result went through: export keeps what their forward
+    does, and no more.
+    """
     found: set[str] = set()
     seen: set[Any] = set()
     stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
@@ -141,5 +151,9 @@ def custom_functions(leaves: Sequence[Any]) -> set[str]:
 
 
 def _is_of_operator(kind: type) -> bool:
-    """Whether an autograd function belongs to an operator, which a graph calls whole: a custom one, or torch.cond."""
-    return getattr(kind, "_forward_cls", kind).__module__.startswith(("torch._library.", "torch._higher_order_ops."))
+    """Whether an autograd function belongs to an operator, which a graph calls whole: a custom one,
+    or torch.cond.
+    """
+    return getattr(kind, "_forward_cls", kind).__module__.startswith(
+        ("torch._library.", "torch._higher_order_ops.")
+    )

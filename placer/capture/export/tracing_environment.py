@@ -1,6 +1,8 @@
-"""What a model's code is looked at in: all of its state on one device, under the caller's autocast and nothing else.
+"""What a model's code is looked at in: all of its state on one device, under the caller's autocast
+and nothing else.
 
-A model's code may ask of what type a result is, and do otherwise for another; of what type it is autocast decides.
+A model's code may ask of what type a result is, and do otherwise for another; of what type it is
+autocast decides.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from placer.capture import autocast
 
 
 def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
-    """Where the state is, if it is in one place; else the CPU, or, for an autocast of GPUs, one of them."""
+    """Where the state is, if it is in one place; else the CPU, or, for an autocast of GPUs, one of
+    them.
+    """
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if not places:
         places = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
@@ -44,7 +48,9 @@ def example(tensor: Any, device: torch.device) -> Any:
 
 @contextmanager
 def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """State in one place, gradients on, the caller's autocast where it is one of this kind of device."""
+    """State in one place, gradients on, the caller's autocast where it is one of this kind of
+    device.
+    """
     with ExitStack() as stack:
         stack.enter_context(devices.unobserved())
         stack.enter_context(_disable_current_modes())
@@ -52,7 +58,9 @@ def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for kind in {"cpu", devices.default_kind()}:
             stack.enter_context(
-                autocast.uncached(device) if kind == device.type else torch.autocast(kind, enabled=False)
+                autocast.uncached(device)
+                if kind == device.type
+                else torch.autocast(kind, enabled=False)
             )
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -78,7 +86,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _no_stacks() -> Iterator[None]:
-    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of the time."""
+    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of
+    the time.
+    """
     option = "do_not_emit_stack_traces"
     before = getattr(fx_config, option, None)
     if before is None:  # a torch without it
@@ -93,7 +103,9 @@ def _no_stacks() -> Iterator[None]:
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """``torch.distributions`` does not look at the values of what it is given, as it would in every call otherwise."""
+    """``torch.distributions`` does not look at the values of what it is given, as it would in every
+    call otherwise.
+    """
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -104,7 +116,9 @@ def _unchecked_distributions() -> Iterator[None]:
 
 @contextmanager
 def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one device."""
+    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one
+    device.
+    """
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
     twins: dict[int, Tensor] = {}
     for child in module.modules():
@@ -114,11 +128,19 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
                 if tensor is None or tensor.device == device:
                     continue
                 if id(tensor) not in twins:
-                    twin_of = partial(torch.empty_like if device.type == "cpu" else _bare, device=device)
+                    twin_of = partial(
+                        torch.empty_like if device.type == "cpu" else _bare, device=device
+                    )
                     # Of a sparse tensor, one without elements is enough.
-                    twin = devices.rebuilt(tensor, twin_of) if tensor.layout == torch.strided else twin_of(tensor)
+                    twin = (
+                        devices.rebuilt(tensor, twin_of)
+                        if tensor.layout == torch.strided
+                        else twin_of(tensor)
+                    )
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    twins[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+                    twins[id(tensor)] = (
+                        nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+                    )
                 undo.append((table, name, tensor))
     for table, name, tensor in undo:
         table[name] = twins[id(tensor)]
@@ -130,7 +152,9 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _bare(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and strides that takes no memory of a GPU if it is strided; it cannot be read."""
+    """A tensor of the same shape and strides that takes no memory of a GPU if it is strided; it
+    cannot be read.
+    """
     twin = torch.empty_like(tensor, device=device)
     if twin.layout == torch.strided:
         twin.untyped_storage().resize_(0)

@@ -1,4 +1,6 @@
-"""One look at a model's code at a time: tracing stands on classes, hooks and generators that all threads share."""
+"""One look at a model's code at a time: tracing stands on classes, hooks and generators that all
+threads share.
+"""
 
 from __future__ import annotations
 

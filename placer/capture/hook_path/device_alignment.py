@@ -1,7 +1,8 @@
-"""Running a model that cannot be captured: modules on their devices, functional operations aligned between them.
+"""Running a model that cannot be captured: modules on their devices, functional operations aligned
+between them.
 
-A module that has a device gets its inputs moved there. An operation between modules whose tensors are on several
-devices runs where its parameters are, else where the latest module ran.
+A module that has a device gets its inputs moved there. An operation between modules whose tensors
+are on several devices runs where its parameters are, else where the latest module ran.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _KEEPS_ITS_PLACE = {
 }
 
 _OF_LISTS = "_foreach_"
-"""How names begin of what takes lists, whose tensors are each with their own of the other lists, not all together."""
+"""How names begin of what takes lists, whose tensors are each with their own of the other lists,
+not all together."""
 
 _OF_GROUPS = ("_fused_", "_amp_foreach_")
 """The same, where the caller has sorted them by device: several of the lists are written to."""
@@ -48,7 +50,10 @@ _AT_A_GLANCE = frozenset({*CONSTANTS, type(...)})
 
 _WRITES = {
     "__setitem__",
-    *(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()),
+    *(
+        f"__i{name}__"
+        for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+    ),
 }
 """What writes to its first argument, beside what is named so: ``add_``."""
 
@@ -62,9 +67,8 @@ Renewal = Callable[[], AbstractContextManager["Alignment"]]
 class Alignment(WideMode):
     """Moves the tensors of one operation to one device.
 
-    Args:
-        observer: sees every function.
-        renewal: where operations are to be aligned too that a checkpoint runs again in the backward pass.
+    Args: observer: sees every function. renewal: where operations are to be aligned too that a
+        checkpoint runs again in the backward pass.
 
     Attributes:
         place: the device of the latest module; None before the first.
@@ -79,7 +83,9 @@ class Alignment(WideMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In it operations are not aligned; where no other mode was entered since, they do not pass by here at all."""
+        """In it operations are not aligned; where no other mode was entered since, they do not pass
+        by here at all.
+        """
         is_latest = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         was, self._is_paused = self._is_paused, True
         if is_latest:
@@ -121,9 +127,11 @@ class Alignment(WideMode):
         return result
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a custom function is given, all of it on one device: it may keep it for its backward pass.
+        """What a custom function is given, all of it on one device: it may keep it for its backward
+        pass.
 
-        What is given a function is a checkpoint of somebody's own, and what that runs is aligned when it runs.
+        What is given a function is a checkpoint of somebody's own, and what that runs is aligned
+        when it runs.
         """
         if self._is_paused:
             return args
@@ -133,13 +141,16 @@ class Alignment(WideMode):
         return aligned
 
     def kept(self, function: Function) -> Function:
-        """The function as a checkpoint runs it again: aligned, and on the same devices, so that it does the same."""
+        """The function as a checkpoint runs it again: aligned, and on the same devices, so that it
+        does the same.
+        """
         renewal, place = self._renewal, self.place
         if renewal is None or self._is_paused:
             return function
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            if self.is_here:  # the pass before, which a reentrant checkpoint begins with this, too
+            # the pass before, which a reentrant checkpoint begins with this, too
+            if self.is_here:
                 return function(*args, **kwargs)
             with devices.answering(), renewal() as alignment, alignment.resumed():
                 latest, alignment.place = alignment.place, place
@@ -166,7 +177,9 @@ class Alignment(WideMode):
         written, _ = flatten(_written_beside(name, args, kwargs))
         target = devices.location(written[0]) if written else self._target(name, tensors, places)
         moved = [
-            tensor if tensor.dim() == 0 and devices.same(place, devices.HOST) else devices.move(tensor, target)
+            tensor
+            if tensor.dim() == 0 and devices.same(place, devices.HOST)
+            else devices.move(tensor, target)
             for tensor, place in zip(tensors, places, strict=True)
         ]
         aligned: tuple[Any, Any] = structure.unflatten(moved)
@@ -175,12 +188,19 @@ class Alignment(WideMode):
     def _target(self, name: str, tensors: list[Tensor], places: list[torch.device]) -> torch.device:
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             return places[0]
-        owners = [place for tensor, place in zip(tensors, places, strict=True) if isinstance(tensor, nn.Parameter)]
+        owners = [
+            place
+            for tensor, place in zip(tensors, places, strict=True)
+            if isinstance(tensor, nn.Parameter)
+        ]
         if owners:
             return owners[0]
         if self.place is not None and any(devices.same(place, self.place) for place in places):
             return self.place
-        return next((place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()), places[0])
+        return next(
+            (place for tensor, place in zip(tensors, places, strict=True) if tensor.dim()),
+            places[0],
+        )
 
 
 def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,7 +210,9 @@ def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return kwargs.get("out")
 
 
-def _beside_the_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _beside_the_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Lists of tensors, each tensor where the one at its place in the first list is."""
     first = next(nest for nest in (*args, *kwargs.values()) if isinstance(nest, (list, tuple)))
     places = [devices.location(tensor) for tensor in first]
@@ -222,7 +244,8 @@ def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class Arrival:
-    """A forward pre-hook: moves what a module is given to the device that its state is on, for as long as it runs.
+    """A forward pre-hook: moves what a module is given to the device that its state is on, for as
+    long as it runs.
 
     A copy of the module is no part of the flow, so in a copy the hook does nothing.
     """
@@ -232,7 +255,9 @@ class Arrival:
         self._device = device
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a graph is made."""
+        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a
+        graph is made.
+        """
         if torch.compiler.is_dynamo_compiling() or self._arrivals is None or not devices.observed():
             return None
         return self._arrivals.enter(self._device).made((args, kwargs))
@@ -252,7 +277,11 @@ class Departure:
 
     def __call__(self, *_: Any) -> None:
         """Put back what the module was given; nothing in a copy and while a graph is made."""
-        if not torch.compiler.is_dynamo_compiling() and self._arrivals is not None and devices.observed():
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            and self._arrivals is not None
+            and devices.observed()
+        ):
             self._arrivals.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Departure:
@@ -271,7 +300,9 @@ class Arrivals:
             handle
             for module, device in modules.items()
             for handle in (
-                module.register_forward_pre_hook(Arrival(self, device), with_kwargs=True, prepend=True),
+                module.register_forward_pre_hook(
+                    Arrival(self, device), with_kwargs=True, prepend=True
+                ),
                 module.register_forward_hook(Departure(self), always_call=True),
             )
         ]
@@ -284,7 +315,9 @@ class Arrivals:
         return self._inside[-1]
 
     def leave(self) -> None:
-        """The module is left: lists, dicts and objects that it was given have their own tensors back."""
+        """The module is left: lists, dicts and objects that it was given have their own tensors
+        back.
+        """
         if self._inside:  # not where a hook before ``Arrival`` failed
             self._inside.pop().put_back()
 

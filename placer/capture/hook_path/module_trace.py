@@ -1,7 +1,8 @@
 """The layer graph of a model that cannot be captured: by running it once and watching its modules.
 
-Layers are modules, called as they are. What functional operations make between them counts as made by the latest layer
-before, with the data of that one run, so that every layer can be measured alone.
+Layers are modules, called as they are. What functional operations make between them counts as made
+by the latest layer before, with the data of that one run, so that every layer can be measured
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from placer.capture.export.tracing_lock import alone
 from placer.capture.granularity import Granularity, Opened
 from placer.capture.hook_path.device_alignment import Alignment
 from placer.capture.hook_path.packed_sequences import LengthsOnHost
-from placer.capture.layers import Layer, LayerGraph, Value, attached_state, attachments, named_state, tensor_bytes
+from placer.capture.layers import (
+    Layer,
+    LayerGraph,
+    Value,
+    attached_state,
+    attachments,
+    named_state,
+    tensor_bytes,
+)
 from placer.capture.python_state.isolated_runs import undisturbed
 from placer.capture.python_state.module_side_effects import put_back
 from placer.capture.pytrees import CONSTANTS, Structure, flatten, flatten_inputs
@@ -66,7 +75,8 @@ def trace(
     reason: str,
     batch_size: int = 1,
 ) -> LayerGraph:
-    """Run the model twice, without gradients where it can be, and write down which module reads what.
+    """Run the model twice, without gradients where it can be, and write down which module reads
+    what.
 
     Args:
         model: it is left as it was, buffers and random numbers included.
@@ -80,7 +90,9 @@ def trace(
         CaptureError: the model fails on the example, or has no data to run on.
     """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise CaptureError(f"{reason}; and a model on meta cannot be run instead: load weights into it")
+        raise CaptureError(
+            f"{reason}; and a model on meta cannot be run instead: load weights into it"
+        )
     refuse_scripts(model, reason)
     gradients = False
     try:
@@ -95,11 +107,18 @@ def trace(
     watch = _Watch(model, opened)
     tensors, inputs = flatten_inputs(args, kwargs)
     names = watch.inputs(tensors)
-    with undisturbed(model), devices.unobserved(), torch.set_grad_enabled(gradients), watch.installed():
+    with (
+        undisturbed(model),
+        devices.unobserved(),
+        torch.set_grad_enabled(gradients),
+        watch.installed(),
+    ):
         result = _run(model, inputs, tensors)
     leaves, structure = flatten(result)
     outputs = [watch.name(leaf) for leaf in leaves]
-    graph = watch.graph(tuple(names), tuple(outputs), batch_size, granularities.label(granularity), reason)
+    graph = watch.graph(
+        tuple(names), tuple(outputs), batch_size, granularities.label(granularity), reason
+    )
     graph.result = structure
     return graph
 
@@ -126,10 +145,14 @@ def _run(model: nn.Module, inputs: Structure, tensors: Sequence[Any]) -> Any:
         return model(*args, **kwargs)
     except Exception as error:
         help = input_forms.advice(error, args)
-        raise CaptureError(f"the model fails on the example inputs: {type(error).__name__}: {error}{help}") from error
+        raise CaptureError(
+            f"the model fails on the example inputs: {type(error).__name__}: {error}{help}"
+        ) from error
 
 
-def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> list[Call]:
+def _calls(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+) -> list[Call]:
     """Every call of a module, as the stack of modules around it."""
     calls: list[Call] = []
     stack: dict[str, tuple[str, str]] = {}
@@ -138,7 +161,8 @@ def _calls(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
 
     def enter(path: str, module: nn.Module) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond, which belongs to whatever calls it
+            # a branch of torch.cond, which belongs to whatever calls it
+            if torch.compiler.is_dynamo_compiling():
                 return
             number = counts[path] = counts.get(path, -1) + 1
             name = f"module.{path}" if path else "module"
@@ -181,7 +205,8 @@ class _Watch:
         self._stack: list[tuple[str, int]] = []
         self._counts: dict[str, int] = {}
         self._inside: list[_Draft] = []
-        self._kept: list[Tensor] = []  # a tensor that dies could hand its identity on
+        # a tensor that dies could hand its identity on
+        self._kept: list[Tensor] = []
 
     def inputs(self, tensors: Sequence[Any]) -> list[str]:
         """Name the inputs of the model."""
@@ -213,7 +238,9 @@ class _Watch:
             tensors, structure = flatten(_apart((args, kwargs), self._model))
             name = f"{path}@{number}" if number else path
             reads = [self.name(leaf) for leaf in tensors]
-            draft = _Draft(name or WHOLE, path, module, structure, reads, _holds_objects((args, kwargs)))
+            draft = _Draft(
+                name or WHOLE, path, module, structure, reads, _holds_objects((args, kwargs))
+            )
             self._inside.append(draft)
 
         return hook
@@ -222,7 +249,11 @@ class _Watch:
         if torch.compiler.is_dynamo_compiling():
             return
         self._stack.pop()
-        if not self._inside or self._inside[-1].module is not module or self._inside[-1].path in dict(self._stack):
+        if (
+            not self._inside
+            or self._inside[-1].module is not module
+            or self._inside[-1].path in dict(self._stack)
+        ):
             return
         draft = self._inside.pop()
         self._drafts.append(draft)
@@ -230,7 +261,9 @@ class _Watch:
             draft.outputs.append(self._add(leaf, f"{draft.name}.output_{index}", draft.name))
 
     def name(self, leaf: Any) -> str:
-        """The name of a value; one that nobody has named was made by functional operations since the latest layer."""
+        """The name of a value; one that nobody has named was made by functional operations since
+        the latest layer.
+        """
         known = self._names.get(leaf) if isinstance(leaf, Tensor) else None  # type: ignore[no-untyped-call]
         if known is not None:
             return str(known)
@@ -254,15 +287,24 @@ class _Watch:
         self._kept.append(leaf)
         batch = 0 if leaf.dim() else None
         gradient = leaf.is_floating_point() and source is not None and self._model.training
-        self._values[name] = Value(name, tuple(leaf.shape), leaf.dtype, tensor_bytes(leaf), batch, gradient, source)
+        self._values[name] = Value(
+            name, tuple(leaf.shape), leaf.dtype, tensor_bytes(leaf), batch, gradient, source
+        )
         return name
 
     def graph(
-        self, inputs: tuple[str, ...], outputs: tuple[str, ...], batch: int, granularity: int | str, reason: str
+        self,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        batch: int,
+        granularity: int | str,
+        reason: str,
     ) -> LayerGraph:
         """What was written down."""
         if not self._drafts:
-            raise CaptureError(f"{reason}; and no module of the model was called, so it has no layers to place")
+            raise CaptureError(
+                f"{reason}; and no module of the model was called, so it has no layers to place"
+            )
         layers = self._layers()
         sharing: dict[str, list[str]] = {}
         for layer in layers:
@@ -278,7 +320,9 @@ class _Watch:
                 dict.fromkeys(
                     tuple(names)
                     for state, names in sharing.items()
-                    if len(names) > 1 and state not in self._constants and state not in self._attached
+                    if len(names) > 1
+                    and state not in self._constants
+                    and state not in self._attached
                 )
             ),
             state=self._state | self._constants,
@@ -300,7 +344,8 @@ class _Watch:
             inner = named_state(draft.module) | attached_state(draft.module)
             own.append([first_name[id(tensor)] for tensor in inner.values()])
             covered.update(own[-1])
-        loose = [name for name in self._state if name not in covered]  # used by functional operations alone
+        # used by functional operations alone
+        loose = [name for name in self._state if name not in covered]
         return [
             self._layer(draft, names, loose if index == 0 else [])
             for index, (draft, names) in enumerate(zip(self._drafts, own, strict=True))
@@ -317,11 +362,14 @@ class _Watch:
             modules=(draft.path,),
             module_type=type(draft.module).__name__,
             state=state,
-            mutated=tuple(name for name in names if id(self._state[name]) in buffers and draft.module.training),
+            mutated=tuple(
+                name for name in names if id(self._state[name]) in buffers and draft.module.training
+            ),
             reads=tuple(reads),
             writes=(*draft.outputs, *draft.extras),
             function=_function(draft, names, constants, reads),
-            # Two modules of one class may run different code, so no two layers count as identical here.
+            # Two modules of one class may run different code, so no two layers count as identical
+            # here.
             signature=hashlib.sha256("\n".join([draft.name, *shapes]).encode()).hexdigest()[:24],
             random=True,
             told_by_signature=False,
@@ -329,23 +377,29 @@ class _Watch:
 
 
 def _apart(nest: Any, model: nn.Module) -> Any:
-    """Inputs whose objects are copies, though not their tensors: a cache that a layer fills is empty the next time."""
+    """Inputs whose objects are copies, though not their tensors: a cache that a layer fills is
+    empty the next time.
+    """
     kept = [*flatten(nest)[0], *model.modules(), *model.parameters(), *model.buffers()]
     try:
         return copy.deepcopy(nest, {id(item): item for item in kept})
-    except Exception:  # whatever objects of the user's may raise that cannot be copied
+    except Exception:
+        # whatever objects of the user's may raise that cannot be copied
         return nest
 
 
 def _holds_objects(nest: Any) -> bool:
-    """Whether a layer could leave something in its inputs; lists and dicts are made anew for each of its runs."""
+    """Whether a layer could leave something in its inputs; lists and dicts are made anew for each
+    of its runs.
+    """
     return not all(isinstance(leaf, (Tensor, nn.Module, *CONSTANTS)) for leaf in tree_leaves(nest))
 
 
 def _runs_torchs_code_alone(module: nn.Module) -> bool:
     """Whether a module leaves nothing on itself for sure."""
     return all(
-        is_torchs(type(child)) and not (child._forward_pre_hooks or child._forward_hooks or "forward" in vars(child))
+        is_torchs(type(child))
+        and not (child._forward_pre_hooks or child._forward_hooks or "forward" in vars(child))
         for child in module.modules()
     )
 
@@ -358,14 +412,18 @@ def _function(
     objects = _Objects(draft.module)
     extras = tuple(draft.extras.values())
 
-    def run(device: torch.device, state: Sequence[Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+    def run(
+        device: torch.device, state: Sequence[Tensor], values: Sequence[Any]
+    ) -> tuple[Any, ...]:
         env = dict(zip(reads, values, strict=True))
         env |= dict(zip(constants, state[len(names) : len(names) + len(constants)], strict=True))
         args, kwargs = draft.inputs.unflatten([env[name] for name in draft.reads])
         if draft.given_objects:
             args, kwargs = _apart((args, kwargs), draft.module)
         given = dict(zip(relative, state[: len(relative)], strict=True))
-        has_lengths = any(isinstance(value, Tensor) and value.dtype == torch.int64 for value in values)
+        has_lengths = any(
+            isinstance(value, Tensor) and value.dtype == torch.int64 for value in values
+        )
         attached = objects.hold(state, state[len(relative) : len(names)])
         with unchanged(draft.module), attached, LengthsOnHost() if has_lengths else nullcontext():
             result = torch.func.functional_call(draft.module, given, args, kwargs)
@@ -376,10 +434,11 @@ def _function(
 
 
 class _Objects:
-    """The objects in which the modules of a layer keep state; a layer that is measured has objects of its own.
+    """The objects in which the modules of a layer keep state; a layer that is measured has objects
+    of its own.
 
-    Some libraries move state from a weight into such an object in the first call. So what belongs to one weight stays
-    together for as long as that weight lives.
+    Some libraries move state from a weight into such an object in the first call. So what belongs
+    to one weight stays together for as long as that weight lives.
 
     Args:
         module: of the layer.
@@ -392,7 +451,9 @@ class _Objects:
         for child in module.modules():
             if any(map(_has_state_of_its_own, child._parameters.values())):
                 named = [(name, value) for name, value in vars(child).items() if fields(value)]
-                self._all += [(child, name, value) for name, value in named if (id(child), name) not in known]
+                self._all += [
+                    (child, name, value) for name, value in named if (id(child), name) not in known
+                ]
         self._made = WeakIdKeyDictionary()
 
     @contextmanager
@@ -428,4 +489,6 @@ class _Objects:
 
 def _has_state_of_its_own(parameter: Tensor | None) -> bool:
     """Whether a parameter is more than its numbers."""
-    return parameter is not None and not (devices.is_block(parameter) and not devices.attached(parameter))
+    return parameter is not None and not (
+        devices.is_block(parameter) and not devices.attached(parameter)
+    )

@@ -1,4 +1,6 @@
-"""Packed sequences, whose lengths torch wants in the host's memory, wherever the rest of an operation is."""
+"""Packed sequences, whose lengths torch wants in the host's memory, wherever the rest of an
+operation is.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 def lengths_of(name: str, args: Any) -> int | None:
     """Which argument of a function must be on the host; None where there is none.
 
-    Args:
-        name: of the function.
-        args: its positional arguments. Of a packed sequence, a recurrent layer takes the state third; else the weights.
+    Args: name: of the function. args: its positional arguments. Of a packed sequence, a recurrent
+        layer takes the state third; else the weights.
     """
-    packed = name in _RECURRENT and len(args) > 2 and isinstance(args[1], Tensor) and not isinstance(args[2], list)
+    packed = (
+        name in _RECURRENT
+        and len(args) > 2
+        and isinstance(args[1], Tensor)
+        and not isinstance(args[2], list)
+    )
     return 1 if packed or name in _PACKING else None
 
 
@@ -30,7 +36,11 @@ class LengthsOnHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         position = lengths_of(getattr(func, "__name__", ""), args)
         if position is not None:
-            args = (*args[:position], devices.move(args[position], devices.HOST), *args[position + 1 :])
+            args = (
+                *args[:position],
+                devices.move(args[position], devices.HOST),
+                *args[position + 1 :],
+            )
         return func(*args, **(kwargs or {}))
 
 

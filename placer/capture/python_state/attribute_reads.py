@@ -1,11 +1,13 @@
-"""Which attributes of its own a model's code reads while it is traced: a captured graph holds their values.
+"""Which attributes of its own a model's code reads while it is traced: a captured graph holds their
+values.
 
     self.temperature = 1.0                              # in __init__
     return self.head(x) / self.temperature              # in forward: read
     self.calls += 1                                     # in forward: written, so its value is forward's own affair
     self.config.scale                                   # of an object that a module has: read of both
 
-Every attribute could be looked at instead. But many are never read by ``forward``, and some of these change between all
+Every attribute could be looked at instead. But many are never read by ``forward``, and some of
+these change between all
 calls: a trainer's count of steps, an epoch.
 """
 
@@ -22,18 +24,26 @@ from placer.utils.python_objects import is_object, is_torchs, own
 
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 _NONE = object()
-_OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})  # this one module.compile() adds
+# this one module.compile() adds
+_OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
 _DEEPEST = 3
-"""So many objects inside one another are looked into: a module's configuration may have one for each of its parts."""
+"""So many objects inside one another are looked into: a module's configuration may have one for
+each of its parts."""
 
 
 class Notes:
-    """What a model's code did with attributes of the model's modules, and of objects that these have."""
+    """What a model's code did with attributes of the model's modules, and of objects that these
+    have.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = [child for child in model.modules() if not is_torchs(type(child))]
-        self.holders: dict[int, Any] = {identity(holder): holder for holder in (*modules, *objects_of(modules))}
-        self.noted = {(key, name) for key, holder in self.holders.items() for name in _names(holder)}
+        self.holders: dict[int, Any] = {
+            identity(holder): holder for holder in (*modules, *objects_of(modules))
+        }
+        self.noted = {
+            (key, name) for key, holder in self.holders.items() for name in _names(holder)
+        }
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
@@ -51,7 +61,9 @@ class Notes:
         self._read |= dict.fromkeys(place for place in of_kind if place in self.noted)
 
     def read_all(self) -> None:
-        """Take all attributes for read: the code ran where reads are not seen, as in a branch of torch.cond."""
+        """Take all attributes for read: the code ran where reads are not seen, as in a branch of
+        torch.cond.
+        """
         self._read |= dict.fromkeys(sorted(self.noted))
 
     def only_read(self) -> tuple[tuple[Any, str], ...]:
@@ -68,7 +80,8 @@ class _Noting:
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
         default = self._default
-        if owner is not None and hasattr(type(default), "__get__"):  # a method, where another object has its own
+        # a method, where another object has its own
+        if owner is not None and hasattr(type(default), "__get__"):
             default = default.__get__(holder, owner)
         value = default if holder is None else own(holder).get(self._name, default)
         if value is _NONE:  # a parameter or a module has the name here
@@ -102,25 +115,30 @@ def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
 def identity(holder: Any) -> int:
     """Return a number that tells an object from all others that live now.
 
-    While torch.export traces a model in which a module has two names, code meets each module as a stand-in object,
-    a new one for each access. A stand-in shares the attribute dictionary of its module, so that dictionary counts.
+    While torch.export traces a model in which a module has two names, code meets each module as a
+    stand-in object, a new one for each access. A stand-in shares the attribute dictionary of its
+    module, so that dictionary counts.
     """
     return id(own(holder))
 
 
 @contextmanager
 def noted(model: nn.Module) -> Iterator[Notes]:
-    """Note which attributes code reads and writes; those of torch's own modules and classes are left out."""
+    """Note which attributes code reads and writes; those of torch's own modules and classes are
+    left out.
+    """
     notes = Notes(model)
     before: dict[tuple[type, str], Any] = {}
     try:
         places = {(type(notes.holders[key]), name) for key, name in notes.noted}
-        for cls, name, default in [(*place, _default(*place)) for place in places]:  # all before any is another
+        # all before any is another
+        for cls, name, default in [(*place, _default(*place)) for place in places]:
             was = vars(cls).get(name, _NONE)
             try:
                 setattr(cls, name, _Noting(name, default, notes))
                 before[cls, name] = was
-            except Exception:  # a class may allow nothing else in its place, and say so as it likes
+            except Exception:
+                # a class may allow nothing else in its place, and say so as it likes
                 notes.read_unseen(cls, name)
         yield notes
     finally:
@@ -132,14 +150,18 @@ def noted(model: nn.Module) -> Iterator[Notes]:
 
 
 def _names(holder: Any) -> set[str]:
-    """The attributes of a module or another object, plain ones of its class too; what a property gives is none."""
+    """The attributes of a module or another object, plain ones of its class too; what a property
+    gives is none.
+    """
     kind = type(holder)
     inherited = {name for cls in kind.__mro__ if not is_torchs(cls) for name in vars(cls)}
     names = {name for name in (*vars(holder), *inherited) if not name.startswith("__")}
     if isinstance(holder, nn.Module):
-        names -= {*_OF_EVERY_MODULE, "forward"}  # which has a place of its own among what calls look at
+        # which has a place of its own among what calls look at
+        names -= {*_OF_EVERY_MODULE, "forward"}
     defaults = {name: _default(kind, name) for name in names}
-    free = {name for name, default in defaults.items() if not hasattr(type(default), "__set__")}  # no property, say
+    # no property, say
+    free = {name for name, default in defaults.items() if not hasattr(type(default), "__set__")}
     return {name for name in free if name in vars(holder) or _is_plain(defaults[name])}
 
 

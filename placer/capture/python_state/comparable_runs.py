@@ -1,11 +1,12 @@
-"""Runs of a model's code whose results can be compared: no dropout, no batch statistics, the same random numbers.
+"""Runs of a model's code whose results can be compared: no dropout, no batch statistics, the same
+random numbers.
 
     with evaluated(), draws.first():  whole = model(batch)
     with evaluated(), draws.again():  parts = [model(part) for part in halves(batch)]
 
-The modules keep their modes, so that code which asks for ``self.training`` takes the same branch as in a real run. The
-operations below act as in evaluation mode, and what is drawn at random is drawn once: later runs get the same numbers,
-or their slice of them.
+The modules keep their modes, so that code which asks for ``self.training`` takes the same branch as
+in a real run. The operations below act as in evaluation mode, and what is drawn at random is drawn
+once: later runs get the same numbers, or their slice of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _FLAGS: dict[str, bool | float] = {"training": False, "train": False, "dropout_p
 
 @contextmanager
 def evaluated() -> Iterator[None]:
-    """Let operations inside drop nothing and normalise by running statistics; float32 products are exact (no TF32)."""
+    """Let operations inside drop nothing and normalise by running statistics; float32 products are
+    exact (no TF32).
+    """
     with _exact(torch.backends.cuda.matmul), _exact(torch.backends.cudnn), _Evaluated():
         yield
 
@@ -41,7 +44,8 @@ def _exact(library: Any) -> Iterator[None]:
     try:
         before = library.allow_tf32
         library.allow_tf32 = False
-    except RuntimeError:  # set by torch's newer name for it, beside which this one is refused
+    except RuntimeError:
+        # set by torch's newer name for it, beside which this one is refused
         yield
         return
     try:
@@ -92,7 +96,9 @@ def _give_statistics(names: tuple[str, ...], args: list[Any], kwargs: dict[str, 
 
 @cache
 def _parameters(func: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the names of an operation's parameters, by overload, where it has flags of training; else nothing."""
+    """Return the names of an operation's parameters, by overload, where it has flags of training;
+    else nothing.
+    """
     if isinstance(func, torch._ops.OpOverload):
         names = [_names(func)]
     elif inspect.isfunction(func):
@@ -100,7 +106,10 @@ def _parameters(func: Any) -> tuple[tuple[str, ...], ...]:
     else:
         packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
         is_packet = isinstance(packet, torch._ops.OpOverloadPacket)
-        names = [_names(getattr(packet, overload)) for overload in (packet.overloads() if is_packet else ())]
+        names = [
+            _names(getattr(packet, overload))
+            for overload in (packet.overloads() if is_packet else ())
+        ]
     return tuple(one for one in names if not _FLAGS.keys().isdisjoint(one))
 
 
@@ -111,7 +120,8 @@ def _names(operation: torch._ops.OpOverload) -> tuple[str, ...]:
 class Draws:
     """The random numbers of a run, for others that are to have the same.
 
-    A tensor that a later run draws in another size along one dimension is taken for the same numbers of a part of the
+    A tensor that a later run draws in another size along one dimension is taken for the same
+    numbers of a part of the
     samples: it has those of the next part.
     """
 
@@ -163,11 +173,19 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_part(known: Tensor, made: Tensor, start: int, size: int, total: int) -> None:
-    """Write the numbers that were drawn before into a tensor that was drawn now, as far as they are the same."""
+    """Write the numbers that were drawn before into a tensor that was drawn now, as far as they are
+    the same.
+    """
     if known.dim() != made.dim() or known.dtype != made.dtype:
         return
-    unlike = [dim for dim, (one, other) in enumerate(zip(known.shape, made.shape, strict=True)) if one != other]
-    if len(unlike) > 1 or (unlike and known.shape[unlike[0]] * size != made.shape[unlike[0]] * total):
+    unlike = [
+        dim
+        for dim, (one, other) in enumerate(zip(known.shape, made.shape, strict=True))
+        if one != other
+    ]
+    if len(unlike) > 1 or (
+        unlike and known.shape[unlike[0]] * size != made.shape[unlike[0]] * total
+    ):
         return
     if unlike:
         each = known.shape[unlike[0]] // total

@@ -1,11 +1,12 @@
-"""What a model's code reads and keeps outside of its modules: variables of its files, and attributes of its classes.
+"""What a model's code reads and keeps outside of its modules: variables of its files, and
+attributes of its classes.
 
     SCALE = 0.5                       # read in forward: a captured graph holds its value
     args = parser.parse_args()        # likewise args.temperature
     AUX = []                          # AUX.append(loss) in forward: a tensor of the pass, which a graph would not leave
 
-Told by the names in the code of ``forward``, of the methods and the functions of the same files that it names, and of
-what these close over: names that are never reached count, too.
+Told by the names in the code of ``forward``, of the methods and the functions of the same files
+that it names, and of what these close over: names that are never reached count, too.
 """
 
 from __future__ import annotations
@@ -46,16 +47,31 @@ class Variables:
 
     def read(self) -> list[Held]:
         """The plain ones, with what is there now."""
-        attributes = [(one, name) for one in (*self.objects, *self._kinds) for name in self._named if name in vars(one)]
-        cells = [(cell, "cell_contents") for function in self._code for cell in function.__closure__ or ()]
-        places = {(id(holder), name): (holder, name) for holder, name in (*self._variables, *attributes, *cells)}
+        attributes = [
+            (one, name)
+            for one in (*self.objects, *self._kinds)
+            for name in self._named
+            if name in vars(one)
+        ]
+        cells = [
+            (cell, "cell_contents")
+            for function in self._code
+            for cell in function.__closure__ or ()
+        ]
+        places = {
+            (id(holder), name): (holder, name)
+            for holder, name in (*self._variables, *attributes, *cells)
+        }
         held = [(place, getattr(*place, None)) for place in places.values()]
         return [_held(place, value) for place, value in held if type(value) in _PLAIN]
 
     def contents(self) -> list[Held]:
         """What tensors may be left in, with what is there now."""
         attributes = [(kind, name) for kind in self._classes for name in self._named]
-        return [_held(place, vars(place[0]).get(place[1], _NONE)) for place in (*self._variables, *attributes)]
+        return [
+            _held(place, vars(place[0]).get(place[1], _NONE))
+            for place in (*self._variables, *attributes)
+        ]
 
     @cached_property
     def objects(self) -> list[Any]:
@@ -67,7 +83,10 @@ class Variables:
     def _kinds(self) -> list[type]:
         """The model's own classes, and those that variables hold."""
         values = [getattr(*place) for place in self._variables]
-        return [*self._classes, *(value for value in values if isinstance(value, type) and not _is_known(value))]
+        return [
+            *self._classes,
+            *(value for value in values if isinstance(value, type) and not _is_known(value)),
+        ]
 
     @cached_property
     def _named(self) -> set[str]:
@@ -75,7 +94,9 @@ class Variables:
 
     @cached_property
     def _code(self) -> list[types.FunctionType]:
-        """``forward`` of each class, and what it names: methods of these classes, and functions of their files."""
+        """``forward`` of each class, and what it names: methods of these classes, and functions of
+        their files.
+        """
         files = {kind.__module__ for kind in self._classes}
         methods: dict[str, list[types.FunctionType]] = defaultdict(list)
         for kind in self._classes:
@@ -107,12 +128,15 @@ class Variables:
 
 
 def only_read(before: Iterable[Held]) -> tuple[Place, ...]:
-    """The places where nothing has changed since: what ``forward`` itself changes is its own affair.
+    """The places where nothing has changed since: what ``forward`` itself changes is its own
+    affair.
 
     Args:
         before: from ``Variables.read``, before it ran.
     """
-    return tuple(place for place, value, copy in before if _is_as_it_was(getattr(*place, _NONE), value, copy))
+    return tuple(
+        place for place, value, copy in before if _is_as_it_was(getattr(*place, _NONE), value, copy)
+    )
 
 
 def put_back(before: Iterable[Held]) -> list[str]:
@@ -131,7 +155,9 @@ def put_back(before: Iterable[Held]) -> list[str]:
         else:
             now.clear()
             (now.extend if isinstance(now, list | deque) else now.update)(copy)
-        where = f"the variable {name!r} of" if isinstance(holder, types.ModuleType) else f"{name!r} of"
+        where = (
+            f"the variable {name!r} of" if isinstance(holder, types.ModuleType) else f"{name!r} of"
+        )
         found.append(f"{where} {holder.__name__}")
     return found
 

@@ -1,4 +1,6 @@
-"""Random numbers of the host that a model's code draws while it is looked at: a graph would keep them, as numbers."""
+"""Random numbers of the host that a model's code draws while it is looked at: a graph would keep
+them, as numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import torch
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of ``random``."""
 
-_READS = frozenset({"get_state", "getstate", "graphsafe_get_state", "clone_state", "initial_seed", "get_offset"})
+_READS = frozenset(
+    {"get_state", "getstate", "graphsafe_get_state", "clone_state", "initial_seed", "get_offset"}
+)
 """What leaves a generator as it is."""
 
 
@@ -22,8 +26,8 @@ _READS = frozenset({"get_state", "getstate", "graphsafe_get_state", "clone_state
 def given_back(among_threads: bool = False) -> Iterator[list[str]]:
     """Give the generators of the host the states back that they had.
 
-    Args:
-        among_threads: other threads may draw meanwhile: what the code of this one does is watched, which makes it
+    Args: among_threads: other threads may draw meanwhile: what the code of this one does is
+        watched, which makes it
             several times slower. (What numpy's generator is asked for cannot be.)
 
     Yields:
@@ -35,7 +39,8 @@ def given_back(among_threads: bool = False) -> Iterator[list[str]]:
     numpys = None if numpy is None else numpy.random.get_state(legacy=False)
     used = [_PYTHONS, torch.default_generator]
     try:
-        if among_threads and sys.getprofile() is None:  # else somebody's profiler is watching
+        # else somebody's profiler is watching
+        if among_threads and sys.getprofile() is None:
             used = []
             with _watched(used):
                 yield drawn
@@ -48,7 +53,10 @@ def given_back(among_threads: bool = False) -> Iterator[list[str]]:
         if numpys is not None and not _equal(numpy.random.get_state(legacy=False), numpys):
             drawn.append("draws from numpy.random")
             numpy.random.set_state(numpys)
-        if not torch.equal(torch.default_generator.get_state(), torchs) and torch.default_generator in used:
+        if (
+            not torch.equal(torch.default_generator.get_state(), torchs)
+            and torch.default_generator in used
+        ):
             drawn.append("seeds torch's generator")
             torch.default_generator.set_state(torchs)
 
@@ -59,7 +67,9 @@ def _watched(used: list[Any]) -> Iterator[None]:
 
     def look(_: FrameType, event: str, function: Any) -> None:
         owner = getattr(function, "__self__", None) if event == "c_call" else None
-        if (owner is _PYTHONS or owner is torch.default_generator) and function.__name__ not in _READS:
+        if (
+            owner is _PYTHONS or owner is torch.default_generator
+        ) and function.__name__ not in _READS:
             used.append(owner)
 
     sys.setprofile(look)
@@ -72,5 +82,7 @@ def _watched(used: list[Any]) -> Iterator[None]:
 def _equal(state: Any, other: Any) -> bool:
     """Whether two states of numpy's generator are the same: tables in tables, with arrays."""
     if isinstance(state, dict):
-        return state.keys() == other.keys() and all(_equal(value, other[key]) for key, value in state.items())
+        return state.keys() == other.keys() and all(
+            _equal(value, other[key]) for key, value in state.items()
+        )
     return bool(state.tolist() == other.tolist() if hasattr(state, "tolist") else state == other)

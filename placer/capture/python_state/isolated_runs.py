@@ -1,4 +1,6 @@
-"""Runs of a model beside its real ones, which leave no trace: to see what it does, or to compare two ways to run it."""
+"""Runs of a model beside its real ones, which leave no trace: to see what it does, or to compare
+two ways to run it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from placer.capture.python_state.tensor_writes import written_back
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give parameters, buffers, plain tensors, attributes, and random number generators their values back afterwards.
+    """Give parameters, buffers, plain tensors, attributes, and random number generators their
+    values back afterwards.
 
-    Hooks of the caller on what autograd saves, such as a checkpoint's, see nothing of what runs inside.
+    Hooks of the caller on what autograd saves, such as a checkpoint's, see nothing of what runs
+    inside.
 
     Args:
         model: the model that runs inside.
@@ -44,7 +48,9 @@ class BufferValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = {part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)}
+        self._kept = {
+            part: part.clone() for buffer in model.buffers() for part in devices.own_parts(buffer)
+        }
 
     @property
     def tensors(self) -> list[Tensor]:

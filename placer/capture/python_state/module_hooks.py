@@ -1,4 +1,6 @@
-"""Hooks of modules: a captured graph would not run what they do beside the tensors that they change."""
+"""Hooks of modules: a captured graph would not run what they do beside the tensors that they
+change.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,19 @@ from placer.errors import CaptureError
 
 _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Departure", "Again")
 _SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
-"""Hooks of transformers: what the one collects is a part of the result, and the other serves checkpoints."""
+"""Hooks of transformers: what the one collects is a part of the result, and the other serves
+checkpoints."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
-"""Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every module there is."""
+"""Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every
+module there is."""
 
 _OURS = frozenset(
-    {"placer.capture.export.checkpoints", "placer.capture.fingerprint", "placer.capture.export.module_names"}
+    {
+        "placer.capture.export.checkpoints",
+        "placer.capture.fingerprint",
+        "placer.capture.export.module_names",
+    }
 )
 """Where hooks on every module come from that keep to the modules of one model."""
 
@@ -41,7 +49,9 @@ def refuse_hooks(module: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks away whose effects outside the graph nobody knows, and give them back afterwards."""
+    """Take the hooks away whose effects outside the graph nobody knows, and give them back
+    afterwards.
+    """
     taken = [
         (hooks, dict(hooks))
         for child in module.modules()
@@ -61,17 +71,22 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def on_every_module() -> bool:
-    """Whether there are hooks on all modules of this process, beside those by which another thread is looking now."""
+    """Whether there are hooks on all modules of this process, beside those by which another thread
+    is looking now.
+    """
     return any(
-        getattr(hook, "__module__", "") not in _OURS for hooks in _OF_EVERY_MODULE for hook in tuple(hooks.values())
+        getattr(hook, "__module__", "") not in _OURS
+        for hooks in _OF_EVERY_MODULE
+        for hook in tuple(hooks.values())
     )
 
 
 def modes(module: nn.Module) -> list[tuple[bool, bool]]:
-    """Of every module, whether it trains, and whether it has hooks whose effects outside the graph would be lost.
+    """Of every module, whether it trains, and whether it has hooks whose effects outside the graph
+    would be lost.
 
-    The last one is of no module, and says whether all have hooks. Every call of a flow asks for it, so it costs as
-    little as can be: a module that is used twice is listed twice.
+    The last one is of no module, and says whether all have hooks. Every call of a flow asks for it,
+    so it costs as little as can be: a module that is used twice is listed twice.
     """
     found, waiting = [], [module]
     while waiting:
@@ -96,4 +111,7 @@ def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:
 def _is_safe(hook: Any) -> bool:
     if type(hook).__name__ in _SAFE_HOOKS or isinstance(hook, BasePruningMethod):
         return True
-    return getattr(hook, "__name__", "") in _SAFE_FUNCTIONS and hook.__module__.partition(".")[0] == "transformers"
+    return (
+        getattr(hook, "__name__", "") in _SAFE_FUNCTIONS
+        and hook.__module__.partition(".")[0] == "transformers"
+    )

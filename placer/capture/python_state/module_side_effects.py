@@ -1,4 +1,5 @@
-"""What a model's code leaves on its modules beside its result, while it is looked at: all of it is taken away again.
+"""What a model's code leaves on its modules beside its result, while it is looked at: all of it is
+taken away again.
 
 self.calls += 1                            # a look is no call
 self.average = 0.9 * self.average + mean   # a buffer that is replaced: its value is written into the buffer
@@ -27,12 +28,16 @@ from placer.utils.python_objects import is_torchs, own
 
 
 class KeptError(CaptureError):
-    """Forward keeps tensors on modules. In later calls it may not: what it keeps is then there, as in a cache."""
+    """Forward keeps tensors on modules. In later calls it may not: what it keeps is then there, as
+    in a cache.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """An attribute of a module, or of an object, that forward set to another number, flag or word, or put items in."""
+    """An attribute of a module, or of an object, that forward set to another number, flag or word,
+    or put items in.
+    """
 
     holder: Any
     name: str
@@ -46,11 +51,10 @@ _NONE = object()
 class Leftovers:
     """What has changed on a model's modules, and on objects that these have, since this was made.
 
-    Attributes:
-        changed: whether anything had, when it was put back.
-        tensors: the attributes and variables that tensors of the pass were left in, in words.
-        counted: the holders and names of the attributes that another number, flag or word was left in, or other items.
-        replaced: the names of the buffers whose new values were written into them.
+    Attributes: changed: whether anything had, when it was put back. tensors: the attributes and
+        variables that tensors of the pass were left in, in words. counted: the holders and names of
+        the attributes that another number, flag or word was left in, or other items. replaced: the
+        names of the buffers whose new values were written into them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,27 +62,46 @@ class Leftovers:
         self.tensors: list[str] = []
         self.counted: list[Counted] = []
         self.replaced: set[str] = set()
-        # While a graph is made, a module that has several names is another proxy by each; they share its attributes.
+        # While a graph is made, a module that has several names is another proxy by each; they
+        # share its attributes.
         self._named = list(model.named_modules(remove_duplicate=False))
-        self._before = {child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named}
+        self._before = {
+            child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named
+        }
         variables = Variables(model)
         self._variables, self._read = variables.contents(), variables.read()
-        holders = [*(child for child in self._before if not is_torchs(type(child))), *variables.objects]
+        holders = [
+            *(child for child in self._before if not is_torchs(type(child))),
+            *variables.objects,
+        ]
         objects = {id(one): one for one in (*variables.objects, *objects_of(holders))}.values()
         self._objects = [(one, dict(own(one)), _contents(own(one))) for one in objects]
 
     def plain_tensors(self) -> list[Tensor]:
-        """The tensors among attributes, variables, and what these hold, that are neither parameters nor buffers."""
-        held = [value for child in self._before for key, value in child.__dict__.items() if key not in _STATE]
+        """The tensors among attributes, variables, and what these hold, that are neither parameters
+        nor buffers.
+        """
+        held = [
+            value
+            for child in self._before
+            for key, value in child.__dict__.items()
+            if key not in _STATE
+        ]
         held += [value for one, fields, _ in self._objects for value in fields.values()]
         held += [value for _, value, _ in (*self._variables, *self._read)]
         functions = [value for value in held if isinstance(value, types.FunctionType)]
-        held += [value for function in functions for value in inspect.getclosurevars(function).nonlocals.values()]
+        held += [
+            value
+            for function in functions
+            for value in inspect.getclosurevars(function).nonlocals.values()
+        ]
         found = (item for value in held for item in flatten(value)[0] if isinstance(item, Tensor))
         return list({id(tensor): tensor for tensor in found}.values())
 
     def write_buffers(self) -> None:
-        """Write the values of buffers that were replaced by others like them into those that were there before."""
+        """Write the values of buffers that were replaced by others like them into those that were
+        there before.
+        """
         for name, child in self._named:
             for key, before in self._before[child][1].get("_buffers", {}).items():
                 now = child._buffers.get(key)
@@ -108,12 +131,18 @@ class Leftovers:
             for key, value in self._put_back(child.__dict__, fields, contents).items():
                 if isinstance(value, bool | int | float | str):
                     self.counted.append(Counted(child, key))
-                elif key not in fields["_parameters"] and not _is_torchs_own(child, key) and _has_tensors(value):
+                elif (
+                    key not in fields["_parameters"]
+                    and not _is_torchs_own(child, key)
+                    and _has_tensors(value)
+                ):
                     self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
                 elif key in contents and not is_torchs(type(child)):
                     self.counted.append(Counted(child, key))
 
-    def _put_back(self, now: dict[str, Any], fields: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
+    def _put_back(
+        self, now: dict[str, Any], fields: dict[str, Any], contents: dict[str, Any]
+    ) -> dict[str, Any]:
         """Leave one as it was; what there was to put back."""
         left = _differing(fields, now)
         for key, was in contents.items():
@@ -147,7 +176,8 @@ def put_back(model: nn.Module) -> Iterator[Leftovers]:
 
 
 def read_before_written(graph: fx.Graph, names: set[str]) -> None:
-    """Let what reads these buffers read a copy: the model kept the tensor that it had read, for its backward pass too.
+    """Let what reads these buffers read a copy: the model kept the tensor that it had read, for its
+    backward pass too.
 
     Args:
         graph: writes to the buffers.
@@ -159,7 +189,9 @@ def read_before_written(graph: fx.Graph, names: set[str]) -> None:
         with graph.inserting_after(node):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {"val": node.meta.get("val")}
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy and not _writes(user))
+        node.replace_all_uses_with(
+            copy, delete_user_cb=lambda user, copy=copy: user is not copy and not _writes(user)
+        )
 
 
 def _writes(node: fx.Node) -> bool:
@@ -172,10 +204,14 @@ def _is_like(now: Tensor, before: Tensor) -> bool:
 
 
 def _is_torchs_own(child: nn.Module, key: str) -> bool:
-    """Whether torch itself sets an attribute: for itself in a module of its own, or in hooks of norms or pruning."""
+    """Whether torch itself sets an attribute: for itself in a module of its own, or in hooks of
+    norms or pruning.
+    """
     hooks = child._forward_pre_hooks.values()
     names = {getattr(hook, name, "") for hook in hooks for name in ("name", "_tensor_name")}
-    return key in names or (is_torchs(type(child)) and (key.startswith("_") or key in child._buffers))
+    return key in names or (
+        is_torchs(type(child)) and (key.startswith("_") or key in child._buffers)
+    )
 
 
 def _contents(fields: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +222,9 @@ def _contents(fields: dict[str, Any]) -> dict[str, Any]:
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """What there is now under names that had something else, or nothing; and None for what is gone."""
     names = (*was, *(name for name in now if name not in was))
-    return {name: now.get(name) for name in names if was.get(name, _NONE) is not now.get(name, _NONE)}
+    return {
+        name: now.get(name) for name in names if was.get(name, _NONE) is not now.get(name, _NONE)
+    }
 
 
 def _items(value: Any) -> list[int]:

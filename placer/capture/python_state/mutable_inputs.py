@@ -19,18 +19,26 @@ from torch import Tensor, fx
 
 from placer import devices
 from placer.capture.grouping import storage_roots, written
-from placer.capture.pytrees import CONSTANTS, NUMBERS, Structure, attributes_of, flatten_inputs, holds_nothing, parts_of
+from placer.capture.pytrees import (
+    CONSTANTS,
+    NUMBERS,
+    Structure,
+    attributes_of,
+    flatten_inputs,
+    holds_nothing,
+    parts_of,
+)
 
 
 @dataclass(frozen=True)
 class Left:
-    """What forward left in what it was given, where that is something else: its tensors come behind the results.
+    """What forward left in what it was given, where that is something else: its tensors come behind
+    the results.
 
-    Attributes:
-        structure: of ``(args, kwargs)`` afterwards.
-        sources: for each tensor in it, its place among those given and then those made.
-        written: places of tensors that were given and written to, with the places of their values among those made.
-        paths: where each that was made stands, for messages.
+    Attributes: structure: of ``(args, kwargs)`` afterwards. sources: for each tensor in it, its
+        place among those given and then those made. written: places of tensors that were given and
+        written to, with the places of their values among those made. paths: where each that was
+        made stands, for messages.
     """
 
     structure: Structure
@@ -52,7 +60,9 @@ class Left:
         give_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
 
 
-def left_in(nest: Any, given: Sequence[Any], inputs: Structure, copied: set[int]) -> tuple[list[Any], Left | None]:
+def left_in(
+    nest: Any, given: Sequence[Any], inputs: Structure, copied: set[int]
+) -> tuple[list[Any], Left | None]:
     """What forward made and left in what it was given.
 
     Args:
@@ -70,7 +80,10 @@ def left_in(nest: Any, given: Sequence[Any], inputs: Structure, copied: set[int]
     if after.key == inputs.key and as_before and not copied:
         return [], None
     written = tuple((place, index) for index, place in enumerate(sorted(copied)))
-    made, paths = [given[place] for place, _ in written], [inputs.paths[place] for place, _ in written]
+    made, paths = (
+        [given[place] for place, _ in written],
+        [inputs.paths[place] for place, _ in written],
+    )
     sources = []
     for leaf, path in zip(leaves, after.paths, strict=True):
         if id(leaf) not in places:
@@ -94,23 +107,30 @@ def written_inputs(graph: fx.Graph) -> set[int]:
 
 
 def give_back(nest: Any, after: Any) -> Any:
-    """Let the lists, dicts and objects of a nest hold what those of another one in their places hold.
+    """Let the lists, dicts and objects of a nest hold what those of another one in their places
+    hold.
 
     Args:
         nest: what a caller gave.
         after: a copy of it, into which forward may have written.
 
-    Returns:
-        The nest, or what stands for it: of tuples another one, of anything else what is there after.
+    Returns: The nest, or what stands for it: of tuples another one, of anything else what is there
+        after.
     """
-    if nest is after or type(nest) is not type(after) or isinstance(nest, (Tensor, *CONSTANTS, *NUMBERS)):
+    if (
+        nest is after
+        or type(nest) is not type(after)
+        or isinstance(nest, (Tensor, *CONSTANTS, *NUMBERS))
+    ):
         return after
     if holds_nothing(nest):
         return after
     if isinstance(nest, tuple):
         _, children, assemble = parts_of(nest) or ([], [], tuple)
         items = list(map(give_back, children, after))
-        return nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
+        return (
+            nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
+        )
     if isinstance(nest, list):
         items = [*map(give_back, nest, after), *after[len(nest) :]]
         if len(items) != len(nest) or not all(map(is_, items, nest)):
@@ -136,8 +156,9 @@ def give_back(nest: Any, after: Any) -> Any:
 class Exchange:
     """Tensors on one device take the places of others, for a while.
 
-    Tuples are made anew; lists and dicts stay the same ones, so that what is written to them stays there. What objects
-    of other classes hold stays where it is: a cache has the tensors of all layers, of which one needs its own.
+    Tuples are made anew; lists and dicts stay the same ones, so that what is written to them stays
+    there. What objects of other classes hold stays where it is: a cache has the tensors of all
+    layers, of which one needs its own.
 
     Args:
         device: where all that is handed on is to be.
@@ -175,20 +196,32 @@ class Exchange:
         """The one that takes its place, the same wherever it is."""
         if id(was) not in self._moved:
             whole = self._wholes.get(id(was), was)
-            now = devices.move(was, self._device) if whole is was else _part(was, whole, self._tensor(whole))
+            now = (
+                devices.move(was, self._device)
+                if whole is was
+                else _part(was, whole, self._tensor(whole))
+            )
             if now is was:
                 return was
             self._moved[id(was)] = was, now, _writes(now)
         return self._moved[id(was)][1]
 
-    def _put(self, was: Any, above: tuple[int, ...], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def _put(
+        self,
+        was: Any,
+        above: tuple[int, ...],
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+    ) -> None:
         now = self._made(was, above)
         if now is not was:
             write(now)
             self._done.append((read, write, was, now))
 
     def put_back(self) -> None:
-        """Give every tensor that is still in another's place that place back, with what was written to the other."""
+        """Give every tensor that is still in another's place that place back, with what was written
+        to the other.
+        """
         for was, now, writes in self._moved.values():
             if _writes(now) != writes:
                 _write(was, now)
@@ -211,25 +244,35 @@ def _tensors_of(nest: Any, above: tuple[int, ...]) -> Iterator[Tensor]:
 def _wholes(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
     """For each tensor that lies in another one, or in what both are parts of: which that is.
 
-    What is written to the one is then seen in the other. That is itself one of the tensors, or no larger than they are
-    together, so that no more is moved than without it.
+    What is written to the one is then seen in the other. That is itself one of the tensors, or no
+    larger than they are together, so that no more is moved than without it.
     """
     together: dict[int, dict[int, Tensor]] = defaultdict(dict)
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not devices.is_transformed(tensor):
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.layout == torch.strided
+            and not devices.is_transformed(tensor)
+        ):
             together[tensor.untyped_storage()._cdata][id(tensor)] = tensor
     for parts in (list(found.values()) for found in together.values() if len(found) > 1):
         bases = [part._base for part in parts if part._base is not None]
         whole = max([*parts, *bases], key=Tensor.numel)
-        if whole.numel() <= sum(map(Tensor.numel, parts)) and all(_lies_in(part, whole) for part in parts):
+        if whole.numel() <= sum(map(Tensor.numel, parts)) and all(
+            _lies_in(part, whole) for part in parts
+        ):
             yield from ((id(part), whole) for part in parts)
 
 
 def _lies_in(part: Tensor, whole: Tensor) -> bool:
     """Whether the elements of the one are elements of the other, which has no gaps."""
     first = part.storage_offset() - whole.storage_offset()
-    last = first + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
-    return part.dtype == whole.dtype and whole.is_contiguous() and 0 <= first and last < whole.numel()
+    last = first + sum(
+        (size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)
+    )
+    return (
+        part.dtype == whole.dtype and whole.is_contiguous() and 0 <= first and last < whole.numel()
+    )
 
 
 def _part(part: Tensor, whole: Tensor, moved: Tensor) -> Tensor:
@@ -239,11 +282,15 @@ def _part(part: Tensor, whole: Tensor, moved: Tensor) -> Tensor:
     related = part._base is not None and (part._base is whole or part._base is whole._base)
     if not related or part.requires_grad != whole.requires_grad:
         moved = moved.detach()  # no gradient flows from the one to the other
-    return moved.as_strided(part.shape, part.stride(), part.storage_offset() - whole.storage_offset())
+    return moved.as_strided(
+        part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
+    )
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values, and their gradients; none to a leaf that has one, as torch lets no forward do."""
+    """Give a tensor other values, and their gradients; none to a leaf that has one, as torch lets
+    no forward do.
+    """
     if not (tensor.is_leaf and tensor.requires_grad):
         tensor.copy_(devices.move(value, devices.location(tensor)))
 

@@ -1,11 +1,12 @@
-"""Plain tensors of a model: those that its code reads and that are neither parameters nor buffers nor inputs.
+"""Plain tensors of a model: those that its code reads and that are neither parameters nor buffers
+nor inputs.
 
 self.table = torch.rand(64)     # an attribute that is not registered
 MASKS = [torch.ones(8, 8)]      # a variable of the model's file, an item of a list
 
-While a model is traced, its parameters, buffers and inputs are fake tensors. Plain tensors are real ones: torch
-computes with them, writes to them, and lets them become part of the traced backward graph. A look at a model must leave
-them as they are.
+While a model is traced, its parameters, buffers and inputs are fake tensors. Plain tensors are real
+ones: torch computes with them, writes to them, and lets them become part of the traced backward
+graph. A look at a model must leave them as they are.
 """
 
 from __future__ import annotations
@@ -22,23 +23,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placer.capture.python_state.tensor_writes import storage_of, writes_to_its_first
 
-_VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__"}
+_VALUES = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__complex__",
+    "__array__",
+}
 """Names of functions that hand the values of a tensor to Python code."""
 
 
 class PlainTensors(TorchFunctionMode):
     """The plain tensors that code inside this mode uses.
 
-    The code works on aliases of them: an alias has the same memory and an autograd history of its own. The alias of a
-    tensor on another accelerator than the capture is a copy there, as the twins of parameters are.
+    The code works on aliases of them: an alias has the same memory and an autograd history of its
+    own. The alias of a tensor on another accelerator than the capture is a copy there, as the twins
+    of parameters are.
 
     Args:
         device: that of the capture.
 
-    Attributes:
-        untracked: the shapes of plain tensors that require a gradient and are computed with. A graph would lose their
+    Attributes: untracked: the shapes of plain tensors that require a gradient and are computed
+        with. A graph would lose their
             gradients, because torch.export detaches them.
-        looked_at: the plain tensors whose values Python code asked for, by identity; a graph holds what followed.
+        looked_at: the plain tensors whose values Python code asked for, by identity; a graph holds
+            what followed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,13 +61,15 @@ class PlainTensors(TorchFunctionMode):
         self.looked_at: dict[int, Tensor] = {}
         self._alias_of: dict[int, Tensor] = {}
         self._original_of: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}  # held, so that no other tensor gets the identity of one
+        # held, so that no other tensor gets the identity of one
+        self._made: dict[int, Tensor] = {}
         self._by_storage: dict[int | None, Tensor] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # it looks into a branch of torch.cond
+        # it looks into a branch of torch.cond
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         args = tuple(_mapped(self._alias, one) for one in args)
         kwargs = {name: _mapped(self._alias, one) for name, one in kwargs.items()}
@@ -73,8 +88,11 @@ class PlainTensors(TorchFunctionMode):
     def _note(self, name: str, given: Iterable[Tensor], written: Any) -> None:
         """Note that a function hands values to Python code, or keep what it may write to."""
         if name in _VALUES:
-            self.looked_at.update((id(one), one) for one in self._behind(given) if not one.is_inference())
-        elif all(_real(one) is not None for one in given):  # else torch has no values to compute with
+            self.looked_at.update(
+                (id(one), one) for one in self._behind(given) if not one.is_inference()
+            )
+        elif all(_real(one) is not None for one in given):
+            # else torch has no values to compute with
             for original in self._behind(_tensors((written,))):
                 key = storage_of(original)
                 if key is not None and key not in self._before:
@@ -86,7 +104,10 @@ class PlainTensors(TorchFunctionMode):
         """The plain tensors whose memory some tensors have."""
         for one in tensors:
             real = _real(one)
-            if real is not None and (original := self._by_storage.get(storage_of(real))) is not None:
+            if (
+                real is not None
+                and (original := self._by_storage.get(storage_of(real))) is not None
+            ):
                 yield original
 
     def _is_plain(self, tensor: Tensor) -> bool:
@@ -99,7 +120,8 @@ class PlainTensors(TorchFunctionMode):
             return tensor
         if id(tensor) not in self._alias_of:
             if torch._C._functorch.get_dynamic_layer_stack_depth():
-                return tensor  # inside torch.func an alias would be a part of the transform
+                # inside torch.func an alias would be a part of the transform
+                return tensor
             with _disable_current_modes():
                 alias = tensor.detach()
                 if alias.device != self._device and alias.device.type not in ("cpu", "meta"):
@@ -130,7 +152,11 @@ class PlainTensors(TorchFunctionMode):
         """
         originals: dict[Any, Tensor] = dict(self._original_of)
         # torch.export detaches an alias to which code wrote what has a gradient.
-        originals |= {place: self._original_of[id(one)] for one in self._alias_of.values() if (place := _place(one))}
+        originals |= {
+            place: self._original_of[id(one)]
+            for one in self._alias_of.values()
+            if (place := _place(one))
+        }
         for target in {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}:
             path, _, name = target.rpartition(".")
             owner = module.get_submodule(path)
@@ -138,13 +164,16 @@ class PlainTensors(TorchFunctionMode):
             if not isinstance(value, Tensor):
                 continue
             original = originals.get(id(value), originals.get(_place(value)))
-            is_parameter = name in owner._parameters  # which may have the memory of a plain tensor
+            # which may have the memory of a plain tensor
+            is_parameter = name in owner._parameters
             if type(original) is Tensor and not is_parameter:
                 setattr(owner, name, original)
 
 
 def plain_names(module: nn.Module) -> dict[int, str]:
-    """The names of the tensors that are attributes of modules and neither parameters nor buffers, by identity."""
+    """The names of the tensors that are attributes of modules and neither parameters nor buffers,
+    by identity.
+    """
     found: dict[int, str] = {}
     for path, child in module.named_modules():
         for name, value in child.__dict__.items():

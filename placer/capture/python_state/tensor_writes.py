@@ -1,7 +1,8 @@
-"""Tensors that forward itself changes: they are given back what they had after the model ran for a look.
+"""Tensors that forward itself changes: they are given back what they had after the model ran for a
+look.
 
-A teacher that follows a student is written to. A library replaces the data of a quantised weight by the layout that its
-kernels want, and what is attached to the weight with them.
+A teacher that follows a student is written to. A library replaces the data of a quantised weight by
+the layout that its kernels want, and what is attached to the weight with them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from torch.utils._pytree import tree_leaves
 from placer import devices
 
 _NONE = object()
-_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_OPERATORS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 _OF_ITSELF = {"requires_grad_", "detach_"}
 
 
 @contextmanager
 def written_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Give these tensors back the values that functions inside write to, and the data and attributes that they replace.
+    """Give these tensors back the values that functions inside write to, and the data and
+    attributes that they replace.
 
     A tensor is copied only if a function writes to it.
     """
@@ -72,7 +77,9 @@ class _Held:
             fields = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
             for key in (now.keys() - inside.keys()) & fields.keys():
                 del fields[key]
-        if self._data is not None and devices.memory_key(self._tensor) != devices.memory_key(self._data):
+        if self._data is not None and devices.memory_key(self._tensor) != devices.memory_key(
+            self._data
+        ):
             self._tensor.data = self._data
 
 
@@ -106,7 +113,9 @@ class _Writes(TorchFunctionMode):
 
 
 def writes_to_its_first(name: str) -> bool:
-    """Whether a function of this name writes to its first argument: ``add_``, ``+=`` and ``x[0] = y`` do."""
+    """Whether a function of this name writes to its first argument: ``add_``, ``+=`` and ``x[0] =
+    y`` do.
+    """
     if name.endswith("__"):
         return name == "__setitem__" or name in _OPERATORS
     return name.endswith("_") and name not in _OF_ITSELF
@@ -116,5 +125,6 @@ def storage_of(tensor: Tensor) -> int | None:
     """What tells the memory of a tensor from others'; None if it has no memory of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, ValueError):  # it has none: a sparse one, or one of a lazy module
+    except (NotImplementedError, RuntimeError, ValueError):
+        # it has none: a sparse one, or one of a lazy module
         return None

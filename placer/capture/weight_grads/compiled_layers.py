@@ -19,11 +19,19 @@ import torch
 from torch import Tensor, fx
 
 from placer.capture.layers import Layer
-from placer.capture.weight_grads.deferred import Addition, convolution_backward, left_for_later, shape_of
+from placer.capture.weight_grads.deferred import (
+    Addition,
+    convolution_backward,
+    left_for_later,
+    shape_of,
+)
 from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_wait
 
-OpenedFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any], Sequence[Any]], tuple[Any, Any]]
-"""``function(device, state, reads, openings) -> (writes, given)``, the latter what each product was given."""
+OpenedFunction = Callable[
+    [torch.device, Sequence[Tensor], Sequence[Any], Sequence[Any]], tuple[Any, Any]
+]
+"""``function(device, state, reads, openings) -> (writes, given)``, the latter what each product was
+given."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +65,33 @@ class Product:
 def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple[Product, ...]]:
     """A layer as a function with an opening for each of its products.
 
-    Args:
-        layer: one whose weight gradients are computed at once is as it was, without products: one that calls modules,
+    Args: layer: one whose weight gradients are computed at once is as it was, without products: one
+        that calls modules,
             or has regions without gradients or under an autocast of its own.
         state: what it is to use; which of it is trained decides.
     """
     products: list[Product] = []
-    if layer.program is None or any(node.op == "get_attr" or _is_border(node) for node in layer.program.nodes):
+    if layer.program is None or any(
+        node.op == "get_attr" or _is_border(node) for node in layer.program.nodes
+    ):
         return _closed(layer), ()
     graph = fx.Graph()
     places = [node for node in layer.program.nodes if node.op == "placeholder"]
     env: dict[fx.Node, Any] = {node: graph.node_copy(node) for node in places}
     openings = graph.placeholder("openings")
-    position = {node: index for index, node in enumerate(places[2 : 2 + len(layer.state)])}  # behind device and regions
+    # behind device and regions
+    position = {node: index for index, node in enumerate(places[2 : 2 + len(layer.state)])}
     given = []
     for node in layer.program.nodes:
         product = _product(node, position, state)
         if product is not None:
             opening = graph.call_function(operator.getitem, (openings, len(products)))
-            x, weight, bias = (None if item is None else env[item] for item in [*node.args, None][:3])
-            env[node] = graph.call_function(_open, (product.function, x, weight, bias, opening, *product.rest))
+            x, weight, bias = (
+                None if item is None else env[item] for item in [*node.args, None][:3]
+            )
+            env[node] = graph.call_function(
+                _open, (product.function, x, weight, bias, opening, *product.rest)
+            )
             products.append(product)
             given.append(graph.call_method("detach", (x,)))
         elif node.op not in ("placeholder", "output"):
@@ -85,14 +100,18 @@ def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple
     graph.output((made, tuple(given)))
     module = fx.GraphModule(layer.program.owning_module or torch.nn.Module(), graph)
 
-    def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any], openings: Sequence[Any]) -> Any:
+    def run(
+        device: torch.device, state: Sequence[Tensor], reads: Sequence[Any], openings: Sequence[Any]
+    ) -> Any:
         return module(device, None, *state, *reads, openings)
 
     return run, tuple(products)
 
 
 def _closed(layer: Layer) -> OpenedFunction:
-    def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any], openings: Sequence[Any]) -> Any:
+    def run(
+        device: torch.device, state: Sequence[Tensor], reads: Sequence[Any], openings: Sequence[Any]
+    ) -> Any:
         return layer.function(device, list(state), list(reads)), ()
 
     return run
@@ -102,11 +121,16 @@ def _is_border(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == "placer.capture.export.mode_regions"
 
 
-def _product(node: fx.Node, position: Mapping[fx.Node, int], state: Sequence[Tensor]) -> Product | None:
+def _product(
+    node: fx.Node, position: Mapping[fx.Node, int], state: Sequence[Tensor]
+) -> Product | None:
     """What a node is, if the gradients of its weights can wait."""
     if node.target is not LINEAR and node.target not in CONVOLUTIONS:
         return None
-    weight, bias = cast(fx.Node, node.args[1]), cast(fx.Node | None, node.args[2] if len(node.args) > 2 else None)
+    weight, bias = (
+        cast(fx.Node, node.args[1]),
+        cast(fx.Node | None, node.args[2] if len(node.args) > 2 else None),
+    )
     if weight not in position or not (bias is None or bias in position):
         return None
     where = position[weight], None if bias is None else position[bias]
@@ -116,7 +140,14 @@ def _product(node: fx.Node, position: Mapping[fx.Node, int], state: Sequence[Ten
     return Product(node.target, *where, node.args[3:]) if waits else None
 
 
-def _open(function: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opening: Tensor | None, *rest: Any) -> Any:
+def _open(
+    function: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    opening: Tensor | None,
+    *rest: Any,
+) -> Any:
     bias = None if bias is None else bias.detach()
     if function is LINEAR:
         return _OpenLinear.apply(x, weight.detach(), bias, opening)  # type: ignore[no-untyped-call]
@@ -127,7 +158,9 @@ class _OpenLinear(torch.autograd.Function):
     """``x @ weight.T + bias``, and its opening."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opening: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opening: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(weight)
         result: Tensor = LINEAR(x, weight, bias)
         return result
@@ -143,7 +176,13 @@ class _OpenConvolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opening: Tensor | None, function: Any, *rest: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        opening: Tensor | None,
+        function: Any,
+        *rest: Any,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.function, ctx.rest = function, rest

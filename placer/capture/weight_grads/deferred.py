@@ -3,7 +3,8 @@
     backward pass      gradient of the output  ──▶  gradient of the input      what the stage before waits for
     weights pass       gradient of the output, input  ──▶  gradient of the weight      what nobody waits for
 
-Linear layers and convolutions are split so; every other operation gives its parameters their gradients at once.
+Linear layers and convolutions are split so; every other operation gives its parameters their
+gradients at once.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
@@ -27,7 +28,8 @@ from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can
 
 @dataclass(frozen=True)
 class Addition:
-    """What is left for later of an operation's backward pass: it adds to the gradients of its weights.
+    """What is left for later of an operation's backward pass: it adds to the gradients of its
+    weights.
 
     Attributes:
         add: does it, given the queue that it is in, ``x`` and ``gradient``.
@@ -56,7 +58,9 @@ class Addition:
 
 
 class Queue(list[Addition]):
-    """The weight gradients that are still to be computed, in the order in which the backward pass met them."""
+    """The weight gradients that are still to be computed, in the order in which the backward pass
+    met them.
+    """
 
     def put(self, addition: Addition) -> None:
         """Leave something for later."""
@@ -78,11 +82,17 @@ class Queue(list[Addition]):
             addition.run(self)
 
     def branches(self) -> list[list[Addition]]:
-        """All in two parts with about as much to do, which may run side by side: none adds to what the other does."""
+        """All in two parts with about as much to do, which may run side by side: none adds to what
+        the other does.
+        """
         parts: tuple[list[Addition], list[Addition]] = ([], [])
         products, part_of = [0, 0], dict[int, int]()
         for addition in self:
-            totals = [total.data_ptr() for weight in addition.weights if (total := self.gradient(weight)) is not None]
+            totals = [
+                total.data_ptr()
+                for weight in addition.weights
+                if (total := self.gradient(weight)) is not None
+            ]
             taken = {part_of[total] for total in totals if total in part_of}
             if len(taken) > 1:
                 return [list(self)]
@@ -94,7 +104,9 @@ class Queue(list[Addition]):
 
 
 class AtOnce(Queue):
-    """Weight gradients that are not left for later: a product is added as it is made, and no gradient more is."""
+    """Weight gradients that are not left for later: a product is added as it is made, and no
+    gradient more is.
+    """
 
     def put(self, addition: Addition) -> None:
         """Do it now."""
@@ -106,7 +118,9 @@ _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """Inside, no backward pass is split: what runs again in one does so without ``DeferWeights``, and must be alike."""
+    """Inside, no backward pass is split: what runs again in one does so without ``DeferWeights``,
+    and must be alike.
+    """
     token = _WHOLE.set(True)
     try:
         yield
@@ -115,10 +129,11 @@ def whole() -> Iterator[None]:
 
 
 class DeferWeights(TorchFunctionMode):
-    """Inside, the backward passes of linear layers and convolutions put their weight gradients into a queue.
+    """Inside, the backward passes of linear layers and convolutions put their weight gradients into
+    a queue.
 
-    Args:
-        queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the weight, which must
+    Args: queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the
+        weight, which must
             be there.
     """
 
@@ -148,13 +163,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # Weights are told by what they are: hooks of saved tensors, as of ``save_on_cpu``, would give others back.
+        # Weights are told by what they are: hooks of saved tensors, as of ``save_on_cpu``, would
+        # give others back.
         ctx.queue, ctx.weight, ctx.bias = queue, weight, bias
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         result: Tensor = LINEAR(x, *_like(x, weight, bias))
-        # As a view of the product, which it may be, nobody could write to it: it comes from a function of its own.
-        return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+        # As a view of the product, which it may be, nobody could write to it: it comes from a
+        # function of its own.
+        return (
+            torch.ops.aten._unsafe_view.default(result, result.shape)
+            if result._is_view()
+            else result
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -173,7 +194,9 @@ def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
 
 
-def _add_linear(queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _add_linear(
+    queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
     rows, columns = gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     total = queue.gradient(weight)
     assert total is not None
@@ -183,7 +206,8 @@ def _add_linear(queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias:
         total.add_(rows.mm(columns))
     of_bias = None if bias is None else queue.gradient(bias)
     if of_bias is not None:
-        # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a CUDA graph in two.
+        # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a
+        # CUDA graph in two.
         ones = rows.new_ones(rows.shape[1])
         if of_bias.dtype == rows.dtype:
             of_bias.addmv_(rows, ones)
@@ -195,7 +219,9 @@ class _Convolution(torch.autograd.Function):
     """A convolution of any dimension, as ATen's ``conv1d`` to ``conv3d`` take their arguments."""
 
     @staticmethod
-    def forward(ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any
+    ) -> Tensor:
         ctx.queue, ctx.weight, ctx.bias = queue, weight, rest[0] if rest else None
         ctx.function, ctx.rest = function, rest[1:]
         ctx.set_materialize_grads(False)
@@ -212,7 +238,9 @@ class _Convolution(torch.autograd.Function):
         into_x = None
         if ctx.needs_input_grad[2]:
             shape = shape_of(ctx.function, ctx.rest)
-            into_x = convolution_backward(gradient, x, weight, ctx.bias, shape, (True, False, False))[0]
+            into_x = convolution_backward(
+                gradient, x, weight, ctx.bias, shape, (True, False, False)
+            )[0]
         nothing: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 3)
         return (None, None, into_x, *nothing)
 
@@ -221,20 +249,39 @@ def _add_convolution(
     queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any
 ) -> None:
     has_bias = bias is not None and queue.gradient(bias) is not None
-    _, into_weight, into_bias = convolution_backward(gradient, x, weight, bias, shape, (False, True, has_bias))
+    _, into_weight, into_bias = convolution_backward(
+        gradient, x, weight, bias, shape, (False, True, has_bias)
+    )
     queue.accumulate(weight, into_weight)
     if bias is not None and has_bias:
         queue.accumulate(bias, into_bias)
 
 
 def convolution_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, wanted: tuple[bool, bool, bool]
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: Shape,
+    wanted: tuple[bool, bool, bool],
 ) -> Any:
-    """Gradients of what a convolution was given, of its weight and of its bias; those that are not wanted are None."""
+    """Gradients of what a convolution was given, of its weight and of its bias; those that are not
+    wanted are None.
+    """
     stride, padding, dilation, groups = shape
     sizes = None if bias is None else list(bias.shape)
     return torch.ops.aten.convolution_backward(
-        gradient, x, weight.to(x.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, wanted
+        gradient,
+        x,
+        weight.to(x.dtype),
+        sizes,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0] * len(stride),
+        groups,
+        wanted,
     )
 
 
@@ -251,7 +298,12 @@ def shape_of(function: Any, rest: Sequence[Any]) -> Shape:
 
 
 def left_for_later(
-    function: Any, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[Any] = ()
+    function: Any,
+    x: Tensor,
+    gradient: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rest: Sequence[Any] = (),
 ) -> Addition:
     """The weight gradients of a linear layer or a convolution.
 

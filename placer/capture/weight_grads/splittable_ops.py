@@ -1,6 +1,7 @@
 """The operations whose weight gradients can be computed apart from the gradients of what they read.
 
-Zero-bubble schedules do that half later; until then each of these operations keeps the gradient of its result.
+Zero-bubble schedules do that half later; until then each of these operations keeps the gradient of
+its result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def can_wait(func: Any, args: Any, kwargs: Any) -> bool:
     if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
         return False  # the operation itself refuses them
     if args[0].is_complex() or args[1].is_complex():
-        return False  # their gradients are conjugates, and convolutions of them have no backward pass of their own
+        # their gradients are conjugates, and convolutions of them have no backward pass of their
+        # own
+        return False
     if torch._C._functorch.get_dynamic_layer_stack_depth():
         return False  # inside torch.func a call stands for many
     bias = args[2] if len(args) > 2 else None
@@ -39,4 +42,9 @@ def can_wait(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _is_weight(tensor: Any) -> bool:
     """Whether a gradient can be added to the tensor's at any time: it is there already."""
-    return isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad and tensor.grad is not None
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_leaf
+        and tensor.requires_grad
+        and tensor.grad is not None
+    )

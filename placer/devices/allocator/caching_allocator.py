@@ -1,12 +1,15 @@
-"""What torch's caching allocator takes of a GPU for a row of requests, as far as its rules are fixed.
+"""What torch's caching allocator takes of a GPU for a row of requests, as far as its rules are
+fixed.
 
     requests of a pass ──▶ pieces of the device, each cut into blocks ──▶ bytes of all pieces
 
-A request is served from the smallest free block that is large enough, which is cut in two; blocks that lie side by side
-in a piece are joined when they are free. Where there is none, the device gives a further piece. So what is freed serves
-only what is no larger, and a small tensor in it spoils it for the next large one.
+A request is served from the smallest free block that is large enough, which is cut in two; blocks
+that lie side by side in a piece are joined when they are free. Where there is none, the device
+gives a further piece. So what is freed serves only what is no larger, and a small tensor in it
+spoils it for the next large one.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings, for the private memory of a CUDA graph.
+Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings, for the private memory of a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ _SMALL_BYTES = _MIB
 """Requests up to this size have pieces of their own."""
 _SMALL_PIECE_BYTES = 2 * _MIB
 _MEDIUM_BYTES = 10 * _MIB
-"""Larger ones below this size share pieces of one size; a larger one has a piece as large as it is."""
+"""Larger ones below this size share pieces of one size; a larger one has a piece as large as it is.
+"""
 _MEDIUM_PIECE_BYTES = 20 * _MIB
 PIECE_UNIT_BYTES = 2 * _MIB
 LEAST_ROOM_BYTES = _MEDIUM_BYTES
@@ -43,11 +47,17 @@ class Request:
 
 def repeated(requests: Sequence[Request], turns: int) -> list[Request]:
     """The same requests again and again, each time for tensors of their own."""
-    return [Request((request.tensor << 2) + turn, request.size) for turn in range(turns) for request in requests]
+    return [
+        Request((request.tensor << 2) + turn, request.size)
+        for turn in range(turns)
+        for request in requests
+    ]
 
 
 def most_at_once(requests: Iterable[Request]) -> int:
-    """The most bytes that are there at once, as the allocator rounds them: what no way to place them is below."""
+    """The most bytes that are there at once, as the allocator rounds them: what no way to place
+    them is below.
+    """
     there: dict[int, int] = {}
     now = most = 0
     for request in requests:
@@ -63,9 +73,9 @@ def most_at_once(requests: Iterable[Request]) -> int:
 def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
     """Bytes of all pieces.
 
-    Args:
-        requests: in the order in which they come; what goes without having come is not of this memory.
-        rooms: pieces that are there, and free, when the first comes; each at least ``LEAST_ROOM_BYTES``.
+    Args: requests: in the order in which they come; what goes without having come is not of this
+        memory. rooms: pieces that are there, and free, when the first comes; each at least
+        ``LEAST_ROOM_BYTES``.
     """
     memory = _Memory()
     for room in rooms:

@@ -1,7 +1,8 @@
 """The pieces of memory with which a pass takes the least in all.
 
-Which they are is looked for among many by the allocator's rules, where it is known what the pass asks for, and then
-tried. Where that is not known, or a trial shows that other rules hold, one piece is looked for by trials alone.
+Which they are is looked for among many by the allocator's rules, where it is known what the pass
+asks for, and then tried. Where that is not known, or a trial shows that other rules hold, one piece
+is looked for by trials alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Pieces = tuple[int, ...]
 """Sizes, in bytes, of what is there before a pass begins; none: it takes piece by piece."""
 
 Rooms = tuple[Pieces, ...]
-"""By stream of a pass, what is there of its own: no stream is served from what another one has freed."""
+"""By stream of a pass, what is there of its own: no stream is served from what another one has
+freed."""
 
 Taken = Callable[[Sequence[Rooms]], Sequence[int]]
 """Given the pieces of each pass, what each then takes in all, in bytes."""
@@ -32,7 +34,8 @@ WORTH_BYTES = 24 * 2**20
 """What takes less is left as it is."""
 
 _BESIDE_SHARE = 0.02
-"""Small tensors always lie beside the piece, so that so much of it beside it does not tell that it is too small."""
+"""Small tensors always lie beside the piece, so that so much of it beside it does not tell that it
+is too small."""
 
 _OFF_SHARE = 0.02
 """Further off, what was computed was computed by rules that do not hold."""
@@ -72,14 +75,19 @@ def fit(
     found: list[Rooms] = [()] * len(without)
     left = [size >= WORTH_BYTES for size in without]
     if asked is not None:
-        proposed = [tuple(map(propose, rows)) if pays else () for rows, pays in zip(asked, left, strict=True)]
+        proposed = [
+            tuple(map(propose, rows)) if pays else ()
+            for rows, pays in zip(asked, left, strict=True)
+        ]
         tried = taken(proposed) if any(map(any, proposed)) else without
         for index, (rows, rooms) in enumerate(zip(asked, proposed, strict=True)):
             said = sum(map(caching_allocator.taken, rows, rooms))
             if left[index] and tried[index] <= (1 + _OFF_SHARE) * said:
                 found[index], left[index] = rooms if tried[index] < without[index] else (), False
     searched = _searched(taken, without, left)
-    return [other if open_ else rooms for rooms, other, open_ in zip(found, searched, left, strict=True)]
+    return [
+        other if open_ else rooms for rooms, other, open_ in zip(found, searched, left, strict=True)
+    ]
 
 
 def propose(asked: Sequence[Request]) -> Pieces:
@@ -114,7 +122,8 @@ def propose(asked: Sequence[Request]) -> Pieces:
 
 
 def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
-    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked for, or beside.
+    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked
+    for, or beside.
 
     Or both are: then tensors of several sizes change places in them, turn by turn.
     """
@@ -124,9 +133,13 @@ def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]
     sizes = sorted({_room(request.size) for request in asked if request.size}, reverse=True)
     for size in sizes[:_LIKELY]:
         yield from (
-            (_room(whole), size) for whole in (most - size, most) if whole >= caching_allocator.LEAST_ROOM_BYTES
+            (_room(whole), size)
+            for whole in (most - size, most)
+            if whole >= caching_allocator.LEAST_ROOM_BYTES
         )
-    yield from (pair for pair in combinations_with_replacement(sizes[:_PAIRED], 2) if sum(pair) >= most)
+    yield from (
+        pair for pair in combinations_with_replacement(sizes[:_PAIRED], 2) if sum(pair) >= most
+    )
 
 
 def _drawn(random: Random, count: int, most: int) -> Pieces:

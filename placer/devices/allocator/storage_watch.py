@@ -1,4 +1,6 @@
-"""The storages that tensors are made in: written down as they come and go, and rounded up as torch's allocator does."""
+"""The storages that tensors are made in: written down as they come and go, and rounded up as
+torch's allocator does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from placer.capture.export.nested_ops import run_under
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for two tensors that share a storage; unique among the storages that live at one time.
+    """The same for two tensors that share a storage; unique among the storages that live at one
+    time.
 
     Of a sparse tensor it is that of its values.
     """
@@ -50,14 +53,17 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, state: Iterable[Tensor], reads: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, device: torch.device, state: Iterable[Tensor], reads: Iterable[Any] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device.type
         self.state = {key_of(part) for tensor in state for part in devices.parts(tensor)}
         self._known = set(self.state)
         self.ignore(tensor for tensor in reads if isinstance(tensor, Tensor))
         self._made: dict[int, _Made] = {}
-        self._changes: list[int] = []  # the size of what was made, minus that of what was freed
+        # the size of what was made, minus that of what was freed
+        self._changes: list[int] = []
         self.count = 0
 
     @property
@@ -74,7 +80,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key_of(tensor), self.serial(key_of(tensor))
 
     def begin(self, counted: Iterable[int]) -> None:
-        """Start a new peak; of the storages that live already, those counted lower it when they are freed."""
+        """Start a new peak; of the storages that live already, those counted lower it when they are
+        freed.
+        """
         self._changes.clear()
         counted = set(counted)
         self._made = {key: made for key, made in self._made.items() if key in counted}
@@ -94,13 +102,18 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(devices.dispatches, types)):
-            return NotImplemented  # the class takes the operation apart; what it makes inside is seen here
+            # the class takes the operation apart; what it makes inside is seen here
+            return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
             result = run_under(self, func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == self._device and tensor.layout == torch.strided:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.device.type == self._device
+                and tensor.layout == torch.strided
+            ):
                 for part in devices.own_parts(tensor):
                     self._see(part)
         return result
@@ -113,7 +126,9 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count += 1
         serial, size = self.count, storage.nbytes()
         self._changes.append(size)
-        self._made[key] = _Made(serial, size, weakref.ref(storage, lambda _: self._freed(key, serial)))
+        self._made[key] = _Made(
+            serial, size, weakref.ref(storage, lambda _: self._freed(key, serial))
+        )
 
     def _freed(self, key: int, serial: int) -> None:
         made = self._made.get(key)
@@ -123,12 +138,13 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(device: torch.device, log: StorageLog, run: Callable[[], object]) -> int:
-    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a device beside them.
+    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a
+    device beside them.
 
-    Args:
-        device: where it runs.
-        log: begins where the run does, and is in force where no allocator counts. Elsewhere it is not: torch adds a
-            second gradient of a value to the first in place, but into memory of its own while such a log is in force.
+    Args: device: where it runs. log: begins where the run does, and is in force where no allocator
+        counts. Elsewhere it is not: torch adds a
+            second gradient of a value to the first in place, but into memory of its own while such
+            a log is in force.
         run: is run once.
     """
     if not devices.counts_bytes(device):

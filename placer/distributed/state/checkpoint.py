@@ -1,4 +1,5 @@
-"""Checkpoints under the model's own keys: gathered into one process, or written by all with torch's own format.
+"""Checkpoints under the model's own keys: gathered into one process, or written by all with torch's
+own format.
 
 ``torch.distributed.checkpoint`` stores each tensor under its key, from whichever process has it. So what four processes
 wrote two can read, and so can the unsplit model::
@@ -33,7 +34,11 @@ _OPTIMIZER = "optimizer."
 
 
 def gather(
-    own: Mapping[str, Tensor], keys: Sequence[str], rank: int, device: torch.device, group: dist.ProcessGroup | None
+    own: Mapping[str, Tensor],
+    keys: Sequence[str],
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> dict[str, Tensor] | None:
     """Every process's tensors in one process.
 
@@ -74,7 +79,9 @@ def gather(
 
 
 def _taken_apart(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A tensor like this one on meta, and the plain tensors that it consists of, in the order of ``rebuilt``."""
+    """A tensor like this one on meta, and the plain tensors that it consists of, in the order of
+    ``rebuilt``.
+    """
     parts: list[Tensor] = []
 
     def bare(part: Tensor) -> Tensor:
@@ -91,10 +98,13 @@ def _on_host(part: Tensor) -> Tensor:
 def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Load this process's part of a whole model's state.
 
-    Raises:
-        InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded then.
+    Raises: InputError: keys are missing or not known, or a tensor has another shape. Nothing was
+        loaded then.
     """
-    missing, unknown = [key for key in keys if key not in state], [key for key in state if key not in set(keys)]
+    missing, unknown = (
+        [key for key in keys if key not in state],
+        [key for key in state if key not in set(keys)],
+    )
     if missing or unknown:
         raise InputError(
             f"this is no state of the model: missing are {', '.join(missing[:5]) or 'none'}; "
@@ -103,7 +113,9 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
     own = module.state_dict()
     for key, tensor in own.items():
         if state[key].shape != tensor.shape:
-            raise InputError(f"{key!r} has shape {tuple(state[key].shape)}; the model's has {tuple(tensor.shape)}")
+            raise InputError(
+                f"{key!r} has shape {tuple(state[key].shape)}; the model's has {tuple(tensor.shape)}"
+            )
     module.load_state_dict({key: state[key] for key in own})
 
 
@@ -120,7 +132,8 @@ def save(
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with together(group, "write its part of the checkpoint"):
-        for each in optimizers_of(optimizer):  # none, perhaps, of a process without parameters
+        # none, perhaps, of a process without parameters
+        for each in optimizers_of(optimizer):
             state.setdefault("optimizer", {}).update(optimizer_state.flat(module, each))
     with _explained("written", path):
         state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
@@ -142,7 +155,11 @@ def load(
         with together(group, "read its part of the checkpoint"):
             optimizers = optimizers_of(optimizer)
             there = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
-            kept = {key.removeprefix(_OPTIMIZER): item for key, item in there.items() if key.startswith(_OPTIMIZER)}
+            kept = {
+                key.removeprefix(_OPTIMIZER): item
+                for key, item in there.items()
+                if key.startswith(_OPTIMIZER)
+            }
             for each in optimizers:
                 state.setdefault("optimizer", {}).update(optimizer_state.places(module, each, kept))
         state_dict_loader.load(_filled(state), checkpoint_id=path, process_group=group)
@@ -152,19 +169,27 @@ def load(
 
 
 def _filled(state: dict[str, Any]) -> dict[str, Any]:
-    """Without what is empty, as all is of a process without parameters: torch would look for that, too."""
+    """Without what is empty, as all is of a process without parameters: torch would look for that,
+    too.
+    """
     return {key: part for key, part in state.items() if part}
 
 
 @contextmanager
 def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Say in one line what every process is told when one of them fails; a path that is none is refused in each."""
+    """Say in one line what every process is told when one of them fails; a path that is none is
+    refused in each.
+    """
     if not isinstance(path, str | PathLike):
         raise InputError(f"path is {kind_of(path)}; give a folder that all processes see")
     try:
         yield
     except (CheckpointException, OSError) as error:
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
         line = (str(reason).splitlines() or [""])[0]
         raise InputError(
             f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "

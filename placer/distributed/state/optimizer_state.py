@@ -1,4 +1,5 @@
-"""What an optimizer keeps, under the names of the parameters, as torch's own distributed checkpoints have it.
+"""What an optimizer keeps, under the names of the parameters, as torch's own distributed
+checkpoints have it.
 
     state.NAME.KEY           of one parameter; nothing of one that never had a gradient
     param_groups.NAME.KEY    the settings of the group that the parameter is in
@@ -30,12 +31,21 @@ def flat(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _known(names, parameter)[0]
-            found |= {f"state.{name}.{key}": value for key, value in _leaves(optimizer.state.get(parameter, {}))}
-            found |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+            found |= {
+                f"state.{name}.{key}": value
+                for key, value in _leaves(optimizer.state.get(parameter, {}))
+            }
+            found |= {
+                f"param_groups.{name}.{key}": value
+                for key, value in group.items()
+                if key != "params"
+            }
     return found
 
 
-def places(module: nn.Module, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> dict[str, Any]:
+def places(
+    module: nn.Module, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]
+) -> dict[str, Any]:
     """Where what a checkpoint has of an optimizer's parameters is to be read into.
 
     Args:
@@ -81,7 +91,10 @@ def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str
         for index in group["params"][:1]:
             name = _saved(_known(names, parameters[index]), loaded)
             settings = _below(loaded, f"param_groups.{name}.")
-            lacking, more = group.keys() - settings.keys() - {"params"}, settings.keys() - group.keys()
+            lacking, more = (
+                group.keys() - settings.keys() - {"params"},
+                settings.keys() - group.keys(),
+            )
             if lacking and more:
                 raise InputError(
                     f"the checkpoint is of another kind of optimizer than this {type(optimizer).__name__}: it has "
@@ -124,7 +137,9 @@ def _empty(stored: TensorStorageMetadata, device: torch.device) -> Tensor:
 
 
 def _below(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)
+    }
 
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

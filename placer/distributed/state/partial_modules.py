@@ -36,7 +36,9 @@ class Names:
             for leaf in module._non_persistent_buffers_set
         }
         return cls(
-            {name: tuple(names) for name, names in aliases.items()}, frozenset(transient), tuple(model.state_dict())
+            {name: tuple(names) for name, names in aliases.items()},
+            frozenset(transient),
+            tuple(model.state_dict()),
         )
 
 
@@ -61,7 +63,8 @@ def _plant(root: nn.Module, name: str, tensor: Tensor, transient: bool) -> None:
     *path, leaf = name.split(".")
     module = root
     for step in path:
-        # Straight into the table: add_module refuses names that are attributes of every module, as "half".
+        # Straight into the table: add_module refuses names that are attributes of every module, as
+        # "half".
         module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
     if isinstance(tensor, nn.Parameter):
         module._parameters[leaf] = tensor

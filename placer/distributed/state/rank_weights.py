@@ -1,13 +1,13 @@
 """The parameters and buffers of one process, under the model's own names.
 
-A parameter that layers in several processes use (tied weights) belongs to the process of its first layer. The others
-hold copies: before a step the owner sends its data, after it they send their gradients, and the owner adds them up. An
-optimizer knows the owner's alone.
+A parameter that layers in several processes use (tied weights) belongs to the process of its first
+layer. The others hold copies: before a step the owner sends its data, after it they send their
+gradients, and the owner adds them up. An optimizer knows the owner's alone.
 
     owner   ──data──▶  copy          step          owner  ◀──gradient──  copy
 
-What belonged to a process in the first pipeline of a model does so in later ones, wherever its layers are there: only
-that process has what training made of it.
+What belonged to a process in the first pipeline of a model does so in later ones, wherever its
+layers are there: only that process has what training made of it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from placer.errors import InputError, PlacementError
 from placer.executor.state.state_moves import relocate
 
 _owners: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-"""Of models that pipelines were built of: the global rank of the process that each tensor belongs to."""
+"""Of models that pipelines were built of: the global rank of the process that each tensor belongs
+to."""
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:
-    """The global ranks of those whom its tensors belong to, by name, as far as this process knows of any."""
+    """The global ranks of those whom its tensors belong to, by name, as far as this process knows
+    of any.
+    """
     return dict(_owners.get(model, {}))
 
 
@@ -65,19 +68,22 @@ class Sharing:
             cut: the stages that they run in.
             chunks: micro-batches in a batch.
 
-        Raises:
-            PlacementError: layers on several devices use a buffer or plain tensor that one of them changes; or layers
-                in several stages of one device do, where the next micro-batch is in the first while one is on its way
-                to the last.
+        Raises: PlacementError: layers on several devices use a buffer or plain tensor that one of
+            them changes; or layers
+                in several stages of one device do, where the next micro-batch is in the first while
+                one is on its way to the last.
         """
-        stage_of = {layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers}
+        stage_of = {
+            layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers
+        }
         users: dict[str, dict[int, str]] = {name: {} for name in graph.state}
         mutated = {name for layer in graph.layers for name in layer.mutated}
         for index, layer in enumerate(graph.layers):
             for name in layer.state:
                 users[name].setdefault(stage_of[index], layer.name)
         there = {
-            name: tuple(dict.fromkeys(stage % len(cut.devices) for stage in stages)) for name, stages in users.items()
+            name: tuple(dict.fromkeys(stage % len(cut.devices) for stage in stages))
+            for name, stages in users.items()
         }
         for name in sorted(mutated & users.keys()):
             layers = ", ".join(map(repr, users[name].values()))
@@ -92,9 +98,15 @@ class Sharing:
                     f"other devices run layers between them, so that {chunks} micro-batches would change it in another "
                     f"order; place those on {cut.devices[there[name][0]]} too, or give chunks=1"
                 )
-        there = {name: positions for name, positions in there.items() if name not in graph.constants}
+        there = {
+            name: positions for name, positions in there.items() if name not in graph.constants
+        }
         unused = frozenset(name for name, positions in there.items() if not positions)
-        return cls({name: positions or (0,) for name, positions in there.items()}, frozenset(mutated), unused)
+        return cls(
+            {name: positions or (0,) for name, positions in there.items()},
+            frozenset(mutated),
+            unused,
+        )
 
     def with_owners(self, known: Mapping[str, int], ranks: Sequence[int]) -> Sharing:
         """The same, but for what belongs to somebody else since an earlier pipeline of the model.
@@ -103,8 +115,8 @@ class Sharing:
             known: the global rank of the owner of each tensor, by name.
             ranks: of each position.
 
-        Raises:
-            InputError: an owner is not part of the pipeline, or has a buffer that layers elsewhere change.
+        Raises: InputError: an owner is not part of the pipeline, or has a buffer that layers
+            elsewhere change.
         """
         users, kept = dict(self.users), set()
         for name, used in self.users.items():
@@ -123,7 +135,10 @@ class Sharing:
                     f"of this model: {way_out}"
                 )
             owner = ranks.index(rank)
-            users[name] = (owner, *(position for position in used if position != owner and name not in self.unused))
+            users[name] = (
+                owner,
+                *(position for position in used if position != owner and name not in self.unused),
+            )
             kept.add(name)
         return replace(self, users=users, kept=frozenset(kept))
 
@@ -152,10 +167,9 @@ class Weights:
         group: the processes of the pipeline.
         lost: the names of buffers that are part of no state_dict.
 
-    Attributes:
-        own: tensors by the model's names for them, moved here; the same objects, unless the model was on meta.
-        copies: of parameters that belong to other processes.
-        empty: whether the model was on meta, so that what is here has no values yet.
+    Attributes: own: tensors by the model's names for them, moved here; the same objects, unless the
+        model was on meta. copies: of parameters that belong to other processes. empty: whether the
+        model was on meta, so that what is here has no values yet.
     """
 
     def __init__(
@@ -171,7 +185,11 @@ class Weights:
         self._position, self._ranks, self._group = position, ranks, group
         self.own = {name: _settle(graph.state[name], device) for name in sharing.owned(position)}
         self.empty = any(graph.state[name].is_meta for name in self.own)
-        self._unset = {name: self.own[name]._version for name in self.own if graph.state[name].is_meta and name in lost}
+        self._unset = {
+            name: self.own[name]._version
+            for name in self.own
+            if graph.state[name].is_meta and name in lost
+        }
         self._shared = {
             name: users
             for name, users in sharing.shared().items()
@@ -196,7 +214,10 @@ class Weights:
 
     def unset(self) -> str | None:
         """A buffer that was on meta, that no state_dict has, and that nobody has written to since."""
-        return next((name for name, version in self._unset.items() if self.own[name]._version == version), None)
+        return next(
+            (name for name, version in self._unset.items() if self.own[name]._version == version),
+            None,
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -205,7 +226,9 @@ class Weights:
         for name, (owner, *others) in self._shared.items():
             if owner == self._position:
                 data = [part.detach().contiguous() for part in devices.own_parts(self.own[name])]
-                operations += [self._operation(dist.isend, part, other) for other in others for part in data]
+                operations += [
+                    self._operation(dist.isend, part, other) for other in others for part in data
+                ]
             elif self._position in others:
                 parts = devices.own_parts(self.copies[name])
                 operations += [self._operation(dist.irecv, part.detach(), owner) for part in parts]
@@ -230,12 +253,18 @@ class Weights:
                 for other in others:
                     like = torch.zeros_like(self.own[name], memory_format=torch.contiguous_format)
                     arrived.append((name, like, torch.zeros(1, device=like.device)))
-                    operations += [self._operation(dist.irecv, tensor, other) for tensor in arrived[-1][1:]]
+                    operations += [
+                        self._operation(dist.irecv, tensor, other) for tensor in arrived[-1][1:]
+                    ]
             elif self._position in others:
-                operations += [self._operation(dist.isend, tensor, owner) for tensor in _told(self.copies[name])]
+                operations += [
+                    self._operation(dist.isend, tensor, owner)
+                    for tensor in _told(self.copies[name])
+                ]
         _run(operations)
         for name, gradient, came in arrived:
-            # The device is asked where there is no other gradient alone: zeros would be one, and it would wait for us.
+            # The device is asked where there is no other gradient alone: zeros would be one, and it
+            # would wait for us.
             other = self.own[name].grad is not None or self._before[name] is not None
             if self.own[name].requires_grad and (other or came.item()):
                 self._add(name, gradient)
@@ -262,7 +291,9 @@ class Weights:
 
 
 def _settle(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on its device: the same object, but for one on meta, in whose place comes one without values."""
+    """The tensor on its device: the same object, but for one on meta, in whose place comes one
+    without values.
+    """
     if not tensor.is_meta:
         if not devices.same(tensor.device, device):
             relocate(tensor, device)
@@ -284,8 +315,12 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on a device, which others are received into."""
     if tensor.is_meta:
         return _like(tensor, device)
-    copied = devices.rebuilt(tensor, lambda part: part.to(device, copy=True, memory_format=torch.contiguous_format))
-    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    copied = devices.rebuilt(
+        tensor, lambda part: part.to(device, copy=True, memory_format=torch.contiguous_format)
+    )
+    return (
+        nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    )
 
 
 def is_hooked(tensor: Tensor) -> bool:
@@ -311,7 +346,9 @@ def _told(copy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of a copy, and whether there is one."""
     gradient = copy.grad
     if gradient is None:
-        return torch.zeros_like(copy, memory_format=torch.contiguous_format), torch.zeros(1, device=copy.device)
+        return torch.zeros_like(copy, memory_format=torch.contiguous_format), torch.zeros(
+            1, device=copy.device
+        )
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return dense.contiguous(), torch.ones(1, device=copy.device)
 

@@ -1,10 +1,14 @@
-"""Whether a batch may be cut into micro-batches: what a small one of its kind gives whole and cut, compared once.
+"""Whether a batch may be cut into micro-batches: what a small one of its kind gives whole and cut,
+compared once.
 
     first samples of a batch ──▶ whole ─────────────▶ result ──┐
-             └───────────────▶ two micro-batches ──▶ joined ──┴▶ equal: the rules by which results are joined
-                                                              └▶ unlike: BatchError, which names the output
+             └───────────────▶ two micro-batches ──▶ joined ──┴▶ equal: the rules by which results
+             are joined
+                                                              └▶ unlike: BatchError, which names the
+                                                              output
 
-Batches are of one kind that have the same structure, types and numbers of dimensions, whatever their sizes.
+Batches are of one kind that have the same structure, types and numbers of dimensions, whatever
+their sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, layout_of_inputs, values_of
+from placer.capture.batch_dims.batch_layout import (
+    BatchLayout,
+    Call,
+    Parameters,
+    layout_of_inputs,
+    values_of,
+)
 from placer.capture.python_state.comparable_runs import Draws, evaluated
 from placer.capture.python_state.isolated_runs import BufferValues, undisturbed
 from placer.capture.python_state.module_hooks import without_hooks
@@ -34,13 +44,16 @@ from placer.utils.user_warnings import warn
 Run = Callable[[Call], Any]
 """Runs the model, as it is placed, on positional and keyword arguments."""
 Weights = Callable[[int], Tensor | None]
-"""From the number of samples in a batch to the weight of each, shape ``(N,)``; None if all weigh alike."""
+"""From the number of samples in a batch to the weight of each, shape ``(N,)``; None if all weigh
+alike."""
 
 _SLICE = 2
-"""Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single sample apart."""
+"""Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single
+sample apart."""
 _KNOWN = 1000
 _LOOKS = 3
-"""Batches that are compared where results of the first ones, such as zeros, leave several rules open."""
+"""Batches that are compared where results of the first ones, such as zeros, leave several rules
+open."""
 
 
 @dataclass
@@ -85,18 +98,14 @@ class BatchChecks:
         weigh: Weights = lambda size: None,
         can_be_run: Callable[[], bool] = lambda: True,
     ) -> Joining:
-        """Return how the results of these micro-batches are joined, once it is seen that they give the batch's.
+        """Return how the results of these micro-batches are joined, once it is seen that they give
+        the batch's.
 
-        Args:
-            call: the arguments of the batch.
-            parameters: of the model's forward method.
-            layout: where their samples lie.
-            sizes: samples in each micro-batch.
-            options: what was declared.
-            mode: what else tells batches apart, such as whether the model trains.
-            run: runs the model.
-            weigh: from the number of samples to the weight of each in a mean; None if all weigh alike.
-            can_be_run: whether the model can run where its operations are watched.
+        Args: call: the arguments of the batch. parameters: of the model's forward method. layout:
+            where their samples lie. sizes: samples in each micro-batch. options: what was declared.
+            mode: what else tells batches apart, such as whether the model trains. run: runs the
+            model. weigh: from the number of samples to the weight of each in a mean; None if all
+            weigh alike. can_be_run: whether the model can run where its operations are watched.
 
         Raises:
             BatchError: the micro-batches give something else than the batch.
@@ -106,15 +115,23 @@ class BatchChecks:
             return declared
         key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
         known = self._known.get(key)
-        matters = known is None or known.joining.reduces_floats  # else each sample has results of its own
+        # else each sample has results of its own
+        matters = known is None or known.joining.reduces_floats
         now = uneven(flatten_inputs(*call)[0], layout, sizes) if matters else frozenset()
-        if known is None or not known.is_decided or known.sizes not in (None, tuple(sizes)) or not now <= known.uneven:
+        if (
+            known is None
+            or not known.is_decided
+            or known.sizes not in (None, tuple(sizes))
+            or not now <= known.uneven
+        ):
             if not can_be_run():
                 return declared
             try:
                 found = self._look(call, parameters, layout, sizes, declared, run, weigh)
             except BatchError as error:
-                raise self._with_advice(error, call, parameters, layout, options, run) from error.__cause__
+                raise self._with_advice(
+                    error, call, parameters, layout, options, run
+                ) from error.__cause__
             found.uneven = now
             if known is not None:
                 found.uneven |= known.uneven
@@ -134,9 +151,16 @@ class BatchChecks:
         options: BatchOptions,
         run: Run,
     ) -> BatchError:
-        """Return an error that states how the batch was cut, and a declaration that is seen to be right."""
+        """Return an error that states how the batch was cut, and a declaration that is seen to be
+        right.
+        """
         right = next(
-            (one for one in _others(call, parameters, layout, options) if self._holds(call, parameters, one, run)), None
+            (
+                one
+                for one in _others(call, parameters, layout, options)
+                if self._holds(call, parameters, one, run)
+            ),
+            None,
         )
         advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
         return BatchError(
@@ -176,18 +200,26 @@ class BatchChecks:
         failure: Exception | None = None
         found: _Kind | None = None
         few = _few(sizes)
-        for some in [few] if few == list(sizes) else [few, list(sizes)]:  # the whole batch may need too much memory
+        # the whole batch may need too much memory
+        for some in [few] if few == list(sizes) else [few, list(sizes)]:
             try:
                 whole, parts, counted = self._run(call, parameters, layout, some, run)
             except _CutError as error:
                 refusal = refusal or error.refusal()
                 continue
-            except Exception as error:  # whatever the model's own code raises, on few samples perhaps
+            except Exception as error:
+                # whatever the model's own code raises, on few samples perhaps
                 failure = error
                 continue
             weights = _of_parts(weigh(layout.size), some)
-            joining, differences, is_open = find_rules(whole, parts, some, declared, closeness, weights)
-            unlike = unlike_counts(counted[0], counted[1:], weights or some) if joining.reduces_floats else None
+            joining, differences, is_open = find_rules(
+                whole, parts, some, declared, closeness, weights
+            )
+            unlike = (
+                unlike_counts(counted[0], counted[1:], weights or some)
+                if joining.reduces_floats
+                else None
+            )
             if not differences and unlike is not None:
                 refusal = BatchError(
                     f"the model's own loss is a mean over labels that count, and micro-batches of {some} samples have "
@@ -196,34 +228,48 @@ class BatchChecks:
                 continue
             if not differences:
                 # What few samples do not show may be so of these sizes alone.
-                found = _Kind(joining, 1, not is_open, tuple(sizes) if refusal is not None else None)
+                found = _Kind(
+                    joining, 1, not is_open, tuple(sizes) if refusal is not None else None
+                )
                 if some == few and joining.reduces_floats:
-                    continue  # the labels of the other samples may count in other numbers
+                    # the labels of the other samples may count in other numbers
+                    continue
                 return found
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        if isinstance(failure, torch.OutOfMemoryError):  # of anything else the real run tells
-            warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")
+        # of anything else the real run tells
+        if isinstance(failure, torch.OutOfMemoryError):
+            warn(
+                f"micro-batches were not compared with a whole batch, for want of memory: {failure}"
+            )
         return found or _Kind(declared, 1, True, None)
 
     def _run(
-        self, call: Call, parameters: Parameters, layout: BatchLayout, sizes: Sequence[int], run: Run
+        self,
+        call: Call,
+        parameters: Parameters,
+        layout: BatchLayout,
+        sizes: Sequence[int],
+        run: Run,
     ) -> tuple[Any, list[Any], list[list[float]]]:
         """Run the first samples of a batch, whole and cut.
 
-        Returns:
-            The result of the whole; those of the parts; and the labels that count in means of the whole and each part.
+        Returns: The result of the whole; those of the parts; and the labels that count in means of
+            the whole and each part.
         """
         total, draws = sum(sizes), Draws()
         rest = [layout.size - total] if layout.size > total else []
-        (first, *_), cuts = (layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes))
+        (first, *_), cuts = (
+            layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes)
+        )
         watches = [LabelWeights() for _ in (total, *sizes)]
         with self._apart(), evaluated(), draws.first(), watches[0]:
             whole = run(_copied(first))
         parts, start = [], 0
-        # One after another: what a part leaves in attributes, the next one finds. Statistics that buffers gather are
-        # left out, as those of batch normalisation are: micro-batches have their own in any pipeline.
+        # One after another: what a part leaves in attributes, the next one finds. Statistics that
+        # buffers gather are left out, as those of batch normalisation are: micro-batches have their
+        # own in any pipeline.
         buffers = BufferValues(self._module)
         with self._apart(), evaluated():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
@@ -249,7 +295,9 @@ class _CutError(Exception):
     def refusal(self) -> BatchError:
         """Return the error for the user."""
         error = self.__cause__
-        refused = BatchError(f"the model runs on the whole batch and fails on a part: {type(error).__name__}: {error}")
+        refused = BatchError(
+            f"the model runs on the whole batch and fails on a part: {type(error).__name__}: {error}"
+        )
         refused.__cause__ = error
         return refused
 
@@ -262,14 +310,22 @@ _WAYS_OUT = (
 )
 
 
-def _others(call: Call, parameters: Parameters, layout: BatchLayout, options: BatchOptions) -> Iterator[BatchOptions]:
-    """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one input whole."""
+def _others(
+    call: Call, parameters: Parameters, layout: BatchLayout, options: BatchOptions
+) -> Iterator[BatchOptions]:
+    """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one
+    input whole.
+    """
     values = values_of(call, parameters)
     if isinstance(options.inputs, dict):
         declared = options.inputs
     else:
         declared = {} if options.inputs == 0 else {OTHERS: options.inputs}
-    lists = [name for name, value in values.items() if isinstance(value, (list, tuple)) and len(value) > 1]
+    lists = [
+        name
+        for name, value in values.items()
+        if isinstance(value, (list, tuple)) and len(value) > 1
+    ]
     if lists:
         yield options.model_copy(update={"inputs": {**declared, **dict.fromkeys(lists, "items")}})
     if isinstance(options.inputs, int):
@@ -281,7 +337,9 @@ def _others(call: Call, parameters: Parameters, layout: BatchLayout, options: Ba
 
 
 def _by_size(call: Call, layout: BatchLayout, declared: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
-    """Yield cuts of other tensors along a dimension that has as many entries as the batch has samples."""
+    """Yield cuts of other tensors along a dimension that has as many entries as the batch has
+    samples.
+    """
     others: dict[str, list[int]] = {}
     for tensor, dim, name in zip(flatten_inputs(*call)[0], layout.dims, layout.names, strict=True):
         shape = tensor.shape if isinstance(tensor, Tensor) and name not in declared else ()
@@ -299,7 +357,9 @@ def _spelt(options: BatchOptions) -> str:
     return f"batch_options=BatchOptions(inputs={options.inputs!r})"
 
 
-def difference_error(what: str, one: Any, other: Any, tolerance: float, ways_out: str = "") -> BatchError:
+def difference_error(
+    what: str, one: Any, other: Any, tolerance: float, ways_out: str = ""
+) -> BatchError:
     """Return the error for values of a batch that its micro-batches do not give.
 
     Args:
@@ -325,7 +385,10 @@ def _of_parts(weights: Tensor | None, sizes: Sequence[int]) -> list[float] | Non
     if weights is None:
         return None
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [float(weights[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True)]
+    return [
+        float(weights[start : start + size].sum())
+        for start, size in zip(starts, sizes, strict=True)
+    ]
 
 
 def _few(sizes: Sequence[int]) -> list[int]:
@@ -336,12 +399,16 @@ def _few(sizes: Sequence[int]) -> list[int]:
 def _copied(call: Call) -> Call:
     """Return the arguments of a call with copies of the tensors, as forward may write to them."""
     tensors, structure = flatten_inputs(*call)
-    again: Call = structure.unflatten([one.detach().clone() if isinstance(one, Tensor) else one for one in tensors])
+    again: Call = structure.unflatten(
+        [one.detach().clone() if isinstance(one, Tensor) else one for one in tensors]
+    )
     return again
 
 
 def _kind_of(values: dict[str, Any], layout: BatchLayout) -> Hashable:
-    """Return what tells kinds of batches apart: nothing of sizes, nor how many samples are in a list."""
+    """Return what tells kinds of batches apart: nothing of sizes, nor how many samples are in a
+    list.
+    """
     tensors, structure = flatten_inputs((), values)
     return structure.paths if not layout.lists else tuple(values), frozenset(
         (one.dim(), one.dtype) if isinstance(one, Tensor) else type(one) for one in tensors

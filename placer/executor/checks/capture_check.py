@@ -1,4 +1,5 @@
-"""Whether a captured graph does what the model does: both run once on an example, forwards and, in training, backwards.
+"""Whether a captured graph does what the model does: both run once on an example, forwards and, in
+training, backwards.
 
 example ──▶ the model, through hooks ──▶ results, gradients ──┐
 └──────▶ the graph's segments ──────▶ results, gradients ──┴▶ equal, or the model runs through hooks
@@ -40,7 +41,8 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
         eager: runs the model.
         captured: runs the graph.
     """
-    if nested_ops.has_bodies(exported.module):  # such operations compile, which no mode may watch
+    # such operations compile, which no mode may watch
+    if nested_ops.has_bodies(exported.module):
         return ""
     state = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in (*state, *part.tensors) if isinstance(tensor, Tensor)):
@@ -52,12 +54,15 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
                 return _difference(module, some, gradients, eager, captured)
             except torch.OutOfMemoryError:  # forwards alone may have room
                 devices.release_cache()
-            except Exception:  # whatever the model's own code raises, on few samples perhaps; a real run will tell
+            except Exception:
+                # whatever the model's own code raises, on few samples perhaps; a real run will tell
                 break
     return ""
 
 
-def _difference(module: nn.Module, part: Part, trained: Sequence[Tensor], eager: Run, captured: Run) -> str:
+def _difference(
+    module: nn.Module, part: Part, trained: Sequence[Tensor], eager: Run, captured: Run
+) -> str:
     closeness = Closeness.of([*module.parameters(), *part.tensors])
     draws, found = Draws(), []
     for run, drawn in ((eager, draws.first), (captured, draws.again)):
@@ -72,10 +77,16 @@ def _difference(module: nn.Module, part: Part, trained: Sequence[Tensor], eager:
     for path, one, other in zip(paths, results, others, strict=True):
         if not closeness(other, one):
             where = (
-                f"output {path[3:]}" if path.startswith("[0]") else f"what forward leaves in its inputs ({path[3:]})"
+                f"output {path[3:]}"
+                if path.startswith("[0]")
+                else f"what forward leaves in its inputs ({path[3:]})"
             )
             return f"its graph gives other results than the model: {where} is {shown(one, other)}"
-    names = [name for name, parameter in module.named_parameters() if any(parameter is one for one in trained)]
+    names = [
+        name
+        for name, parameter in module.named_parameters()
+        if any(parameter is one for one in trained)
+    ]
     for name, one, other in zip(names, gradients, other_gradients, strict=bool(trained)):
         if not closeness(other, one):
             norms = f"{float(other[0]):.6g} instead of {float(one[0]):.6g}"
@@ -93,7 +104,9 @@ def _few(exported: Exported, part: Part) -> Part:
     if not exported.batch_symbols:
         return part
     each = zip(part.tensors, part.dims, strict=True)
-    few = part._replace(tensors=[one if dim is None else one.narrow(dim, 0, _SAMPLES) for one, dim in each])
+    few = part._replace(
+        tensors=[one if dim is None else one.narrow(dim, 0, _SAMPLES) for one, dim in each]
+    )
     return few if exported.covers(few.tensors) else part
 
 

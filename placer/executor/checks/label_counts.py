@@ -1,8 +1,9 @@
 """Which values of a batch could make its loss another mean than that of an earlier batch.
 
-A loss that is a mean over labels, some of which it leaves out, equals the mean over micro-batches while each of these
-has as many labels. A first batch for which that holds says nothing about a later one for which it does not. The same is
-true of a mean with weights, while these are all equal. Such a later batch is therefore compared again.
+A loss that is a mean over labels, some of which it leaves out, equals the mean over micro-batches
+while each of these has as many labels. A first batch for which that holds says nothing about a
+later one for which it does not. The same is true of a mean with weights, while these are all equal.
+Such a later batch is therefore compared again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from placer.capture.batch_dims.batch_layout import BatchLayout
 _LARGEST = 1 << 20
 """Entries of the largest tensor that is read in every step: about a millisecond."""
 
-_READ = (torch.bool, torch.int8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_READ = (
+    torch.bool,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)
 """Types of labels, of flags that say which count, and of weights."""
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
@@ -29,10 +39,17 @@ Uneven = frozenset[tuple[int, str]]
 """Places of tensors, and the kind of entry of which micro-batches have unequal shares."""
 
 
-def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int], left_out: Collection[int] = ()) -> Uneven:
-    """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are true, unequal weights.
+def uneven(
+    tensors: Sequence[Any],
+    layout: BatchLayout,
+    sizes: Sequence[int],
+    left_out: Collection[int] = (),
+) -> Uneven:
+    """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are
+    true, unequal weights.
 
-    Only tensors in the memory of the host are read, because another device would have to finish its work first.
+    Only tensors in the memory of the host are read, because another device would have to finish its
+    work first.
 
     Args:
         tensors: inputs or a target, flattened, in the order of ``layout.dims``.
@@ -52,18 +69,25 @@ def uneven(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int], le
 
 
 def _is_read(tensor: Tensor) -> bool:
-    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+    is_plain = (
+        tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
+    )
     return is_plain and tensor.dtype in _READ and 0 < tensor.numel() <= _LARGEST
 
 
 def _array(tensor: Tensor) -> Array:
-    """Return a view of a tensor as an array, whose operations on few numbers take a tenth of the time."""
+    """Return a view of a tensor as an array, whose operations on few numbers take a tenth of the
+    time.
+    """
     tensor = tensor.detach()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _kinds(array: Array, dim: int, sizes: Sequence[int], left_out: Collection[int]) -> Iterator[str]:
-    if array.dtype.kind == "f" or array.dtype == numpy.int16:  # bfloat16, of which only equality is asked
+def _kinds(
+    array: Array, dim: int, sizes: Sequence[int], left_out: Collection[int]
+) -> Iterator[str]:
+    # bfloat16, of which only equality is asked
+    if array.dtype.kind == "f" or array.dtype == numpy.int16:
         if bool((array != array.flat[0]).any()):
             yield "weights"
     elif array.dtype.kind == "b":
@@ -81,13 +105,18 @@ def _is_even(found: Array, dim: int, sizes: Sequence[int]) -> bool:
     if not total:
         return True
     parts = numpy.split(found, numpy.cumsum(sizes)[:-1], dim)
-    return all(numpy.count_nonzero(part) * sum(sizes) == total * size for part, size in zip(parts, sizes, strict=True))
+    return all(
+        numpy.count_nonzero(part) * sum(sizes) == total * size
+        for part, size in zip(parts, sizes, strict=True)
+    )
 
 
 class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the labels that torch's losses count, by the weights of their classes, while a model computes means.
+    """Notes the labels that torch's losses count, by the weights of their classes, while a model
+    computes means.
 
-    Losses of a model that is not trained yet are nearly equal for all labels, so that their values do not show it.
+    Losses of a model that is not trained yet are nearly equal for all labels, so that their values
+    do not show it.
 
     Attributes:
         counted: for each mean, in order.
@@ -99,7 +128,8 @@ class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in _LOSSES and len(args) > _REDUCTION and args[_REDUCTION] == 1:  # 1 is "mean"
+        # 1 is "mean"
+        if func in _LOSSES and len(args) > _REDUCTION and args[_REDUCTION] == 1:
             self.counted.append(float(made[1]))
         return made
 
@@ -112,7 +142,8 @@ _REDUCTION = 3
 def unlike_counts(
     whole: Sequence[float], parts: Sequence[Sequence[float]], shares: Sequence[float]
 ) -> list[float] | None:
-    """Return how many labels each micro-batch counts in a mean, where that is not its share; else None.
+    """Return how many labels each micro-batch counts in a mean, where that is not its share; else
+    None.
 
     Args:
         whole: labels that count in the batch, for each mean.

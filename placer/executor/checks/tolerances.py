@@ -1,7 +1,8 @@
 """Whether two results are equal up to rounding, and how to state that they are not.
 
-Norms are compared, not single numbers: ``|one - other| <= tolerance * max(|other|, 0.01 * sqrt(count))``. Rounding
-grows with the depth of a model, and a single small number may lose all of its digits.
+Norms are compared, not single numbers: ``|one - other| <= tolerance * max(|other|, 0.01 *
+sqrt(count))``. Rounding grows with the depth of a model, and a single small number may lose all of
+its digits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _FLOOR = 1e-2
 """Values are not told apart from zero below the tolerance times this."""
 
 _INDICES = 10
-"""Of whole numbers, such as indices of largest values, this times the tolerance may differ: ties fall either way."""
+"""Of whole numbers, such as indices of largest values, this times the tolerance may differ: ties
+fall either way."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,17 @@ class Closeness:
     @classmethod
     def of(cls, tensors: Iterable[Any]) -> Closeness:
         """Return the closeness for computations with these tensors, under the caller's autocast."""
-        types = {item.dtype for item in tensors if isinstance(item, Tensor) and item.is_floating_point()}
+        types = {
+            item.dtype for item in tensors if isinstance(item, Tensor) and item.is_floating_point()
+        }
         cast = autocast.dtype()
         types |= set() if cast is None else {cast}
-        return cls(max((TOLERANCES.get(kind, _COARSEST) for kind in types), default=TOLERANCES[torch.float32]))
+        return cls(
+            max(
+                (TOLERANCES.get(kind, _COARSEST) for kind in types),
+                default=TOLERANCES[torch.float32],
+            )
+        )
 
     def __call__(self, one: Any, other: Any) -> bool:
         """Return whether two values are equal up to rounding."""
@@ -70,7 +79,9 @@ class Closeness:
         one, other = _plain(one), _plain(other)
         if not (one.is_floating_point() or one.is_complex()):
             unlike = int((one != other).sum())
-            return unlike <= (_INDICES * self.tolerance * one.numel() if one.dtype != torch.bool else 0)
+            return unlike <= (
+                _INDICES * self.tolerance * one.numel() if one.dtype != torch.bool else 0
+            )
         finite = torch.isfinite(other)
         if not torch.equal(finite, torch.isfinite(one)):
             return False
@@ -81,7 +92,9 @@ class Closeness:
 
 
 def shown(one: Any, other: Any) -> str:
-    """Return two values that differ in a few words: the numbers, or the entries that are furthest apart."""
+    """Return two values that differ in a few words: the numbers, or the entries that are furthest
+    apart.
+    """
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return f"{_brief(one)} and {_brief(other)}"
     if one.shape != other.shape:
@@ -89,14 +102,22 @@ def shown(one: Any, other: Any) -> str:
     first, second = _plain(one), _plain(other)
     if not first.dim():
         return f"{first.item():.6g} and {second.item():.6g}"
-    apart = (first.to(torch.complex128 if first.is_complex() else torch.float64) - second).abs().nan_to_num(math.inf)
+    apart = (
+        (first.to(torch.complex128 if first.is_complex() else torch.float64) - second)
+        .abs()
+        .nan_to_num(math.inf)
+    )
     place = [int(index) for index in torch.unravel_index(apart.argmax(), apart.shape)]
     return f"{first[tuple(place)].item():.6g} and {second[tuple(place)].item():.6g} at {place}"
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{_plain(value).item():.6g}" if not value.dim() else f"a tensor of shape {tuple(value.shape)}"
+        return (
+            f"{_plain(value).item():.6g}"
+            if not value.dim()
+            else f"a tensor of shape {tuple(value.shape)}"
+        )
     if isinstance(value, (list, tuple, dict)):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)[:60]

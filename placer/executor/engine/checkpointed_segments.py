@@ -1,8 +1,10 @@
-"""Segments that keep to the checkpoints of the model's own: what the user lets run again in the backward pass does.
+"""Segments that keep to the checkpoints of the model's own: what the user lets run again in the
+backward pass does.
 
-A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run again. Here the layers
-of each checkpoint are one call of it. Left alone are layers that change their state, or read what is overwritten before
-they would run again, and on GPUs those that draw random numbers, which a recorded pass could not draw again.
+A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run
+again. Here the layers of each checkpoint are one call of it. Left alone are layers that change
+their state, or read what is overwritten before they would run again, and on GPUs those that draw
+random numbers, which a recorded pass could not draw again.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from placer.executor.stage_errors import Trail
 class CheckpointedSegment(Segment):
     """A segment some of whose layers run again in the backward pass.
 
-    Attributes:
-        groups: the steps in order, those of one checkpoint together; alone, or with ``again``, what runs again.
+    Attributes: groups: the steps in order, those of one checkpoint together; alone, or with
+        ``again``, what runs again.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -60,7 +62,9 @@ class Group:
         """Of these steps."""
         made = dict.fromkeys(name for step in steps for name in step.layer.writes)
         gone = {name for step in steps for name in step.forget}
-        reads = dict.fromkeys(name for step in steps for name in step.layer.reads if name not in made)
+        reads = dict.fromkeys(
+            name for step in steps for name in step.layer.reads if name not in made
+        )
         return cls(steps, again, tuple(reads), tuple(name for name in made if name not in gone))
 
     def run(self, values: MicroBatch, device: torch.device) -> None:
@@ -72,7 +76,8 @@ class Group:
         trails = [values.trail]
 
         def compute(*tensors: Any) -> tuple[Any, ...]:
-            # The second time nobody asks for the trail: it is the backward pass of a layer that runs.
+            # The second time nobody asks for the trail: it is the backward pass of a layer that
+            # runs.
             inner = MicroBatch(self.reads, tensors, trails.pop() if trails else Trail())
             for step in self.steps:
                 step.run(inner)
@@ -81,7 +86,11 @@ class Group:
         reads = [values.read(name, device) for name in self.reads]
         with whole():
             made = checkpoint(
-                compute, *reads, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts(device)
+                compute,
+                *reads,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=self._contexts(device),
             )
         values.write(self.writes, made)
         values.forget(name for step in self.steps for name in step.forget if name in self.reads)
@@ -90,7 +99,11 @@ class Group:
         chance = Repeated(device) if any(step.layer.random for step in self.steps) else None
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return (nullcontext(), nullcontext()) if chance is None else (chance.first(), chance.again())
+            return (
+                (nullcontext(), nullcontext())
+                if chance is None
+                else (chance.first(), chance.again())
+            )
 
         return contexts
 
@@ -116,7 +129,10 @@ def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
         return part
     overwritten = frozenset().union(*(_overwritten(step.layer) for step in part.steps))
     groups = [Group.of(steps, path is not None) for path, steps in runs]
-    kept = [replace(group, again=group.again and overwritten.isdisjoint(group.reads)) for group in groups]
+    kept = [
+        replace(group, again=group.again and overwritten.isdisjoint(group.reads))
+        for group in groups
+    ]
     return CheckpointedSegment(part.device, part.steps, kept)
 
 
@@ -125,7 +141,9 @@ def _overwritten(layer: Layer) -> frozenset[str]:
     if layer.program is None:
         return frozenset()
     first = sum(node.op == "placeholder" for node in layer.program.nodes) - len(layer.reads)
-    return frozenset(layer.reads[place - first] for place in written_inputs(layer.program) if place >= first)
+    return frozenset(
+        layer.reads[place - first] for place in written_inputs(layer.program) if place >= first
+    )
 
 
 def _checkpoint(layer: Layer, paths: Sequence[str], device: torch.device) -> str | None:

@@ -1,7 +1,8 @@
-"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs through it.
+"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs
+through it.
 
-Shapes are static (``dynamic=False``): a slot has one, and torch, which tells functions apart by file and line, would
-take what differs between two segments for variable and make slower kernels.
+Shapes are static (``dynamic=False``): a slot has one, and torch, which tells functions apart by
+file and line, would take what differs between two segments for variable and make slower kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ INDUCTOR = "inductor"
 
 _REPEATS = 5
 _GAIN = 0.005
-"""Share of its time that a compiled function must save to be kept: less is no more than how far measurements lie apart,
-and its numbers are rounded otherwise."""
+"""Share of its time that a compiled function must save to be kept: less is no more than how far
+measurements lie apart, and its numbers are rounded otherwise."""
 
 
 def backend_of(compile: bool | Backend | None) -> Backend | None:
@@ -51,10 +52,14 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
     if callable(compile) and isinstance(compile, Hashable):
         return compile
     if not isinstance(compile, str):
-        raise InputError(f"compile={compile!r}: give True, False, a hashable function, or the name of a backend")
+        raise InputError(
+            f"compile={compile!r}: give True, False, a hashable function, or the name of a backend"
+        )
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
-        raise InputError(f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}")
+        raise InputError(
+            f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}"
+        )
     return compile
 
 
@@ -62,10 +67,8 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
 class Border:
     """What a segment is given and what it makes for others, by name.
 
-    Attributes:
-        reads: what it is given.
-        writes: what others read.
-        unawaited: of these, what no gradient comes for: a compiled backward pass would take zeros for it.
+    Attributes: reads: what it is given. writes: what others read. unawaited: of these, what no
+        gradient comes for: a compiled backward pass would take zeros for it.
     """
 
     reads: tuple[str, ...] = ()
@@ -74,7 +77,8 @@ class Border:
 
     def written(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """What others read, of all values."""
-        return tuple([self._apart(name, values[name]) for name in self.writes])  # a list: the compiler reads this
+        # a list: the compiler reads this
+        return tuple([self._apart(name, values[name]) for name in self.writes])
 
     def _apart(self, name: str, value: Any) -> Any:
         return value.detach() if name in self.unawaited and isinstance(value, Tensor) else value
@@ -142,9 +146,18 @@ def obstacle(segment: Segment) -> str:
 
 @contextmanager
 def modes_kept() -> Iterator[None]:
-    """What a compiler that fails leaves of autocast, and of whether gradients are wanted, is as before."""
-    kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    cached, depth, gradients = torch.is_autocast_cache_enabled(), _autocast_depth(), torch.is_grad_enabled()
+    """What a compiler that fails leaves of autocast, and of whether gradients are wanted, is as
+    before.
+    """
+    kinds = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
+    cached, depth, gradients = (
+        torch.is_autocast_cache_enabled(),
+        _autocast_depth(),
+        torch.is_grad_enabled(),
+    )
     try:
         yield
     finally:
@@ -199,7 +212,9 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _function(segment: Segment, border: Border) -> Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]]:
+def _function(
+    segment: Segment, border: Border
+) -> Callable[[list[Any], list[list[Tensor]]], tuple[Any, ...]]:
     device, layers = known_to_compilers(segment.device), [step.layer for step in segment.steps]
 
     def run(given: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
@@ -213,11 +228,15 @@ def _function(segment: Segment, border: Border) -> Callable[[list[Any], list[lis
 
 
 def known_to_compilers(device: torch.device) -> torch.device:
-    """The device; of a stand-in the CPU, beside which a numbered one would be another to a compiler."""
+    """The device; of a stand-in the CPU, beside which a numbered one would be another to a
+    compiler.
+    """
     return torch.device(devices.CPU) if device.type == devices.CPU else device
 
 
 def own_code(function: Any) -> Any:
-    """The same function over a code object of its own: the compiler counts by code object how often it recompiled."""
+    """The same function over a code object of its own: the compiler counts by code object how often
+    it recompiled.
+    """
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

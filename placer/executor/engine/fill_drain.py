@@ -4,8 +4,8 @@
     segment 0   m0    m1    m2
     segment 1         m0    m1    m2
 
-Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment 0 has micro-batch
-1.
+Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment
+0 has micro-batch 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from placer.executor.stage_errors import Place, raise_explained
 
 
 def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """The order of issue: (segment, micro-batch), tick by tick, the latest segment first within a tick."""
+    """The order of issue: (segment, micro-batch), tick by tick, the latest segment first within a
+    tick.
+    """
     for tick in range(segments + chunks - 1):
         for segment in reversed(range(max(0, tick - chunks + 1), min(segments, tick + 1))):
             yield segment, tick - segment
@@ -43,10 +45,9 @@ def run(
 ) -> None:
     """Run every micro-batch through its segments; all have as many segments.
 
-    Args:
-        pipeline: the segments of each micro-batch (a last, smaller one may have been captured apart).
-        batches: the values of each, which hold the outputs afterwards.
-        gather: enters what a segment of this number runs in.
+    Args: pipeline: the segments of each micro-batch (a last, smaller one may have been captured
+        apart). batches: the values of each, which hold the outputs afterwards. gather: enters what
+        a segment of this number runs in.
 
     Raises:
         StageError: a layer failed.
@@ -57,12 +58,15 @@ def run(
             with gather(segment):
                 part.run(batch)
         except BaseException as error:
-            place = Place(chunk, "forward", segment, len(pipeline[0]), part.device, batch.trail.layer)
+            place = Place(
+                chunk, "forward", segment, len(pipeline[0]), part.device, batch.trail.layer
+            )
             raise_explained(error, place)
 
 
 def even_sizes(batch: int, chunks: int) -> list[int]:
-    """Return the sizes of micro-batches, which differ by one at most; fewer than ``chunks`` if the batch is smaller.
+    """Return the sizes of micro-batches, which differ by one at most; fewer than ``chunks`` if the
+    batch is smaller.
 
     Args:
         batch: samples in the batch.
@@ -74,10 +78,12 @@ def even_sizes(batch: int, chunks: int) -> list[int]:
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
-    """The sizes of micro-batches for training: equal but for the last, which may be down to half as large.
+    """The sizes of micro-batches for training: equal but for the last, which may be down to half as
+    large.
 
-    A last one that were much smaller would cost a pass of every stage for little work, and one of a single sample is
-    more than some layers take (batch normalisation): then there are fewer micro-batches.
+    A last one that were much smaller would cost a pass of every stage for little work, and one of a
+    single sample is more than some layers take (batch normalisation): then there are fewer
+    micro-batches.
 
     Args:
         batch: samples in the batch.

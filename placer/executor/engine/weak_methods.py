@@ -1,7 +1,8 @@
 """Methods that do not keep what they work on.
 
-What a slot or a stage calls works on that slot or stage again. Were it kept by that, only Python's search for cycles
-would free its memory once it is let go of, and that knows nothing of a device that runs short.
+What a slot or a stage calls works on that slot or stage again. Were it kept by that, only Python's
+search for cycles would free its memory once it is let go of, and that knows nothing of a device
+that runs short.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from weakref import WeakMethod, ref
 
 
 def weakly(method: Callable[..., None], *things: Any) -> Callable[..., None]:
-    """A bound method on these things, which keeps neither its owner nor them; without its owner it does nothing.
+    """A bound method on these things, which keeps neither its owner nor them; without its owner it
+    does nothing.
 
     Args:
         method: of an object that others keep.

@@ -21,9 +21,8 @@ from placer.executor.inference.stream_stage import Stage
 def compile_stage(stage: Stage, backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster.
 
-    Args:
-        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
-        backend: of ``torch.compile``.
+    Args: stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays
+        as it is. backend: of ``torch.compile``.
     """
     stage.not_compiled_because = stage.obstacle or obstacle(stage.segment)
     if stage.not_compiled_because:
@@ -32,9 +31,12 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
     try:
         with modes_kept():
             before_ms = trial.ms()
-            stage.segment = CompiledSegment.of(plain, Border(stage.reads, tuple(stage.writes)), backend)
+            stage.segment = CompiledSegment.of(
+                plain, Border(stage.reads, tuple(stage.writes)), backend
+            )
             after_ms = trial.ms()
-    except Exception as error:  # whatever a compiler may raise: the segment runs without it
+    except Exception as error:
+        # whatever a compiler may raise: the segment runs without it
         stage.segment, stage.not_compiled_because = plain, told(error)
         return
     finally:
@@ -47,9 +49,11 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
 
 
 class _Trial:
-    """Runs the first slot of a stage again and again, each time from the same inputs and the same state.
+    """Runs the first slot of a stage again and again, each time from the same inputs and the same
+    state.
 
-    Layers may write to what they read, and a buffer that counts may not count further than the batches that come.
+    Layers may write to what they read, and a buffer that counts may not count further than the
+    batches that come.
     """
 
     def __init__(self, stage: Stage) -> None:

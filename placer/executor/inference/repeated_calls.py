@@ -1,8 +1,9 @@
-"""Calls without gradients whose shape comes again: their micro-batches go through what a stream has recorded.
+"""Calls without gradients whose shape comes again: their micro-batches go through what a stream has
+recorded.
 
-Eagerly, the host issues every operation of every micro-batch; it is slower at that than several GPUs at their work. It
-may be slower than one, too, where the batch is small: a call that is not cut is recorded where the host is what it
-waits for.
+Eagerly, the host issues every operation of every micro-batch; it is slower at that than several
+GPUs at their work. It may be slower than one, too, where the batch is small: a call that is not cut
+is recorded where the host is what it waits for.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from placer.utils.user_warnings import warn
 
 _KNOWN_CALLS = 1000
 _LOOKS = {4**power for power in range(1, 8)}
-"""At the 4th, 16th ... time of a call that is not cut it is looked whether the host is what it waits for."""
+"""At the 4th, 16th ... time of a call that is not cut it is looked whether the host is what it
+waits for."""
 _HOSTS_SHARE = 0.5
 """It is the host if all is issued only when more than this of the time has gone by."""
 _Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
@@ -56,7 +58,8 @@ class RepeatedCalls:
         weights: Sequence[int],
         is_unchanged: Callable[[], bool],
     ) -> list[list[Any]] | None:
-        """Run a call that is recorded, before it is known whether the recordings are of the model as it is.
+        """Run a call that is recorded, before it is known whether the recordings are of the model
+        as it is.
 
         Args:
             captures: of each micro-batch, if the model is as it was.
@@ -64,8 +67,8 @@ class RepeatedCalls:
             weights: samples in each.
             is_unchanged: whether it is.
 
-        Returns:
-            The flattened results of each. None if the call is not recorded, or the model is another now.
+        Returns: The flattened results of each. None if the call is not recorded, or the model is
+            another now.
         """
         call = _call(captures, parts, weights)
         if call in self._refused or call not in self._seen:
@@ -86,10 +89,9 @@ class RepeatedCalls:
             parts: the flattened inputs of each.
             weights: samples in each.
 
-        Returns:
-            The flattened results of each. None for a call that comes for the first time, and for one that was tried
-            and is not tried again: there was no memory for the recordings, or a layer failed, which an eager run names
-            better.
+        Returns: The flattened results of each. None for a call that comes for the first time, and
+            for one that was tried and is not tried again: there was no memory for the recordings,
+            or a layer failed, which an eager run names better.
         """
         call = _call(captures, parts, weights)
         if call in self._refused:
@@ -137,7 +139,11 @@ class RepeatedCalls:
             places: the devices that it runs on.
         """
         call = _call(captures, parts, weights)
-        if self._uncut.get(call) not in _LOOKS or captures[0].exported.left is not None or call in self._refused:
+        if (
+            self._uncut.get(call) not in _LOOKS
+            or captures[0].exported.left is not None
+            or call in self._refused
+        ):
             yield
             return
         for place in places:
@@ -151,6 +157,8 @@ class RepeatedCalls:
             self._seen.add(call)
 
 
-def _call(captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]) -> _Call:
+def _call(
+    captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
+) -> _Call:
     """What tells a call from others."""
     return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.state()

@@ -5,9 +5,9 @@
     segment 1         b0    b1    b2    b3
     segment 2               b0    b1    b2    b3          b0 is handed out once the ticks ahead of it are issued
 
-Every tick issues one segment of every batch that is on its way, the oldest first, so a device that holds several
-segments has work of several batches to turn to. Devices work off what was issued; the caller waits for none of them
-until it looks into a result.
+Every tick issues one segment of every batch that is on its way, the oldest first, so a device that
+holds several segments has work of several batches to turn to. Devices work off what was issued; the
+caller waits for none of them until it looks into a result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from placer.schema import BatchOptions
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
-"""Batches beyond those that fill the pipeline: what the devices have to do while the caller looks into a result."""
+"""Batches beyond those that fill the pipeline: what the devices have to do while the caller looks
+into a result."""
 
 
 class Known(NamedTuple):
@@ -112,11 +113,15 @@ class Streams:
         self._flow = flow
         self.lanes: dict[torch.device, Lane] = {}
         self.courier = Courier()
-        lanes = self.lanes  # of all shapes, since batches of several are on their way at once
-        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(lambda made: lanes)
+        # of all shapes, since batches of several are on their way at once
+        lanes = self.lanes
+        self._pipelines: LatestShapes[tuple[LayerGraph, InferencePipeline]] = LatestShapes(
+            lambda made: lanes
+        )
         self._moving: list[Ticket] = []
         self._is_hooked = False
-        self._lock = flow.lock  # of one order with the flow's, whose calls stream, and which streams call
+        # of one order with the flow's, whose calls stream, and which streams call
+        self._lock = flow.lock
 
     def open(
         self,
@@ -125,25 +130,36 @@ class Streams:
         backend: Backend | None = None,
         options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
-        """A stream over these batches, by a backend of torch.compile if one is given; see ``DataFlow.stream``.
+        """A stream over these batches, by a backend of torch.compile if one is given; see
+        ``DataFlow.stream``.
 
-        Raises:
-            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no count.
+        Raises: InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is
+            no count.
         """
         if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise InputError(
                 f"batches is one {type(batches).__name__}; give an iterable of batches: [x], x.split(32), a DataLoader"
             )
-        if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
-            raise InputError(f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None")
+        if in_flight is not None and (
+            isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1
+        ):
+            raise InputError(
+                f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None"
+            )
         if options is not None:
             refuse_no_options(options)
-        return self._results(iter(batches), in_flight, partial(self._enter, backend=backend, options=options))
+        return self._results(
+            iter(batches), in_flight, partial(self._enter, backend=backend, options=options)
+        )
 
-    def ahead(self, batches: Sequence[Known], is_unchanged: Callable[[], bool]) -> list[list[Any]] | None:
-        """Run recorded batches; the model is looked at when the devices have the first one's first segment to do.
+    def ahead(
+        self, batches: Sequence[Known], is_unchanged: Callable[[], bool]
+    ) -> list[list[Any]] | None:
+        """Run recorded batches; the model is looked at when the devices have the first one's first
+        segment to do.
 
-        Of a network of hundreds of modules, a look takes the host as long as many a segment takes its device.
+        Of a network of hundreds of modules, a look takes the host as long as many a segment takes
+        its device.
 
         Args:
             batches: of one call.
@@ -168,7 +184,9 @@ class Streams:
             return None
 
     def stages(self, batch: Known) -> list[Stage]:
-        """The stages that batches like this one go through, as they run once the shape has come twice."""
+        """The stages that batches like this one go through, as they run once the shape has come
+        twice.
+        """
         for _ in self.open([batch, batch]):
             pass
         _, pipeline = self._pipelines[self._key(batch)]
@@ -179,14 +197,18 @@ class Streams:
         return [pipeline for _, pipeline in self._pipelines.values()]
 
     def compiling(self) -> dict[str, tuple[str, str]]:
-        """By segment that was to be compiled: what was gained, or else why it is not; of the shape that came last."""
+        """By segment that was to be compiled: what was gained, or else why it is not; of the shape
+        that came last.
+        """
         found = dict(_HOOKED) if self._is_hooked else {}
         for pipeline in self.pipelines():
             found |= pipeline.compiling()
         return found
 
     def clear(self) -> None:
-        """Let go of recordings and static tensors, once the devices are done with them; batches on their way arrive."""
+        """Let go of recordings and static tensors, once the devices are done with them; batches on
+        their way arrive.
+        """
         for place in self.lanes:
             devices.synchronise(place)
         self._pipelines.clear()
@@ -236,7 +258,9 @@ class Streams:
         pipeline = tickets[-1].pipeline if tickets else None
         return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
 
-    def _take(self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]) -> Ticket | None:
+    def _take(
+        self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]
+    ) -> Ticket | None:
         """The source's next batch, on its way; None where it has none."""
         try:
             batch = next(source)
@@ -248,14 +272,19 @@ class Streams:
         try:
             with self._lock, _inference():
                 ticket = enter(batch, number)
-                self._tick()  # before another thread's batch enters: its inputs may come to the same place
+                # before another thread's batch enters: its inputs may come to the same place
+                self._tick()
                 return ticket
         except Exception as error:
             error.add_note(f"in batch {number} of the stream{input_forms.advice(error)}")
             return Ticket(error=error)
 
     def _enter(
-        self, batch: Any, number: int, backend: Backend | None = None, options: BatchOptions | None = None
+        self,
+        batch: Any,
+        number: int,
+        backend: Backend | None = None,
+        options: BatchOptions | None = None,
     ) -> Ticket:
         if isinstance(batch, Known):
             return self._send_off(batch, number, is_flat=True)
@@ -280,7 +309,8 @@ class Streams:
             self._pipelines.let_go(key)  # it may be half recorded
             raise
         self._moving.append(ticket)
-        if pipeline.in_turn or not pipeline.is_known:  # the first of a shape makes the static tensors as it goes
+        # the first of a shape makes the static tensors as it goes
+        if pipeline.in_turn or not pipeline.is_known:
             self._drain()
         return ticket
 
@@ -290,7 +320,9 @@ class Streams:
         return *run, shapes(batch.tensors), autocast.state()
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
-        """Make the pipeline of a shape that was not seen, in the place of the one that was not used for longest."""
+        """Make the pipeline of a shape that was not seen, in the place of the one that was not used
+        for longest.
+        """
         self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
         self._pipelines.make_room()
         graph, places = self._flow.layers(batch.capture)
@@ -324,7 +356,9 @@ class Streams:
         return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
     def _fail(self, ticket: Ticket) -> NoReturn:
-        """Raise the error of a batch, which is then held by nothing; for want of memory, recordings are let go of."""
+        """Raise the error of a batch, which is then held by nothing; for want of memory, recordings
+        are let go of.
+        """
         error = ticket.error
         assert error is not None
         self._drop(ticket)
@@ -369,7 +403,9 @@ class Streams:
 
 
 def _inference() -> AbstractContextManager[None]:
-    """No gradients; and not torch's inference mode, whose tensors could not be written to outside of it."""
+    """No gradients; and not torch's inference mode, whose tensors could not be written to outside
+    of it.
+    """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return inference()
     return nullcontext()

@@ -1,10 +1,12 @@
-"""The segments of one capture for inference: batches take the slots of each in turn, and each has its own time in all.
+"""The segments of one capture for inference: batches take the slots of each in turn, and each has
+its own time in all.
 
     inputs (static)  ──▶ segment ──▶ outputs (static)  ──▶ inputs of the segments that read them, wherever they are
 
-On a GPU every slot of a segment is one CUDA graph, recorded when a shape comes for the second time: a shape that comes
-once, as a last and smaller batch does, would cost more to record than to run. A segment that reads a value made d
-segments before it has d + 1 slots, so that nothing has to wait for room while every segment takes its turn.
+On a GPU every slot of a segment is one CUDA graph, recorded when a shape comes for the second time:
+a shape that comes once, as a last and smaller batch does, would cost more to record than to run. A
+segment that reads a value made d segments before it has d + 1 slots, so that nothing has to wait
+for room while every segment takes its turn.
 """
 
 from __future__ import annotations
@@ -57,15 +59,11 @@ class Passage:
 class InferencePipeline:
     """The stages of one capture, for batches of one shape.
 
-    Args:
-        graph: of the model.
-        places: the device of every layer.
-        outputs: structure of the model's result.
-        target: where results go.
-        lookup: the tensors of a layer's state, as the model has them.
-        lanes: of every device; those that are missing are added.
-        courier: for the copies.
-        compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
+    Args: graph: of the model. places: the device of every layer. outputs: structure of the model's
+        result. target: where results go. lookup: the tensors of a layer's state, as the model has
+        them. lanes: of every device; those that are missing are added. courier: for the copies.
+        compile: the backend of torch.compile, for segments that it makes faster; None to leave them
+        as they are.
 
     Attributes:
         graph: of the model.
@@ -103,7 +101,8 @@ class InferencePipeline:
         self._lanes = lanes
         self._courier = courier
         self._readers = {
-            name: [index for index, stage in enumerate(self.stages) if name in stage.reads] for name in graph.inputs
+            name: [index for index, stage in enumerate(self.stages) if name in stage.reads]
+            for name in graph.inputs
         }
         self._is_pure = not any(layer.mutated or layer.random for layer in graph.layers)
         self._turns = 0
@@ -112,8 +111,14 @@ class InferencePipeline:
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether a recorded pass may turn out to be of no use: it changes nothing and reads nothing but the model."""
-        return self._is_open and self._is_pure and not any(stage.not_recorded_because for stage in self.stages)
+        """Whether a recorded pass may turn out to be of no use: it changes nothing and reads
+        nothing but the model.
+        """
+        return (
+            self._is_open
+            and self._is_pure
+            and not any(stage.not_recorded_because for stage in self.stages)
+        )
 
     def compiling(self) -> dict[str, tuple[str, str]]:
         """By segment that was to be compiled: what was gained, or else why it is not."""
@@ -131,11 +136,14 @@ class InferencePipeline:
         return self._state.is_current(lookup)
 
     def refresh(self, lookup: StateLookup) -> bool:
-        """Bring copies of the model's state up to date; False where the state is no longer where it was."""
+        """Bring copies of the model's state up to date; False where the state is no longer where it
+        was.
+        """
         return self._state.refresh(lookup)
 
     def enter(self, number: int, tensors: Sequence[Any]) -> Passage:
-        """Take a batch in: what its inputs are is read, in the order of the caller's own work, before this returns.
+        """Take a batch in: what its inputs are is read, in the order of the caller's own work,
+        before this returns.
 
         Args:
             number: which batch it is.
@@ -144,13 +152,21 @@ class InferencePipeline:
         if self.is_known and not self._is_open:
             self._open()
         given = dict(zip(self.graph.inputs, tensors, strict=True))
-        passage = Passage(number, self._turns, {name: given[name] for name in self.graph.outputs if name in given})
+        passage = Passage(
+            number, self._turns, {name: given[name] for name in self.graph.outputs if name in given}
+        )
         self._turns += 1
         for name, value in given.items():
-            caller = Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
+            caller = (
+                Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
+            )
             ready = caller.mark() if caller is not None else None
             for reader in self._readers[name]:
-                taken = devices.staged(value, self.stages[reader].device) if caller is not None else value
+                taken = (
+                    devices.staged(value, self.stages[reader].device)
+                    if caller is not None
+                    else value
+                )
                 mark = self._deliver(passage, {name: taken}, ready, None, reader)
                 if caller is not None and taken is value:
                     caller.wait(mark)
@@ -187,7 +203,9 @@ class InferencePipeline:
         self.is_known |= self.is_through(passage)
 
     def leaves(self, passage: Passage) -> list[Any]:
-        """What the model returns for the batch, flattened; the caller's work on it starts when it is there."""
+        """What the model returns for the batch, flattened; the caller's work on it starts when it
+        is there.
+        """
         self._await(passage)
         leaves = []
         for name in self.graph.outputs:
@@ -196,7 +214,9 @@ class InferencePipeline:
         return leaves
 
     def drop(self, passage: Passage) -> None:
-        """Forget a batch, wherever it is: those who come next in its slots wait for what it has issued."""
+        """Forget a batch, wherever it is: those who come next in its slots wait for what it has
+        issued.
+        """
         for index, marks in passage.arrived.items():
             self._slot(index, passage).over += marks
         self._await(passage)
@@ -213,11 +233,18 @@ class InferencePipeline:
             slot.run()
         except Exception as error:
             count, layer = len(self.stages), stage.trail.layer
-            place = Place(passage.number, "forward", passage.stage, count, stage.device, layer, unit="batch")
+            place = Place(
+                passage.number, "forward", passage.stage, count, stage.device, layer, unit="batch"
+            )
             raise_explained(error, place)
 
     def _deliver(
-        self, passage: Passage, values: Mapping[str, Any], ready: Mark, maker: int | None, reader: int
+        self,
+        passage: Passage,
+        values: Mapping[str, Any],
+        ready: Mark,
+        maker: int | None,
+        reader: int,
     ) -> Mark:
         """Copy values, which are there at the same time, into the slot of a stage that reads them."""
         slot, place = self._slot(reader, passage), self.stages[reader].device
@@ -235,7 +262,9 @@ class InferencePipeline:
         statics = [slot.inputs[name] for name in tensors]
         channel = "batch" if maker is None else "forward"
         label = (maker, reader, "forward", passage.number)
-        mark = self._courier.send_all(list(tensors.values()), ready, statics, slot.over, channel, label)
+        mark = self._courier.send_all(
+            list(tensors.values()), ready, statics, slot.over, channel, label
+        )
         passage.arrived.setdefault(reader, []).append(mark)
         return mark
 
@@ -244,10 +273,13 @@ class InferencePipeline:
         if not isinstance(value, Tensor):
             passage.results[name] = value
             return None
-        pinned = value.is_cuda and self._target.type == "cpu"  # else the copy would hold the caller up
+        # else the copy would hold the caller up
+        pinned = value.is_cuda and self._target.type == "cpu"
         home = torch.empty_like(value, device=self._target, requires_grad=False, pin_memory=pinned)
         free = Lane(self._target, caller=True).mark()
-        mark = self._courier.send(value, ready, home, free, "result", (maker, None, "forward", passage.number))
+        mark = self._courier.send(
+            value, ready, home, free, "result", (maker, None, "forward", passage.number)
+        )
         passage.results[name] = home
         passage.done.append(mark)
         return mark
@@ -282,7 +314,12 @@ class InferencePipeline:
 
 def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:
     """Segments with what passes between them."""
-    made_by = {name: index for index, part in enumerate(parts) for step in part.steps for name in step.layer.writes}
+    made_by = {
+        name: index
+        for index, part in enumerate(parts)
+        for step in part.steps
+        for name in step.layer.writes
+    }
     reads: list[dict[str, None]] = []
     for index, part in enumerate(parts):
         names = [name for step in part.steps for name in step.layer.reads]
@@ -291,7 +328,12 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage]:
     for index, part in enumerate(parts):
         distances = [index - made_by.get(name, -1) for name in reads[index]]
         numbers = (name for name in reads[index] if graph.values[name].from_values)
-        stage = Stage(part, tuple(reads[index]), _writes(index, made_by, reads, graph), max([1, *distances]) + 1)
+        stage = Stage(
+            part,
+            tuple(reads[index]),
+            _writes(index, made_by, reads, graph),
+            max([1, *distances]) + 1,
+        )
         stage.number = next(numbers, None)
         stages.append(stage)
     return stages

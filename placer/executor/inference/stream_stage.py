@@ -38,17 +38,13 @@ class Slot:
 class Stage:
     """A segment with its border.
 
-    Attributes:
-        segment: its layers.
-        reads: names of the values that come from elsewhere.
-        writes: for each value that leaves: the stages that read it; none where it is a result alone.
-        count: how many slots it has once the shape has come twice.
-        slots: those that there are.
-        not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get one.
-        compiled: what torch.compile gained; empty where it does not run.
-        not_compiled_because: why not, where it was asked for.
-        number: of what it reads, a number that is another one for every batch; None if there is none.
-        trail: is told which layer runs.
+    Attributes: segment: its layers. reads: names of the values that come from elsewhere. writes:
+        for each value that leaves: the stages that read it; none where it is a result alone. count:
+        how many slots it has once the shape has come twice. slots: those that there are.
+        not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get
+        one. compiled: what torch.compile gained; empty where it does not run. not_compiled_because:
+        why not, where it was asked for. number: of what it reads, a number that is another one for
+        every batch; None if there is none. trail: is told which layer runs.
     """
 
     segment: Segment
@@ -80,7 +76,11 @@ class Stage:
     def obstacle(self) -> str:
         """What forbids to record or to compile it, whatever its layers do; empty if nothing does."""
         number = self.number
-        return "" if number is None else f"it reads {number!r}, a number that depends on values of tensors"
+        return (
+            ""
+            if number is None
+            else f"it reads {number!r}, a number that depends on values of tensors"
+        )
 
     def open(self) -> Slot:
         """One slot more, its inputs like those of the first."""
@@ -93,19 +93,23 @@ class Stage:
         return slot
 
     def record(self) -> None:
-        """Turn every slot's work into a CUDA graph, where the device has them and the layers allow it."""
+        """Turn every slot's work into a CUDA graph, where the device has them and the layers allow
+        it.
+        """
         if self.device.type != "cuda":
             return
         for step in self.segment.steps:
             if step.foreign:
-                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on another device"
+                self.not_recorded_because = (
+                    f"layer {step.layer.name!r} changes state that is on another device"
+                )
                 return
         if self.obstacle:
             self.not_recorded_because = self.obstacle
             return
         try:
-            # Each has memory of its own: in a shared one the next slot's pass may overwrite what this one made, while
-            # that is still on its way.
+            # Each has memory of its own: in a shared one the next slot's pass may overwrite what
+            # this one made, while that is still on its way.
             replays = [devices.record([slot.run], self.device)[0] for slot in self.slots]
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"

@@ -1,4 +1,6 @@
-"""What a stream holds of a batch until its result is handed out: where the batch is, or what came of it."""
+"""What a stream holds of a batch until its result is handed out: where the batch is, or what came
+of it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Ticket:
         try:
             self.pipeline.advance(self.passage)
         except Exception as error:
-            self.error = error if isinstance(error, StageError) else _outside_layers(error, self.passage)
+            self.error = (
+                error if isinstance(error, StageError) else _outside_layers(error, self.passage)
+            )
 
     def drop(self) -> None:
         """Forget the batch; the ticket, which an error's calls may hold, then holds nothing."""

@@ -24,9 +24,9 @@ ALL = ""
 class Assignment:
     """A map from layer names to devices that answers for every name of the model.
 
-    A name that is not in the map takes the device of its module's next call's first, then of the module around it,
-    then of the first module inside it, then that of "", if it is there; a layer without any takes the device of the
-    layer before it.
+    A name that is not in the map takes the device of its module's next call's first, then of the
+    module around it, then of the first module inside it, then that of "", if it is there; a layer
+    without any takes the device of the layer before it.
 
     Args:
         devices: layer name -> device.
@@ -98,7 +98,9 @@ def placing(given: Placement | Mapping[str, Any]) -> Placement:
 
 
 def layer_names(module: nn.Module, fine_grained: bool) -> list[str]:
-    """The names in a map that nobody has edited: the named children of a model, or every leaf module."""
+    """The names in a map that nobody has edited: the named children of a model, or every leaf
+    module.
+    """
     if fine_grained:
         return [path for path, child in module.named_modules() if path and not child._modules]
     return [path for path, _ in module.named_children()]
@@ -129,11 +131,17 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
 def _named(module: nn.Module, given: Any) -> str:
     """The name that was probably meant: an index of ``nn.Sequential``, or a module itself."""
     own = (path for path, child in module.named_modules() if path and child is given)
-    return next(own, str(given)) if isinstance(given, (int, nn.Module)) else next(iter(layer_names(module, False)), "")
+    return (
+        next(own, str(given))
+        if isinstance(given, (int, nn.Module))
+        else next(iter(layer_names(module, False)), "")
+    )
 
 
 def _wrapping(name: str, known: Iterable[str]) -> str:
-    """What to do where this model, or the one of the placement, is in a wrapper, such as DataParallel."""
+    """What to do where this model, or the one of the placement, is in a wrapper, such as
+    DataParallel.
+    """
     for wrapper in WRAPPERS:
         if f"{wrapper}.{name}" in known:
             return f"; there is {wrapper}.{name}: give the model that is wrapped, model.{wrapper}"

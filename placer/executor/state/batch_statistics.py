@@ -1,14 +1,16 @@
-"""Running statistics of batch normalisation over whole batches, though micro-batches are what is normalised.
+"""Running statistics of batch normalisation over whole batches, though micro-batches are what is
+normalised.
 
     micro-batch 0 ──▶ mean, variance ──┐
     micro-batch 1 ──▶ mean, variance ──┼──▶ mean, variance of the batch ──▶ running statistics, once
     micro-batch 2 ──▶ mean, variance ──┘
 
-Without it every micro-batch updates the running statistics, which then forget ``chunks`` times as fast as on the
-unsplit model, and hold the variances of small samples.
+Without it every micro-batch updates the running statistics, which then forget ``chunks`` times as
+fast as on the unsplit model, and hold the variances of small samples.
 
-Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, section 3.3
-(deferred batch normalisation); here the running variance is of the whole batch and unbiased, as torch has it.
+Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020,
+section 3.3 (deferred batch normalisation); here the running variance is of the whole batch and
+unbiased, as torch has it.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ from placer.capture.batch_counters import ADDITIONS
 from placer.errors import InputError
 
 Site = tuple[int, int, int]
-"""One call of a layer in the graph: its segment, the buffer that it changes, and how many calls went before."""
+"""One call of a layer in the graph: its segment, the buffer that it changes, and how many calls
+went before."""
 
 _BATCH_NORMS = (torch.ops.aten.batch_norm.default, torch.batch_norm)
 
 
 class _Sums:
-    """What one call of a batch normalisation met in the micro-batches of a batch, by channel, in float64."""
+    """What one call of a batch normalisation met in the micro-batches of a batch, by channel, in
+    float64.
+    """
 
     def __init__(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
         self.running_mean, self.running_variance, self.momentum = mean, variance, momentum
@@ -42,7 +47,9 @@ class _Sums:
         self.count = torch.zeros_like(self.sums)
 
     def add(self, count: int) -> None:
-        """Add a micro-batch of so many values a channel, whose mean and unbiased variance are ``latest``."""
+        """Add a micro-batch of so many values a channel, whose mean and unbiased variance are
+        ``latest``.
+        """
         mean, variance = (each.to(torch.float64) for each in self.latest)
         self.sums.add_(mean, alpha=count)
         self.squares.addcmul_(mean, mean, value=count)
@@ -64,7 +71,9 @@ class BatchStatistics:
         self._sums: dict[Site, _Sums] = {}
 
     def gather(self, segment: int) -> TorchFunctionMode:
-        """Inside, one pass of a segment adds to the batch's statistics and leaves the running ones alone."""
+        """Inside, one pass of a segment adds to the batch's statistics and leaves the running ones
+        alone.
+        """
         return _Gather(self, segment)
 
     @torch.no_grad()
@@ -92,7 +101,9 @@ class BatchStatistics:
         return True
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a buffer of the model itself, not a copy for a layer that is elsewhere."""
+        """Whether the tensor is a buffer of the model itself, not a copy for a layer that is
+        elsewhere.
+        """
         return id(tensor) in self._known
 
     def normalise(self, site: Site, func: Any, args: tuple[Any, ...]) -> Any:
@@ -102,7 +113,8 @@ class BatchStatistics:
             if site not in self._sums:
                 self._sums[site] = _Sums(mean, variance, momentum)
             sums = self._sums[site]
-        # With a momentum of 1 the operation leaves the micro-batch's own statistics: no further look at x is needed.
+        # With a momentum of 1 the operation leaves the micro-batch's own statistics: no further
+        # look at x is needed.
         result = func(x, weight, bias, *sums.latest, True, 1.0, *rest)
         with torch.no_grad():
             sums.add(x.numel() // x.shape[1])
@@ -110,7 +122,8 @@ class BatchStatistics:
 
 
 def refuse_uncaptured(module: nn.Module, why: str) -> None:
-    """Raise an InputError if a model that runs through hooks has batch normalisations: they cannot be gathered there.
+    """Raise an InputError if a model that runs through hooks has batch normalisations: they cannot
+    be gathered there.
 
     Args:
         module: the model.
@@ -127,13 +140,19 @@ def _commit(group: Sequence[_Sums], momentum: float) -> None:
     """Let the running statistics of one device follow those of the batch."""
     sums, counts = [each.sums for each in group], [each.count for each in group]
     means = torch._foreach_div(sums, counts)
-    variances = torch._foreach_sub([each.squares for each in group], torch._foreach_mul(sums, means))
+    variances = torch._foreach_sub(
+        [each.squares for each in group], torch._foreach_mul(sums, means)
+    )
     torch._foreach_div_(variances, torch._foreach_sub(counts, 1))
     latest = [each.latest for each in group]
     torch._foreach_copy_([mean for mean, _ in latest], means)
     torch._foreach_copy_([variance for _, variance in latest], variances)
-    torch._foreach_lerp_([each.running_mean for each in group], [mean for mean, _ in latest], momentum)
-    torch._foreach_lerp_([each.running_variance for each in group], [each for _, each in latest], momentum)
+    torch._foreach_lerp_(
+        [each.running_mean for each in group], [mean for mean, _ in latest], momentum
+    )
+    torch._foreach_lerp_(
+        [each.running_variance for each in group], [each for _, each in latest], momentum
+    )
 
 
 class _Gather(TorchFunctionMode):

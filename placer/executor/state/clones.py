@@ -18,8 +18,8 @@ from placer.executor.state.tensor_versions import writes
 class Clones:
     """Copies of a module's state, one a device; a tied weight has one copy a device, too.
 
-    The module's own tensors stay where they are and stand in on their own device. When they change (an optimizer step,
-    ``load_state_dict``), ``refresh`` brings the copies up to date.
+    The module's own tensors stay where they are and stand in on their own device. When they change
+    (an optimizer step, ``load_state_dict``), ``refresh`` brings the copies up to date.
 
     Attributes:
         times_copied: how often; flows that share the clones see by it that theirs are earlier ones.
@@ -39,24 +39,30 @@ class Clones:
         if self._census is None or not self._census.holds():
             self._census = Census(self._module)
             state = named_state(self._module)
-            if [*state] != [*self._state] or not are_same([*state.values()], [*self._state.values()]):
+            if [*state] != [*self._state] or not are_same(
+                [*state.values()], [*self._state.values()]
+            ):
                 self._written = []
             self._state = state
         written = writes([*self._state.values()])
         if written == self._written:
             return
         self._copies = {place: self._copied_to(place) for place in self._copies}
-        self._written = written  # only now: after a failure the next call copies again
+        # only now: after a failure the next call copies again
+        self._written = written
         self.times_copied += 1
 
     def cover(self, places: Iterable[torch.device]) -> None:
-        """Copy the state to devices on which there is none yet; after an error there are no more copies than before.
+        """Copy the state to devices on which there is none yet; after an error there are no more
+        copies than before.
 
         Args:
             places: the devices that a map names.
         """
         self.refresh()
-        self._copies |= {place: self._copied_to(place) for place in places if place not in self._copies}
+        self._copies |= {
+            place: self._copied_to(place) for place in places if place not in self._copies
+        }
 
     @property
     def places(self) -> list[torch.device]:
@@ -74,7 +80,9 @@ class Clones:
 
     def refuse_training(self) -> None:
         """Raise an InputError where the model would be trained: clones would not be."""
-        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module.parameters())
+        trains = torch.is_grad_enabled() and any(
+            parameter.requires_grad for parameter in self._module.parameters()
+        )
         if trains or self._module.training:
             raise InputError(
                 "enable_clone is for inference: clones are not trained. Call flow.eval() and run under torch.no_grad() "

@@ -1,7 +1,9 @@
-"""What a model consists of, as it was when it was last looked at: every call of a flow asks whether it still is so.
+"""What a model consists of, as it was when it was last looked at: every call of a flow asks whether
+it still is so.
 
-Of a network of hundreds of modules, one look at each in Python takes longer than the first kernels of a micro-batch. So
-the places to look at are gathered once, and are compared with what they held without a step of Python for each.
+Of a network of hundreds of modules, one look at each in Python takes longer than the first kernels
+of a micro-batch. So the places to look at are gathered once, and are compared with what they held
+without a step of Python for each.
 """
 
 from __future__ import annotations
@@ -41,19 +43,21 @@ _version = operator.attrgetter("_version")
 
 
 class Census:
-    """A model's modules, whether they train, their parameters, buffers, hooks, and the constants of torch's own.
+    """A model's modules, whether they train, their parameters, buffers, hooks, and the constants of
+    torch's own.
 
     Args:
         module: the model.
 
-    Attributes:
-        members: its modules, their code, parameters and buffers, the same objects as long as none was replaced.
-        state: its parameters and buffers; those of a module that is used twice are listed twice.
-        dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
-        modes: of every module, whether it trains, and whether it has hooks that a captured graph would not run; at the
+    Attributes: members: its modules, their code, parameters and buffers, the same objects as long
+        as none was replaced. state: its parameters and buffers; those of a module that is used
+        twice are listed twice. dtypes: of its parameters and buffers, which ``model.to`` changes in
+        the same objects. modes: of every module, whether it trains, and whether it has hooks that a
+        captured graph would not run; at the
             end, whether all have.
-        constants: what torch's own modules declare as constants of their code, such as ``p`` of a dropout: a captured
-            graph holds their values. Of other modules ``Attributes`` looks at what captures read.
+        constants: what torch's own modules declare as constants of their code, such as ``p`` of a
+            dropout: a captured graph holds their values. Of other modules ``Attributes`` looks at
+            what captures read.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +73,8 @@ class Census:
         self.constants = self._now_constants()
         try:
             self._training, self._contents = self._now_training(), self._now_contents()
-        except (KeyError, TypeError):  # wrappers (torch.compile, torch.jit) have these as properties
+        except (KeyError, TypeError):
+            # wrappers (torch.compile, torch.jit) have these as properties
             self._fields = []
 
     @property
@@ -78,7 +83,9 @@ class Census:
         return bool(self._fields)
 
     def holds(self) -> bool:
-        """Whether the model is as it was when this was taken; False too where that cannot be told quickly."""
+        """Whether the model is as it was when this was taken; False too where that cannot be told
+        quickly.
+        """
         if not self.is_quick:
             return False
         try:
@@ -109,14 +116,18 @@ class Census:
     def _now_contents(self) -> list[object]:
         tables = chain.from_iterable(map(_tables, self._fields))
         code = _code(self._modules, self._fields)
-        return [*chain.from_iterable(map(dict.values, filter(None, tables))), *chain.from_iterable(code)]
+        return [
+            *chain.from_iterable(map(dict.values, filter(None, tables))),
+            *chain.from_iterable(code),
+        ]
 
 
 class Attributes:
-    """The attributes of a model's own modules, and of objects that these have, whose values the captures of it hold.
+    """The attributes of a model's own modules, and of objects that these have, whose values the
+    captures of it hold.
 
-    Of lists, tuples and dicts it is what is in them. Of plain tensors whose values a capture holds it is how often they
-    were written to.
+    Of lists, tuples and dicts it is what is in them. Of plain tensors whose values a capture holds
+    it is how often they were written to.
     """
 
     def __init__(self) -> None:
@@ -178,7 +189,8 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether two lists are of the same objects, or of equal numbers and words."""
     return are_same(some, others) or (
-        len(some) == len(others) and all(a is b or _is_equal(a, b) for a, b in zip(some, others, strict=True))
+        len(some) == len(others)
+        and all(a is b or _is_equal(a, b) for a, b in zip(some, others, strict=True))
     )
 
 
@@ -196,13 +208,17 @@ def _inside(value: Any) -> Iterable[object]:
         return (value,)
     if len(value) > _MOST_ITEMS:
         return (len(value), value)
-    return (len(value), *value, *value.values()) if isinstance(value, dict) else (len(value), *value)
+    return (
+        (len(value), *value, *value.values()) if isinstance(value, dict) else (len(value), *value)
+    )
 
 
 def _readers(
     getter: Callable[[str], Callable[[_Holder], object]], named: Iterable[tuple[_Holder, str]]
 ) -> list[tuple[Callable[[_Holder], object], list[_Holder]]]:
-    """What reads a name, with all that it reads it from: a few names are read from many, without a step for each."""
+    """What reads a name, with all that it reads it from: a few names are read from many, without a
+    step for each.
+    """
     holders: dict[str, list[_Holder]] = {}
     for holder, name in named:
         holders.setdefault(name, []).append(holder)
@@ -224,7 +240,9 @@ def _modules(root: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _code(modules: Sequence[nn.Module], fields: Iterable[dict[str, object]]) -> tuple[Iterable[object], ...]:
+def _code(
+    modules: Sequence[nn.Module], fields: Iterable[dict[str, object]]
+) -> tuple[Iterable[object], ...]:
     """What modules run: their classes, and what stands in some in place of their class's forward."""
     return map(type, modules), map(dict.get, fields, repeat("forward"))
 

@@ -1,4 +1,6 @@
-"""The state that recorded segments read: the model's own, or copies of it where it is on another device."""
+"""The state that recorded segments read: the model's own, or copies of it where it is on another
+device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from placer.executor.state.state_copies import Copies, Copy, are_current
 
 
 class Replicas:
-    """A model's state where layers read it: itself on its own device, a copy on others, kept up to date.
+    """A model's state where layers read it: itself on its own device, a copy on others, kept up to
+    date.
 
     Args:
         graph: the layers.
@@ -30,10 +33,13 @@ class Replicas:
         self._read: dict[tuple[str, torch.device], Copy] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:
-        """Return what a layer on this device uses; state that layers change is the model's own, wherever it is."""
+        """Return what a layer on this device uses; state that layers change is the model's own,
+        wherever it is.
+        """
         tensor = self._lookup(name, place)
         if name in self._mutated or devices.same(devices.location(tensor), place):
-            # Without the flag: autocast would keep casts of parameters beyond the recording that made them.
+            # Without the flag: autocast would keep casts of parameters beyond the recording that
+            # made them.
             own = tensor.detach()
             self._own[name, place] = devices.addresses([own])
             return own
@@ -54,7 +60,9 @@ class Replicas:
         return True
 
     def _is_in_place(self, lookup: StateLookup) -> bool:
-        return devices.addresses(list(starmap(lookup, self._own))) == [*chain.from_iterable(self._own.values())]
+        return devices.addresses(list(starmap(lookup, self._own))) == [
+            *chain.from_iterable(self._own.values())
+        ]
 
 
 def mutated(graph: LayerGraph) -> set[str]:

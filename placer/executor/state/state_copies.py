@@ -1,10 +1,11 @@
-"""Copies of state on devices that read it and do not own it: one for each tensor and device, kept up to date.
+"""Copies of state on devices that read it and do not own it: one for each tensor and device, kept
+up to date.
 
     table on the host ──▶ copy on cuda:0, which the layers of all calls and streams there read
                       └─▶ copy on cuda:1
 
-Plain tensors always stay where they are and are read as copies. A parameter or buffer is copied where layers of several
-devices share it and no gradient has to flow back to it.
+Plain tensors always stay where they are and are read as copies. A parameter or buffer is copied
+where layers of several devices share it and no gradient has to flow back to it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Copy:
         original: the tensor.
         place: the device.
 
-    Attributes:
-        tensor: the copy. It stays the same tensor, at the same address, so that recorded passes may read it.
+    Attributes: tensor: the copy. It stays the same tensor, at the same address, so that recorded
+        passes may read it.
     """
 
     @torch.inference_mode(False)  # training could not use a tensor that is made inside it
@@ -58,7 +59,8 @@ class Copies:
 
     def get(self, tensor: Tensor, place: torch.device) -> Copy:
         """Return the copy of a tensor on a device, up to date; make it if there is none."""
-        copy = self._known.get((id(tensor), place))  # a copy holds its original, so that no other has its identity
+        # a copy holds its original, so that no other has its identity
+        copy = self._known.get((id(tensor), place))
         if copy is None:
             copy = self._known[id(tensor), place] = Copy(tensor, place)
         copy.refresh()

@@ -26,52 +26,86 @@ class Home:
         for name, place in list(self._places.items()):
             for around in _surroundings(name):
                 self._places.setdefault(around, place)
-        self._gradients = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        self._gradients = {
+            name: parameter.requires_grad for name, parameter in module.named_parameters()
+        }
 
     def restore(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Bring the state back, and the flags; what was added meanwhile goes where its surroundings were."""
+        """Bring the state back, and the flags; what was added meanwhile goes where its surroundings
+        were.
+        """
         move_state(module, self._place_of, optimizers)
         for name, parameter in module.named_parameters():
             if name in self._gradients:
                 parameter.requires_grad_(self._gradients[name])
 
     def _place_of(self, name: str) -> torch.device | None:
-        return next((self._places[known] for known in (name, *_surroundings(name)) if known in self._places), None)
+        return next(
+            (
+                self._places[known]
+                for known in (name, *_surroundings(name))
+                if known in self._places
+            ),
+            None,
+        )
 
 
 def _surroundings(name: str) -> Iterator[str]:
-    """The modules around what has this name, the innermost first; the model itself is last, and has no name."""
+    """The modules around what has this name, the innermost first; the model itself is last, and has
+    no name.
+    """
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 class Whereabouts:
-    """The device of every tensor of a model and of its optimizers, to bring them back to after a failure.
+    """The device of every tensor of a model and of its optimizers, to bring them back to after a
+    failure.
 
     Args:
         module: the model.
         optimizers: those that may hold state for its parameters.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer] = ()
+    ) -> None:
         self._module = module
         self._optimizers = list(optimizers)
-        self._places = [(value, _location(value)) for own in _by_module(module).values() for _, value in own]
+        self._places = [
+            (value, _location(value)) for own in _by_module(module).values() for _, value in own
+        ]
         self._of_optimizers = [
-            (state, {name: devices.location(value) for name, value in state.items() if isinstance(value, Tensor)})
+            (
+                state,
+                {
+                    name: devices.location(value)
+                    for name, value in state.items()
+                    if isinstance(value, Tensor)
+                },
+            )
             for optimizer in self._optimizers
             for state in optimizer.state.values()
         ]
 
     def restore(self) -> None:
         """Move back what has moved since."""
-        moved = [(value, place) for value, place in self._places if not devices.same(_location(value), place)]
-        for value, place in reversed(moved):  # the device that was filled last is emptied first
+        moved = [
+            (value, place)
+            for value, place in self._places
+            if not devices.same(_location(value), place)
+        ]
+        # the device that was filled last is emptied first
+        for value, place in reversed(moved):
             _move(value, place, self._optimizers)
         for state, places in self._of_optimizers:
             state.update(
-                {name: devices.copy(state[name], at) for name, at in places.items() if not _is_at(state[name], at)}
+                {
+                    name: devices.copy(state[name], at)
+                    for name, at in places.items()
+                    if not _is_at(state[name], at)
+                }
             )
         if moved:
             _compact_rnn_weights(self._module)
@@ -82,10 +116,12 @@ def move_state(
     place_of: Callable[[str], torch.device | None],
     optimizers: Collection[torch.optim.Optimizer] = (),
 ) -> None:
-    """Move parameters, gradients, buffers and optimizer state; all of them or, after an error, none.
+    """Move parameters, gradients, buffers and optimizer state; all of them or, after an error,
+    none.
 
-    What parameters wrap and what is attached to them moves along, and so do tensors in objects that modules have,
-    unless modules on several devices share the object: what it holds is copied where it is used.
+    What parameters wrap and what is attached to them moves along, and so do tensors in objects that
+    modules have, unless modules on several devices share the object: what it holds is copied where
+    it is used.
 
     Args:
         module: whose state is moved.
@@ -100,7 +136,8 @@ def move_state(
         has_moved = False
         shared = _shared_by_devices(module, place_of)
         for own in _by_module(module).values():
-            known = devices.Known()  # for one module: the memory that it is for lives until the module has moved
+            # for one module: the memory that it is for lives until the module has moved
+            known = devices.Known()
             for name, value in own:
                 target = place_of(name)
                 if target is not None and not _is_at(value, target) and id(value) not in shared:
@@ -114,7 +151,9 @@ def move_state(
 
 
 def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
-    """By the path of each module its parameters and buffers, and its objects with tensors in them, with their names."""
+    """By the path of each module its parameters and buffers, and its objects with tensors in them,
+    with their names.
+    """
     found: dict[str, list[tuple[str, Any]]] = {}
     for name, tensor in named_state(module).items():
         found.setdefault(name.rpartition(".")[0], []).append((name, tensor))
@@ -123,7 +162,9 @@ def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
     return found
 
 
-def _shared_by_devices(module: nn.Module, place_of: Callable[[str], torch.device | None]) -> set[int]:
+def _shared_by_devices(
+    module: nn.Module, place_of: Callable[[str], torch.device | None]
+) -> set[int]:
     """The ``id`` of each object with tensors in it that modules on several devices have."""
     users: dict[int, set[torch.device | None]] = {}
     for path, _, attribute, value in attachments(module):
@@ -138,7 +179,9 @@ def _move_named(
     optimizers: Collection[torch.optim.Optimizer],
     known: devices.Known,
 ) -> None:
-    """Move a tensor, or what an object holds; where the device is full, raise an error that names both."""
+    """Move a tensor, or what an object holds; where the device is full, raise an error that names
+    both.
+    """
     if isinstance(value, Tensor):
         _refuse_without_data(name, value)
     try:
@@ -171,13 +214,12 @@ def settle(
     optimizers: Collection[torch.optim.Optimizer],
     settled: set[str],
 ) -> None:
-    """Move state whose layer was not known before the capture (a root's own parameters) to its first layer.
+    """Move state whose layer was not known before the capture (a root's own parameters) to its
+    first layer.
 
-    Args:
-        graph: the layers.
-        places: the device of each.
-        optimizers: those that may hold state for the parameters.
-        settled: names of what stays, as another graph of the model has it where it is; this graph's are added.
+    Args: graph: the layers. places: the device of each. optimizers: those that may hold state for
+        the parameters. settled: names of what stays, as another graph of the model has it where it
+        is; this graph's are added.
     """
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
@@ -195,7 +237,8 @@ def relocate(
     optimizers: Collection[torch.optim.Optimizer] = (),
     known: devices.Known | None = None,
 ) -> None:
-    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the same.
+    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the
+    same.
 
     After an error all of them are as before.
 
@@ -230,7 +273,9 @@ def _same(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a tensor holds, its gradient, and the optimizers' state for it with what that is to hold."""
+    """What a tensor holds, its gradient, and the optimizers' state for it with what that is to
+    hold.
+    """
 
     data: Tensor
     gradient: Tensor | None
@@ -256,10 +301,19 @@ def bring_state(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter].update(state)
 
 
-def _moved_optimizer_state(tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What the optimizer keeps for a parameter, on its new device; ``step`` stays with the host, as torch has it."""
+def _moved_optimizer_state(
+    tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """What the optimizer keeps for a parameter, on its new device; ``step`` stays with the host, as
+    torch has it.
+    """
     group: Mapping[str, Any] = next(
-        (group for group in optimizer.param_groups if any(own is tensor for own in group["params"])), {}
+        (
+            group
+            for group in optimizer.param_groups
+            if any(own is tensor for own in group["params"])
+        ),
+        {},
     )
     on_device = group.get("capturable") or group.get("fused")
     return {
@@ -281,7 +335,11 @@ def _location(value: Any) -> torch.device:
 
 def _tensors(value: Any) -> list[Tensor]:
     """A tensor, or the tensors in an object."""
-    return [value] if isinstance(value, Tensor) else [tensor for _, tensor in devices.named_tensors(value)]
+    return (
+        [value]
+        if isinstance(value, Tensor)
+        else [tensor for _, tensor in devices.named_tensors(value)]
+    )
 
 
 def _refuse_without_data(name: str, tensor: Tensor) -> None:

@@ -1,7 +1,8 @@
 """When tensors were last written to, so that copies of them are brought up to date then alone.
 
-Torch counts the writes to each tensor, but not those of an optimizer whose step is one kernel (``fused=True``): here
-the steps of all optimizers are noted. What is written through ``.data`` nobody counts.
+Torch counts the writes to each tensor, but not those of an optimizer whose step is one kernel
+(``fused=True``): here the steps of all optimizers are noted. What is written through ``.data``
+nobody counts.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ register_optimizer_step_post_hook(_note)
 
 
 def writes(tensors: Sequence[Tensor]) -> list[int]:
-    """What is another list once a tensor was written to, in an optimizer's step or otherwise, or has other storage."""
+    """What is another list once a tensor was written to, in an optimizer's step or otherwise, or
+    has other storage.
+    """
     own = {id(tensor) for tensor in tensors}
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
     inside = devices.unwrapped_all(tensors)
     try:
         versions = [*map(_VERSION, inside)]
-    except RuntimeError:  # torch does not count the writes to tensors that were made in inference mode
+    except RuntimeError:
+        # torch does not count the writes to tensors that were made in inference mode
         versions = [0 if tensor.is_inference() else tensor._version for tensor in inside]
     return [step, *versions, *devices.addresses(inside)]
 

@@ -1,1 +1,3 @@
-"""Training through the pipeline: stages with passes forwards and backwards, and the optimizer behind them."""
+"""Training through the pipeline: stages with passes forwards and backwards, and the optimizer
+behind them.
+"""

@@ -22,7 +22,9 @@ def reached(result: Any, leaves: Mapping[Key, Tensor]) -> frozenset[Key]:
 
 
 def parameters(result: Tensor) -> list[nn.Parameter]:
-    """The parameters that a gradient goes back to; passes run over aliases of a model's own, which are none."""
+    """The parameters that a gradient goes back to; passes run over aliases of a model's own, which
+    are none.
+    """
     return [leaf for leaf in _leaves(result) if isinstance(leaf, nn.Parameter)]
 
 

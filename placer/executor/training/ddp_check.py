@@ -1,7 +1,9 @@
-"""DistributedDataParallel around a model, or in it: gradients of a training step would never reach it.
+"""DistributedDataParallel around a model, or in it: gradients of a training step would never reach
+it.
 
-It adds up the gradients of all processes by hooks of C++ on the parameters' gradients. The passes of a training step
-are recorded over aliases of the parameters, which have no such hooks: each process would go on with its own gradients.
+It adds up the gradients of all processes by hooks of C++ on the parameters' gradients. The passes
+of a training step are recorded over aliases of the parameters, which have no such hooks: each
+process would go on with its own gradients.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ _SEEN, _CLEARED = "placer has seen it", "placer has found no DistributedDataPara
 def refuse_data_parallel(module: nn.Module) -> None:
     """Refuse a model of whose parameters DistributedDataParallel holds some.
 
-    Nothing leads from a model to what wraps it, so all objects of the process are looked through. That takes a tenth
-    of a second, and is done only while something holds the gradient accumulator of the first trained parameter, as
-    DistributedDataParallel does: once for each accumulator.
+    Nothing leads from a model to what wraps it, so all objects of the process are looked through.
+    That takes a tenth of a second, and is done only while something holds the gradient accumulator
+    of the first trained parameter, as DistributedDataParallel does: once for each accumulator.
 
     Args:
         module: the model.
@@ -33,11 +35,14 @@ def refuse_data_parallel(module: nn.Module) -> None:
     Raises:
         InputError: there is one.
     """
-    if not (dist.is_available() and dist.is_initialized()):  # without, there can be none
+    # without, there can be none
+    if not (dist.is_available() and dist.is_initialized()):
         return
     if any(isinstance(child, DistributedDataParallel) for child in module.modules()):
         raise _refusal()
-    trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+    trained = next(
+        (parameter for parameter in module.parameters() if parameter.requires_grad), None
+    )
     if trained is None or not _is_held(trained):
         return
     notes = _notes(trained)
@@ -60,7 +65,8 @@ def _refusal() -> InputError:
 def _is_held(parameter: nn.Parameter) -> bool:
     """Whether something else holds the parameter's gradient accumulator.
 
-    Autograd makes an accumulator when one is needed, and lets it go with the last graph, or hook, that has it.
+    Autograd makes an accumulator when one is needed, and lets it go with the last graph, or hook,
+    that has it.
     """
     _notes(parameter)[_SEEN] = True
     return _SEEN in _notes(parameter)
@@ -68,7 +74,8 @@ def _is_held(parameter: nn.Parameter) -> bool:
 
 def _notes(parameter: nn.Parameter) -> dict[str, Any]:
     """What is noted on the parameter's gradient accumulator; a new one has nothing."""
-    notes: dict[str, Any] = cast(Any, get_gradient_edge(parameter).node).metadata  # torch declares a method
+    # torch declares a method
+    notes: dict[str, Any] = cast(Any, get_gradient_edge(parameter).node).metadata
     return notes
 
 

@@ -17,18 +17,16 @@ from placer.executor.training.stages.training_slot import Key
 class Feed:
     """The micro-batches of one batch.
 
-    What lies on another GPU than the stage that reads it is brought there whole, at once: its owner would otherwise
-    wait until the pipeline has come to the last micro-batch, and could not begin the next step meanwhile.
+    What lies on another GPU than the stage that reads it is brought there whole, at once: its owner
+    would otherwise wait until the pipeline has come to the last micro-batch, and could not begin
+    the next step meanwhile.
 
-    Args:
-        given: what the caller gave.
-        sizes: samples in each micro-batch.
-        courier: for the copies.
-        ready: by device, when what the caller gave is there.
-        dims: of each tensor, the dimension that it is cut along; None where every micro-batch has all of it.
+    Args: given: what the caller gave. sizes: samples in each micro-batch. courier: for the copies.
+        ready: by device, when what the caller gave is there. dims: of each tensor, the dimension
+        that it is cut along; None where every micro-batch has all of it.
 
-    Attributes:
-        read: for each device that has a part of the batch, and each that reads it, when the last copy is done.
+    Attributes: read: for each device that has a part of the batch, and each that reads it, when the
+        last copy is done.
     """
 
     def __init__(
@@ -48,7 +46,9 @@ class Feed:
         self._brought: dict[tuple[Key, torch.device], tuple[Sequence[Tensor], Mark]] = {}
         self.read: dict[tuple[torch.device, torch.device], Mark] = {}
 
-    def send(self, key: Key, chunk: int, place: torch.device, target: Tensor, free: Mark, label: Any) -> Mark:
+    def send(
+        self, key: Key, chunk: int, place: torch.device, target: Tensor, free: Mark, label: Any
+    ) -> Mark:
         """Copy a part of the batch into a stage's slot.
 
         Args:
@@ -73,12 +73,15 @@ class Feed:
             self.read[here, place] = mark
         return mark
 
-    def _bring(self, key: Key, here: torch.device, place: torch.device, label: Any) -> tuple[Sequence[Tensor], Mark]:
+    def _bring(
+        self, key: Key, here: torch.device, place: torch.device, label: Any
+    ) -> tuple[Sequence[Tensor], Mark]:
         """The micro-batches of a tensor on another device, and when they are there."""
         if (key, place) not in self._brought:
             given = self._given[key].detach()
             whole = self._courier.landing(key, given, place)
-            # It is the caller's when it is new, and else when all have left it that went on from there.
+            # It is the caller's when it is new, and else when all have left it that went on from
+            # there.
             free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
             mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
             self._brought[key, place] = self._cut(key, whole), mark

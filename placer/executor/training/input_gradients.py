@@ -1,6 +1,8 @@
-"""The gradients of what a training step was given: of inputs and targets that require one, leaves or not.
+"""The gradients of what a training step was given: of inputs and targets that require one, leaves
+or not.
 
-    a stage that reads it, by micro-batch ──▶ its part of the whole's gradient ──▶ .grad, or the graph before it
+    a stage that reads it, by micro-batch ──▶ its part of the whole's gradient ──▶ .grad, or the
+    graph before it
 
 Several stages may read one; their gradients are added up.
 """
@@ -23,14 +25,18 @@ from placer.executor.training.stages.training_slot import Key
 def detached(tensors: Sequence[Any]) -> list[Any]:
     """The same tensors as leaves of their own; those that require a gradient still do."""
     return [
-        tensor.detach().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
+        tensor.detach().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, Tensor)
+        else tensor
         for tensor in tensors
     ]
 
 
 @torch.no_grad()
 def on_host(tensors: Sequence[Any]) -> list[Any]:
-    """Leaves of their own that keep none of a device's memory; those that require a gradient still do."""
+    """Leaves of their own that keep none of a device's memory; those that require a gradient still
+    do.
+    """
     return [
         devices.move(tensor, devices.HOST).detach().requires_grad_(tensor.requires_grad)
         if isinstance(tensor, Tensor)
@@ -40,31 +46,44 @@ def on_host(tensors: Sequence[Any]) -> list[Any]:
 
 
 def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-    """Let gradients go where a backward pass would take them from here: into ``.grad``, or on through a graph.
+    """Let gradients go where a backward pass would take them from here: into ``.grad``, or on
+    through a graph.
 
     Args:
         tensors: as the caller gave them.
         gradients: of each; None where it has none.
     """
-    pairs = [(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+        if gradient is not None
+    ]
     if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward(
+            [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        )
 
 
 class InputGradients:
     """Those of one batch.
 
-    Args:
-        given: inputs and targets by name or position; those that require a gradient are meant.
-        sizes: samples in each micro-batch.
-        courier: for the copies.
-        dims: of each, the dimension that it is cut along; None where every micro-batch has all of it.
+    Args: given: inputs and targets by name or position; those that require a gradient are meant.
+        sizes: samples in each micro-batch. courier: for the copies. dims: of each, the dimension
+        that it is cut along; None where every micro-batch has all of it.
     """
 
     def __init__(
-        self, given: Mapping[Key, Any], sizes: Sequence[int], courier: Courier, dims: Mapping[Key, int | None]
+        self,
+        given: Mapping[Key, Any],
+        sizes: Sequence[int],
+        courier: Courier,
+        dims: Mapping[Key, int | None],
     ) -> None:
-        self._given = {key: item for key, item in given.items() if isinstance(item, Tensor) and item.requires_grad}
+        self._given = {
+            key: item
+            for key, item in given.items()
+            if isinstance(item, Tensor) and item.requires_grad
+        }
         self._sizes = sizes
         self._courier = courier
         self._dims = dims
@@ -74,7 +93,9 @@ class InputGradients:
     def __contains__(self, key: Key) -> bool:
         return key in self._given
 
-    def take(self, key: Key, reader: int, chunk: int, gradient: Tensor, ready: Mark, label: Any) -> Mark:
+    def take(
+        self, key: Key, reader: int, chunk: int, gradient: Tensor, ready: Mark, label: Any
+    ) -> Mark:
         """Copy the gradient of a part of the batch out of a stage.
 
         Args:
@@ -92,14 +113,19 @@ class InputGradients:
         if (key, reader) not in self._parts:
             self._parts[key, reader] = self._room(key, home, gradient)
         target = self._parts[key, reader][1][chunk]
-        mark = self._courier.send(gradient, ready, target, Lane(home, caller=True).mark(), "backward", label)
+        mark = self._courier.send(
+            gradient, ready, target, Lane(home, caller=True).mark(), "backward", label
+        )
         self._marks.append((home, mark))
         return mark
 
-    def _room(self, key: Key, home: torch.device, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _room(
+        self, key: Key, home: torch.device, gradient: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Memory for a gradient: what is to be summed up, and in it the part of each micro-batch."""
         like = self._given[key].detach()
-        pinned = gradient.is_cuda and home.type == devices.CPU  # else the copy would hold the caller up
+        # else the copy would hold the caller up
+        pinned = gradient.is_cuda and home.type == devices.CPU
         new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
         if self._dims[key] is not None:
             whole = new()

@@ -1,4 +1,6 @@
-"""The passes of one batch in training, and the copies between them, issued in the order of the schedule."""
+"""The passes of one batch in training, and the copies between them, issued in the order of the
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Passes:
     """One batch on its way through the stages: what was issued, and when it will be there.
 
-    Each device begins as soon as its own part of the step before is over, whatever others still do of that.
+    Each device begins as soon as its own part of the step before is over, whatever others still do
+    of that.
 
     Args:
         pipeline: the stages, their lanes and their plan.
@@ -34,7 +37,11 @@ class Passes:
     """
 
     def __init__(
-        self, pipeline: TrainingPipeline, feed: Feed, gradients: InputGradients, start: Mapping[torch.device, Mark]
+        self,
+        pipeline: TrainingPipeline,
+        feed: Feed,
+        gradients: InputGradients,
+        start: Mapping[torch.device, Mark],
     ) -> None:
         self._stages = pipeline.stages
         self._lanes = pipeline.lanes
@@ -45,10 +52,13 @@ class Passes:
         self._start = start
         self._last: Half = "weights" if pipeline.plan.split else "backward"
         self._trace = pipeline.trace
-        self._maker = {name: index for index, stage in enumerate(self._stages) for name in stage.writes}
+        self._maker = {
+            name: index for index, stage in enumerate(self._stages) for name in stage.writes
+        }
         self._done: dict[tuple[int, Half, int], Mark] = {}
         self._landed: dict[tuple[int, int], list[Mark]] = {}
-        self._summed: set[tuple[str, int]] = set()  # values a gradient of which has come, and micro-batches
+        # values a gradient of which has come, and micro-batches
+        self._summed: set[tuple[str, int]] = set()
         self._turns: dict[str, Mark] = {}
 
     def issue(self) -> None:
@@ -59,7 +69,9 @@ class Passes:
             elif phase == "backward":
                 self._backward(stage, micro_batch)
             else:
-                self._run(stage, "weights", micro_batch, self._stages[stage].slot(micro_batch).weights, [])
+                self._run(
+                    stage, "weights", micro_batch, self._stages[stage].slot(micro_batch).weights, []
+                )
 
     def _forward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
@@ -79,7 +91,10 @@ class Passes:
                 coming[maker].append(name)
         for maker, names in coming.items():
             source = self._stages[maker].slot(chunk)
-            made, statics = [source.outputs[name].detach() for name in names], [slot.inputs[name] for name in names]
+            made, statics = (
+                [source.outputs[name].detach() for name in names],
+                [slot.inputs[name] for name in names],
+            )
             ready, label = self._done[maker, "forward", chunk], (maker, index, "forward", chunk)
             mark = self._courier.send_all(made, ready, statics, free, "forward", label)
             source.fetched.append(mark)
@@ -101,15 +116,24 @@ class Passes:
                 self._pipeline.collected[chunk].take(slot.collected)
 
     def _free(self, slot: Slot, place: torch.device) -> Mark:
-        """When a slot may be written to: the micro-batch that it had, perhaps of the batch before, is through."""
+        """When a slot may be written to: the micro-batch that it had, perhaps of the batch before,
+        is through.
+        """
         return self._start[place] if slot.over is None else slot.over
 
     def _backward(self, index: int, chunk: int) -> None:
         stage = self._stages[index]
         slot = stage.slot(chunk)
         sent_before, slot.sent = slot.sent, []
-        self._run(index, "backward", chunk, slot.backward, [*self._landed.pop((index, chunk), []), *sent_before])
-        # Gradients leave at once: the slot that waits for them is theirs until its backward pass, this one is not.
+        self._run(
+            index,
+            "backward",
+            chunk,
+            slot.backward,
+            [*self._landed.pop((index, chunk), []), *sent_before],
+        )
+        # Gradients leave at once: the slot that waits for them is theirs until its backward pass,
+        # this one is not.
         going: defaultdict[int, list[tuple[Tensor, Tensor, bool]]] = defaultdict(list)
         for name, gradient in slot.input_gradients.items():
             if isinstance(name, int) or name not in self._maker:
@@ -139,7 +163,9 @@ class Passes:
             done = self._done[index, "backward", chunk]
             slot.sent.append(self._gradients.take(key, index, chunk, gradient, done, label))
 
-    def _run(self, index: int, phase: Half, chunk: int, work: Callable[[], None], after: Sequence[Mark]) -> None:
+    def _run(
+        self, index: int, phase: Half, chunk: int, work: Callable[[], None], after: Sequence[Mark]
+    ) -> None:
         lane = self._lanes[self._stages[index].device]
         lane.wait(*after)
         began = lane.mark(timed=True) if self._trace is not None else None

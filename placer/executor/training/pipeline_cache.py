@@ -1,9 +1,11 @@
-"""The pipelines of a training step: one is made for each shape that comes, and kept for those that came last.
+"""The pipelines of a training step: one is made for each shape that comes, and kept for those that
+came last.
 
     batch ──▶ capture that covers it ──▶ pipeline of its shape, kept or made now
         └─────────────┴──▶ none, and why is told: micro-batches run one after another
 
-A shape is all that a pipeline is made for: sizes and types, what requires a gradient, what the flow asks of its passes.
+A shape is all that a pipeline is made for: sizes and types, what requires a gradient, what the flow
+asks of its passes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from placer.executor.state.assignment import Assignment
 from placer.executor.training.loss.loss_weights import Weighing
 from placer.executor.training.stages.weight_aliases import Weights
 from placer.executor.training.training_batch import Batch
-from placer.executor.training.training_pipeline import PENALTY, Order, PenaltyError, Recipe, TrainingPipeline
+from placer.executor.training.training_pipeline import (
+    PENALTY,
+    Order,
+    PenaltyError,
+    Recipe,
+    TrainingPipeline,
+)
 from placer.utils.user_warnings import warn
 
 
@@ -58,7 +66,8 @@ class Placed(Protocol):
 
 
 _every: WeakSet[Pipelines] = WeakSet()
-"""Those of all training steps: where memory is short, a step takes what other steps of its flow keep."""
+"""Those of all training steps: where memory is short, a step takes what other steps of its flow
+keep."""
 
 
 class Pipelines:
@@ -71,7 +80,9 @@ class Pipelines:
         compile: the backend of torch.compile; None to compile nothing.
     """
 
-    def __init__(self, flow: Placed, loss_fn: Weighing, schedule: Order, compile: Backend | None) -> None:
+    def __init__(
+        self, flow: Placed, loss_fn: Weighing, schedule: Order, compile: Backend | None
+    ) -> None:
         self._flow = flow
         self._loss_fn = loss_fn
         self._schedule = schedule
@@ -84,19 +95,23 @@ class Pipelines:
         return iter(self._made.values())
 
     def ready(
-        self, batch: Batch, outputs: bool = False, is_compared: bool = False, has_waiting: bool = False
+        self,
+        batch: Batch,
+        outputs: bool = False,
+        is_compared: bool = False,
+        has_waiting: bool = False,
     ) -> TrainingPipeline | None:
-        """As ``of``, its passes made; where there is no memory for both, without those of other shapes and steps.
+        """As ``of``, its passes made; where there is no memory for both, without those of other
+        shapes and steps.
 
         A shape beside others is recorded when it comes for the second time.
 
-        Args:
-            batch: what is to be trained on.
-            outputs: whether the caller wants the model's results.
-            is_compared: whether the loss is to be compared with that of the whole batch: results are collected this
+        Args: batch: what is to be trained on. outputs: whether the caller wants the model's
+            results. is_compared: whether the loss is to be compared with that of the whole batch:
+            results are collected this
                 once, by passes that are not recorded.
-            has_waiting: whether gradients of earlier batches wait: to record passes is to run them, which would add to
-                the gradients. They are recorded in a later step.
+            has_waiting: whether gradients of earlier batches wait: to record passes is to run them,
+                which would add to the gradients. They are recorded in a later step.
         """
         pipeline = self.of(batch)
         if pipeline is not None and not pipeline.collect(outputs or is_compared):
@@ -108,7 +123,8 @@ class Pipelines:
         try:
             if pipeline is not None:
                 with nothing_held():
-                    # Recording pays where a shape comes back: the first is taken to, others when they have.
+                    # Recording pays where a shape comes back: the first is taken to, others when
+                    # they have.
                     comes_back = pipeline.is_prepared or not others
                     record = comes_back and not is_compared and not has_waiting
                     pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
@@ -136,17 +152,18 @@ class Pipelines:
         return pipeline
 
     def of(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
-        """The stages for batches like this one; None where micro-batches run one after another through the flow.
+        """The stages for batches like this one; None where micro-batches run one after another
+        through the flow.
 
-        So they do where there is no capture; where a layer reads a number that another took from a tensor: passes are
-        prepared once, and would keep the number that they were prepared with; where a segment uses what another one
-        changes; where a trained parameter is sparse or a wrapper of other tensors; where parameters have hooks, which
-        passes over aliases of them would not run; where the loss reads some by itself, whose gradients such passes
-        would not find; and where a list has samples for items.
+        So they do where there is no capture; where a layer reads a number that another took from a
+        tensor: passes are prepared once, and would keep the number that they were prepared with;
+        where a segment uses what another one changes; where a trained parameter is sparse or a
+        wrapper of other tensors; where parameters have hooks, which passes over aliases of them
+        would not run; where the loss reads some by itself, whose gradients such passes would not
+        find; and where a list has samples for items.
 
-        Args:
-            batch: what is to be trained on, or one like it.
-            needed: False lets it run so, too, where call after call would need a capture of its own.
+        Args: batch: what is to be trained on, or one like it. needed: False lets it run so, too,
+            where call after call would need a capture of its own.
         """
         flow, sizes = self._flow, batch.sizes
         if flow.assignment is not self._placed:
@@ -176,7 +193,8 @@ class Pipelines:
         if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None
         if sizes[-1] != sizes[0] and flow.captured(batch.part(-1)) is not capture:
-            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones then.
+            # The smaller last micro-batch has another graph, perhaps of other layers: equal ones
+            # then.
             equal = batch.of_equal_sizes()
             _tell_of(equal.sizes, sizes)
             return self.of(equal, needed)
@@ -200,10 +218,13 @@ class Pipelines:
         return made
 
     def let_go(self, interrupted: TrainingPipeline | None) -> None:
-        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may have left so."""
+        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may
+        have left so.
+        """
         for key, pipeline in list(self._made.items()):
             if pipeline is interrupted or not pipeline.is_prepared:
-                with suppress(RuntimeError):  # of a device that is lost the first error tells
+                # of a device that is lost the first error tells
+                with suppress(RuntimeError):
                     self._made.let_go(key)
 
 
@@ -237,17 +258,29 @@ def tell_in_turn(why: str) -> bool:
 def _hooked(weights: Weights) -> bool:
     """Whether the user has hooks on a parameter; says so."""
     name = weights.hooked()
-    return name is not None and tell_in_turn(f"parameter {name!r} has hooks, which a pipeline would not run")
+    return name is not None and tell_in_turn(
+        f"parameter {name!r} has hooks, which a pipeline would not run"
+    )
 
 
 def _has_unusual_gradients(graph: LayerGraph) -> bool:
     """Whether a trained parameter is sparse or wraps other tensors; says so.
 
-    Passes add to a gradient that is one block of numbers. Of these parameters their class decides what a gradient is.
+    Passes add to a gradient that is one block of numbers. Of these parameters their class decides
+    what a gradient is.
     """
     used = (name for layer in graph.layers for name in layer.state)
-    name = next((name for name in used if (it := graph.state[name]).requires_grad and not devices.is_block(it)), None)
-    return name is not None and tell_in_turn(f"parameter {name!r} is trained and not a plain tensor")
+    name = next(
+        (
+            name
+            for name in used
+            if (it := graph.state[name]).requires_grad and not devices.is_block(it)
+        ),
+        None,
+    )
+    return name is not None and tell_in_turn(
+        f"parameter {name!r} is trained and not a plain tensor"
+    )
 
 
 def _penalised(pipeline: TrainingPipeline) -> bool:
@@ -258,7 +291,9 @@ def _penalised(pipeline: TrainingPipeline) -> bool:
 def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> bool:
     """Whether a micro-batch would find in a buffer what later ones left; says so."""
     name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]), gathered)
-    return name is not None and tell_in_turn(f"buffer {name!r} is changed in one segment and used in another")
+    return name is not None and tell_in_turn(
+        f"buffer {name!r} is changed in one segment and used in another"
+    )
 
 
 def _tell_of(equal: list[int], sizes: list[int]) -> None:

@@ -44,9 +44,14 @@ def found(stages: Sequence[Stage], clock: Callable[[Copies], float]) -> list[Tra
             if stages[source].device == stage.device:
                 continue
             names = [name for name in stage.reads if maker.get(name) == source]
-            values, gradients = _values(names, stages[source].slots[0], slot), _gradients(names, target, stages, source)
+            values, gradients = (
+                _values(names, stages[source].slots[0], slot),
+                _gradients(names, target, stages, source),
+            )
             if values:
-                transfers.append(Transfer(source, target, clock(values), clock(gradients) if gradients else None))
+                transfers.append(
+                    Transfer(source, target, clock(values), clock(gradients) if gradients else None)
+                )
     return transfers
 
 
@@ -57,7 +62,11 @@ def _values(names: Sequence[str], made: Slot, read: Slot) -> Copies:
 
 def _gradients(names: Sequence[str], reader: int, stages: Sequence[Stage], maker: int) -> Copies:
     sent, summed = stages[reader].slots[0].input_gradients, stages[maker].slots[0].gradients
-    return [(sent[name], summed[name]) for name in names if reader in stages[maker].awaited.get(name, ())]
+    return [
+        (sent[name], summed[name])
+        for name in names
+        if reader in stages[maker].awaited.get(name, ())
+    ]
 
 
 @torch.no_grad()

@@ -23,7 +23,9 @@ class Kept:
         self._random: list[Tensor] = []
         self._groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for buffer in buffers:
-            own, copies = self._groups.setdefault((devices.location(buffer), buffer.dtype), ([], []))
+            own, copies = self._groups.setdefault(
+                (devices.location(buffer), buffer.dtype), ([], [])
+            )
             own.append(buffer)
             copies.append(torch.empty_like(buffer))
 

@@ -13,7 +13,12 @@ from torch import Tensor
 from placer import devices
 from placer.capture import autocast, input_forms
 from placer.capture.batch_dims.batch_layout import Call, refuse_no_options
-from placer.capture.loss_functions import LossFunction, refuse_arrays, refuse_no_number, refuse_untrained
+from placer.capture.loss_functions import (
+    LossFunction,
+    refuse_arrays,
+    refuse_no_number,
+    refuse_untrained,
+)
 from placer.capture.pytrees import detached_nest, flatten
 from placer.capture.user_objects import refuse_no_chunks, refuse_no_flags, refuse_no_loss
 from placer.errors import BatchError, InputError
@@ -61,12 +66,20 @@ class Flow(Placed, Protocol):
         """Keep an optimizer's state on the devices of its parameters, from now on."""
 
     def cut(
-        self, call: Call, options: BatchOptions, sizes_of: Callable[[int], list[int]], weigh: Weights
+        self,
+        call: Call,
+        options: BatchOptions,
+        sizes_of: Callable[[int], list[int]],
+        weigh: Weights,
     ) -> MicroBatches:
         """Cut a call into micro-batches."""
 
-    def called_for_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.device]:
-        """Run the model on one micro-batch; results stay where the last layer runs, which is returned too."""
+    def called_for_loss(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.device]:
+        """Run the model on one micro-batch; results stay where the last layer runs, which is
+        returned too.
+        """
 
 
 class TrainStep:
@@ -81,8 +94,8 @@ class TrainStep:
         options: of the batch; the flow's, as they are now, if None.
         weigh: ``BatchOptions.weigh``, where it is given apart.
 
-    Raises:
-        InputError: the loss is no function, or has parameters of its own; the schedule is not known; the optimizer
+    Raises: InputError: the loss is no function, or has parameters of its own; the schedule is not
+        known; the optimizer
             is of another model; or DistributedDataParallel is around the model or in it.
     """
 
@@ -100,7 +113,9 @@ class TrainStep:
         options = flow.batch_options if options is None else options
         refuse_no_options(options)
         if schedule not in SCHEDULES:
-            raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
+            raise InputError(
+                f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}"
+            )
         refuse_data_parallel(flow.module)
         self._others = Others(update, flow.module)
         self.flow = flow
@@ -122,25 +137,30 @@ class TrainStep:
     ) -> Any:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the batch's loss.
 
-        Args:
-            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch first. Those that
-                require a gradient are given theirs, and what they were made of, as by the unsplit model.
-            target: what the loss compares with, the batch first; likewise. None where the inputs have it.
-            chunks: micro-batches; what the placement says if None. Where the batch does not divide, the last one is
-                smaller, and its loss counts by its size; if it were less than half as large, there are fewer.
-            update: False lets the gradients wait: the next call, also of another step of the flow, adds its own to
-                them, and the optimizer is stepped by the first call that does not say so. ``optimizer.zero_grad()``
-                drops them.
-            outputs: whether to return the model's result for the batch as well, on ``flow.output_device``.
+        Args: inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch
+            first. Those that
+                require a gradient are given theirs, and what they were made of, as by the unsplit
+                model.
+            target: what the loss compares with, the batch first; likewise. None where the inputs
+            have it.
+            chunks: micro-batches; what the placement says if None. Where the batch does not divide,
+                the last one is smaller, and its loss counts by its size; if it were less than half
+                as large, there are fewer.
+            update: False lets the gradients wait: the next call, also of another step of the flow,
+                adds its own to them, and the optimizer is stepped by the first call that does not
+                say so. ``optimizer.zero_grad()`` drops them.
+            outputs: whether to return the model's result for the batch as well, on
+                ``flow.output_device``.
 
-        Returns:
-            The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and these values, joined over
-            the micro-batches. With ``outputs`` the model's result stands at the end of the tuple.
+        Returns: The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and
+            these values, joined over the micro-batches. With ``outputs`` the model's result stands
+            at the end of the tuple.
 
-        Raises:
-            BatchError: micro-batches give another result or loss than the batch; nothing was trained then.
-            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode, or the target is of
-                another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can be.
+        Raises: BatchError: micro-batches give another result or loss than the batch; nothing was
+            trained then. InputError: the flow is not placed yet, or keeps clones, or its module is
+            in eval mode, or the target is of
+                another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can
+                be.
         """
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
@@ -172,12 +192,15 @@ class TrainStep:
         try:
             return self._attempted(batch, keep, outputs, is_compared=True)
         except torch.OutOfMemoryError as error:
-            if any(map(keep, self.flow.module.parameters())):  # gradients of earlier steps waited, and are gone
+            # gradients of earlier steps waited, and are gone
+            if any(map(keep, self.flow.module.parameters())):
                 raise
             why = str(error)
         self._checks.leave_out(batch)
         devices.release_cache()
-        warn(f"the loss of micro-batches was not compared with that of the whole batch, for want of memory: {why}")
+        warn(
+            f"the loss of micro-batches was not compared with that of the whole batch, for want of memory: {why}"
+        )
         return self._attempted(batch, keep, outputs, is_compared=False)
 
     def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
@@ -191,8 +214,14 @@ class TrainStep:
             else:
                 scale = self.update.scale(pipeline.stages[-1].device)
                 loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
-                made = [(self._unflattened(pipeline, one), one.values) for one in pipeline.collected]
-            joining = self._compared(batch, pipeline, loss, made, keep) if is_compared else self._checks.known(batch)
+                made = [
+                    (self._unflattened(pipeline, one), one.values) for one in pipeline.collected
+                ]
+            joining = (
+                self._compared(batch, pipeline, loss, made, keep)
+                if is_compared
+                else self._checks.known(batch)
+            )
         except BaseException as error:
             self.flow.module.zero_grad()
             self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
@@ -200,9 +229,16 @@ class TrainStep:
         return self._returned(batch, loss, made, joining, outputs)
 
     def _compared(
-        self, batch: Batch, pipeline: TrainingPipeline | None, loss: Tensor, made: list[Any], keep: Keep
+        self,
+        batch: Batch,
+        pipeline: TrainingPipeline | None,
+        loss: Tensor,
+        made: list[Any],
+        keep: Keep,
     ) -> Joining:
-        """Compare the loss with that of the whole batch, and return how its further values are joined."""
+        """Compare the loss with that of the whole batch, and return how its further values are
+        joined.
+        """
         labels = LabelWatch()
         try:
             return self._checks.joining(batch, loss, made, labels)
@@ -210,7 +246,8 @@ class TrainStep:
             if pipeline is not None:
                 pipeline.recover()
             waits = any(map(keep, self.flow.module.parameters()))
-            if labels.found is not None and not waits:  # else gradients of earlier steps would be gone
+            # else gradients of earlier steps would be gone
+            if labels.found is not None and not waits:
                 raise _LabelsSeen from error
             raise
         finally:
@@ -218,7 +255,9 @@ class TrainStep:
                 self.loss_fn.weigh_by(labels.found)
                 self._pipelines = self._no_pipelines()
 
-    def _returned(self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool) -> Any:
+    def _returned(
+        self, batch: Batch, loss: Tensor, made: list[Any], joining: Joining, outputs: bool
+    ) -> Any:
         found: list[Any] = [loss]
         values = [values for _, values in made]
         if not outputs and not any(values):
@@ -233,11 +272,18 @@ class TrainStep:
 
     def _has_waiting(self, keep: Keep) -> bool:
         """Return whether there are gradients that the next batch adds to."""
-        return any(parameter.grad is not None and keep(parameter) for parameter in self.flow.module.parameters())
+        return any(
+            parameter.grad is not None and keep(parameter)
+            for parameter in self.flow.module.parameters()
+        )
 
     @staticmethod
     def _unflattened(pipeline: TrainingPipeline, collected: Collected) -> Any:
-        return None if collected.outputs is None else pipeline.recipe.outputs.unflatten(collected.outputs)
+        return (
+            None
+            if collected.outputs is None
+            else pipeline.recipe.outputs.unflatten(collected.outputs)
+        )
 
     def pipeline(
         self, inputs: Any, target: Any, chunks: int | None = None
@@ -249,8 +295,8 @@ class TrainStep:
             target: as for a step.
             chunks: as for a step.
 
-        Returns:
-            The stages, None where the model runs through hooks; and the flattened inputs and target.
+        Returns: The stages, None where the model runs through hooks; and the flattened inputs and
+            target.
         """
         batch = self._taken(inputs, target, chunks).without_gradients()
         return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals.leaves
@@ -261,12 +307,16 @@ class TrainStep:
         call = input_forms.split(inputs)
         refuse_arrays(target)
         sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
-        cut = self.flow.cut(call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target))
+        cut = self.flow.cut(
+            call, self.loss_fn.options, sizes_of, partial(self.loss_fn.weights, inputs, target)
+        )
         _refuse_no_batch(inputs, cut.tensors, cut.layout.size)
         goals = self.loss_fn.goals(inputs, target, cut.layout.size, len(cut.sizes) > 1)
         self._others.refuse_nothing_stepped([*cut.tensors, *goals.leaves])
         dims = cut.parts[0].dims if not cut.layout.lists else cut.layout.dims
-        batch = Batch(cut.tensors, cut.inputs, cut.layout, dims, goals, cut.sizes, cut.joining, cut.parameters)
+        batch = Batch(
+            cut.tensors, cut.inputs, cut.layout, dims, goals, cut.sizes, cut.joining, cut.parameters
+        )
         return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,8 +337,14 @@ class TrainStep:
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
-        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
-        return {place: why for item in self._pipelines for place, why in item.not_recorded_because.items()}
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them,
+        and why.
+        """
+        return {
+            place: why
+            for item in self._pipelines
+            for place, why in item.not_recorded_because.items()
+        }
 
     @property
     def compiled(self) -> dict[str, str]:
@@ -298,16 +354,26 @@ class TrainStep:
     @property
     def not_compiled_because(self) -> dict[str, str]:
         """For each segment that runs without torch.compile though it was asked for: why."""
-        return {place: why for item in self._pipelines for place, why in item.not_compiled_because.items()}
+        return {
+            place: why
+            for item in self._pipelines
+            for place, why in item.not_compiled_because.items()
+        }
 
     def _refuse(self) -> None:
         flow = self.flow
         if flow.assignment is None:
-            raise InputError("the flow is not placed yet: call update_flow() before a training step")
+            raise InputError(
+                "the flow is not placed yet: call update_flow() before a training step"
+            )
         if flow.enable_clone:
-            raise InputError("clones are not trained: make the flow without enable_clone to train it")
+            raise InputError(
+                "clones are not trained: make the flow without enable_clone to train it"
+            )
         if torch.is_inference_mode_enabled():
-            raise InputError("inference mode makes no gradients: leave torch.inference_mode() for a training step")
+            raise InputError(
+                "inference mode makes no gradients: leave torch.inference_mode() for a training step"
+            )
         if not flow.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
         room_of(flow.in_flight)
@@ -317,13 +383,15 @@ class TrainStep:
     def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:
         """Run the micro-batches of a model that could not be captured one after another.
 
-        Returns:
-            The loss, and by micro-batch the model's result, if that is asked for, and the further values of the loss.
+        Returns: The loss, and by micro-batch the model's result, if that is asked for, and the
+            further values of the loss.
         """
         module = self.flow.module
         if self.flow.deferred_batch_norm and len(batch.sizes) > 1:
             refuse_uncaptured(module, self.flow.not_captured_because or "micro-batches run in turn")
-        before = Kept(module.buffers(), {devices.location(tensor) for tensor in module.parameters()})
+        before = Kept(
+            module.buffers(), {devices.location(tensor) for tensor in module.parameters()}
+        )
         before.save()
         for parameter in module.parameters():
             if not keep(parameter):
@@ -338,9 +406,11 @@ class TrainStep:
                 batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
             ):
                 output, place = self.flow.called_for_loss(args, kwargs)
-                self._tell_once()  # only now: where the model itself fails on its inputs, that is what is told
+                # only now: where the model itself fails on its inputs, that is what is told
+                self._tell_once()
                 in_loss = place
-                with devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device, as in a pipeline
+                # "cuda" in loss_fn means this device, as in a pipeline
+                with devices.Lane(place, caller=True):
                     loss, values = self.loss_fn(output, to_device_nest(goal, place))
                 refuse_no_number(loss)
                 refuse_untrained(loss)
@@ -355,7 +425,8 @@ class TrainStep:
         except BaseException as error:
             before.restore()
             raise_explained(error, self._place(error, len(losses), in_loss))
-        place = devices.location(losses[-1])  # a module that branches may end on another device each time
+        # a module that branches may end on another device each time
+        place = devices.location(losses[-1])
         return torch.stack([devices.move(loss, place) for loss in losses]).sum(), made
 
     def _tell_once(self) -> None:
@@ -365,7 +436,9 @@ class TrainStep:
             tell_in_turn(f"the model is not captured: {self.flow.not_captured_because}")
 
     def _place(self, error: BaseException, micro_batch: int, in_loss: torch.device | None) -> Place:
-        """Where a micro-batch failed on its way through hooks, or in its loss, which runs on ``in_loss``."""
+        """Where a micro-batch failed on its way through hooks, or in its loss, which runs on
+        ``in_loss``.
+        """
         layer = failed_module(error, self.flow.module)
         if layer is None and in_loss is not None:
             return Place(micro_batch, "training", 0, 0, in_loss, LOSS)
@@ -381,7 +454,9 @@ def to_device_nest(nest: Any, place: torch.device) -> Any:
 
 
 class _LabelsSeen(Exception):
-    """The loss counts its labels, which was not known: the step is to run again, with samples weighed by these."""
+    """The loss counts its labels, which was not known: the step is to run again, with samples
+    weighed by these.
+    """
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:

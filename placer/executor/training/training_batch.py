@@ -1,4 +1,6 @@
-"""The batch of a training step: inputs and target, flattened, and how they are cut into micro-batches."""
+"""The batch of a training step: inputs and target, flattened, and how they are cut into
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,10 @@ from placer.executor.training.loss.loss_weights import Goals
 class Batch:
     """What a step takes, flattened.
 
-    Attributes:
-        tensors: the inputs.
-        inputs: their structure.
-        layout: where their samples lie.
-        open_dims: of each input, the dimension that a graph leaves open, also of one that is not cut after all.
-        goals: the target.
-        sizes: samples in each micro-batch.
-        joining: how results of micro-batches are joined.
-        parameters: of the model's forward method.
+    Attributes: tensors: the inputs. inputs: their structure. layout: where their samples lie.
+        open_dims: of each input, the dimension that a graph leaves open, also of one that is not
+        cut after all. goals: the target. sizes: samples in each micro-batch. joining: how results
+        of micro-batches are joined. parameters: of the model's forward method.
     """
 
     tensors: list[Any]
@@ -44,7 +41,9 @@ class Batch:
 
     @property
     def dims(self) -> tuple[int | None, ...]:
-        """Of each input the dimension that it is cut along; None where every micro-batch has all of it."""
+        """Of each input the dimension that it is cut along; None where every micro-batch has all of
+        it.
+        """
         return self.layout.dims if len(self.sizes) > 1 else (None,) * len(self.tensors)
 
     @property

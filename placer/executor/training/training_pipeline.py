@@ -1,8 +1,9 @@
-"""A training step through the pipeline: forward and backward passes in the order of a schedule, then the optimizer.
+"""A training step through the pipeline: forward and backward passes in the order of a schedule,
+then the optimizer.
 
-Work is issued from one thread, in an order in which everything that a pass waits for was issued before it. Passes of
-one device go into one lane; copies go beside them, from the stage that made a value straight to each stage that reads
-it.
+Work is issued from one thread, in an order in which everything that a pass waits for was issued
+before it. Passes of one device go into one lane; copies go beside them, from the stage that made a
+value straight to each stage that reads it.
 """
 
 from __future__ import annotations
@@ -54,19 +55,16 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 class Recipe:
     """What a pipeline is to do with batches of one shape.
 
-    Attributes:
-        loss_fn: the loss of a micro-batch, and its further values.
-        outputs: structure of the model's result.
-        target: structure of the target.
-        schedule: the order of micro-batches.
+    Attributes: loss_fn: the loss of a micro-batch, and its further values. outputs: structure of
+        the model's result. target: structure of the target. schedule: the order of micro-batches.
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
-        deferred_batch_norm: whether running statistics follow whole batches.
-        recompute: devices that run forwards once more in the backward pass, and so keep no activations.
-        compile: the backend of torch.compile, for segments that it makes faster; None to leave them as they are.
-        checkpoints: the modules that the model itself lets run again in the backward pass.
-        dims: of each input, the dimension that it is cut along; None where every micro-batch has all of it.
-        goal_dims: the same of the target.
-        in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and ``interleaved``; as many
+        deferred_batch_norm: whether running statistics follow whole batches. recompute: devices
+        that run forwards once more in the backward pass, and so keep no activations. compile: the
+        backend of torch.compile, for segments that it makes faster; None to leave them as they are.
+        checkpoints: the modules that the model itself lets run again in the backward pass. dims: of
+        each input, the dimension that it is cut along; None where every micro-batch has all of it.
+        goal_dims: the same of the target. in_flight: for how many micro-batches each segment has
+        room under ``zero-bubble`` and ``interleaved``; as many
             as the order has a use for where there are other segments than so many.
     """
 
@@ -84,7 +82,9 @@ class Recipe:
     in_flight: tuple[int, ...] = ()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss, and its further values, from the flattened result and target of a micro-batch."""
+        """Return the loss, and its further values, from the flattened result and target of a
+        micro-batch.
+        """
         return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
 
     @property
@@ -94,7 +94,9 @@ class Recipe:
 
 
 class PenaltyError(InputError):
-    """The loss has parameters in it that are not in the model's result, such as a penalty of their size."""
+    """The loss has parameters in it that are not in the model's result, such as a penalty of their
+    size.
+    """
 
 
 class TrainingPipeline:
@@ -105,11 +107,11 @@ class TrainingPipeline:
         places: the device of every layer.
         recipe: what is done with them.
 
-    Attributes:
-        trace: a list that collects every pass of the next batches; None, as it is at first, to collect none.
-        is_prepared: whether its passes are ready, as they are once a batch has gone through.
-        is_recorded: whether they were recorded, too, where they can be.
-        collected: by micro-batch of the latest batch, the model's results and the loss's further values, flattened; as
+    Attributes: trace: a list that collects every pass of the next batches; None, as it is at first,
+        to collect none. is_prepared: whether its passes are ready, as they are once a batch has
+        gone through. is_recorded: whether they were recorded, too, where they can be. collected: by
+        micro-batch of the latest batch, the model's results and the loss's further values,
+        flattened; as
             far as ``collect`` asks for them.
     """
 
@@ -125,7 +127,9 @@ class TrainingPipeline:
         self.chunks = len(self.sizes)
         self.weights = Weights.of(graph)
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
-        parts = with_checkpoints(segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints)
+        parts = with_checkpoints(
+            segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints
+        )
         last = parts[-1].device
         head = Head(
             graph.outputs,
@@ -143,7 +147,10 @@ class TrainingPipeline:
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
         self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
         spread = set(spread_state(graph, places))
-        self.spread = [spread.intersection(name for step in part.steps for name in step.layer.state) for part in parts]
+        self.spread = [
+            spread.intersection(name for step in part.steps for name in step.layer.state)
+            for part in parts
+        ]
         self.trace: list[Issued] | None = None
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
@@ -157,7 +164,8 @@ class TrainingPipeline:
         return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
 
     def collect(self, outputs: bool) -> bool:
-        """Ask for the model's results of each micro-batch, or no longer; recorded passes go on collecting them.
+        """Ask for the model's results of each micro-batch, or no longer; recorded passes go on
+        collecting them.
 
         Returns:
             False if its passes were made without that, so that another pipeline is needed.
@@ -176,7 +184,11 @@ class TrainingPipeline:
         return [*self.stages[-1].slots, *self.stages[-1].tail.values()]
 
     def run(
-        self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep = keep_none, scale: Tensor | None = None
+        self,
+        batch: Sequence[Any],
+        targets: Sequence[Any],
+        keep: Keep = keep_none,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """One batch, forwards and backwards; gradients are the parameters' afterwards.
 
@@ -200,12 +212,19 @@ class TrainingPipeline:
         head = self._head
         return head.total.to(head.dtype, copy=True)
 
-    def _run(self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep, scale: Tensor | None) -> None:
+    def _run(
+        self, batch: Sequence[Any], targets: Sequence[Any], keep: Keep, scale: Tensor | None
+    ) -> None:
         if self.statistics is not None:
             self.statistics.begin()
-        given: dict[Key, Any] = {**dict(zip(self.graph.inputs, batch, strict=True)), **dict(enumerate(targets))}
+        given: dict[Key, Any] = {
+            **dict(zip(self.graph.inputs, batch, strict=True)),
+            **dict(enumerate(targets)),
+        }
         owners = {devices.location(item) for item in given.values() if isinstance(item, Tensor)}
-        callers = {place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)}
+        callers = {
+            place: Lane(place, caller=True) for place in (*self.lanes, *owners, *self.weights.homes)
+        }
         self.weights.refresh()  # in the caller's order: the lanes begin after it
         begun = {place: caller.mark() for place, caller in callers.items()}
         dims: dict[Key, int | None] = dict(zip(self.graph.inputs, self.recipe.dims, strict=True))
@@ -214,8 +233,11 @@ class TrainingPipeline:
         given = dict(zip(given, detached(list(given.values())), strict=True))
         feed = Feed(given, self.sizes, self.courier, begun, dims)
         last = self.stages[-1]
-        with devices.current(last.device):  # on the caller's stream, whose memory it is
-            self.collected = [Collected.like(last.slot(chunk).collected) for chunk in range(self.chunks)]
+        # on the caller's stream, whose memory it is
+        with devices.current(last.device):
+            self.collected = [
+                Collected.like(last.slot(chunk).collected) for chunk in range(self.chunks)
+            ]
         self._issue(feed, gradients, begun, keep, scale)
         for place, lane in self.lanes.items():
             callers[place].wait(lane.mark())
@@ -228,7 +250,9 @@ class TrainingPipeline:
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
-        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them, and why."""
+        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them,
+        and why.
+        """
         return self._by_segment("not_recorded_because")
 
     @property
@@ -250,7 +274,9 @@ class TrainingPipeline:
 
     @property
     def penalised(self) -> list[nn.Parameter]:
-        """The parameters that the loss reads by itself, as far as is known: once the passes were made."""
+        """The parameters that the loss reads by itself, as far as is known: once the passes were
+        made.
+        """
         return self._head.parameters
 
     @property
@@ -267,7 +293,9 @@ class TrainingPipeline:
         keep: Keep,
         scale: Tensor | None,
     ) -> None:
-        """Issue a batch to the lanes; each begins when its own device has done what the caller issued there."""
+        """Issue a batch to the lanes; each begins when its own device has done what the caller
+        issued there.
+        """
         shared = any(self.spread)  # then they work on each other's state
         for place, lane in self.lanes.items():
             lane.wait(*(begun.values() if shared else [begun[place]]))
@@ -277,11 +305,16 @@ class TrainingPipeline:
             self._set_scale(self._head, scale)
         for stage in self.stages:
             stage.begin()
-        Passes(self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}).issue()
+        Passes(
+            self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}
+        ).issue()
 
     def recover(self) -> None:
-        """After a batch that failed: nothing runs any more; buffers are as before it, and there are no gradients."""
-        with suppress(RuntimeError):  # of a device that is lost the first error tells
+        """After a batch that failed: nothing runs any more; buffers are as before it, and there are
+        no gradients.
+        """
+        # of a device that is lost the first error tells
+        with suppress(RuntimeError):
             for place in self.lanes:
                 devices.synchronise(place)
         for stage in self.stages:
@@ -294,11 +327,15 @@ class TrainingPipeline:
         reads, writes = borders(parts, self.graph.outputs)
         stages = []
         for index, part in enumerate(parts):
-            gather = nullcontext if self.statistics is None else partial(self.statistics.gather, index)
+            gather = (
+                nullcontext if self.statistics is None else partial(self.statistics.gather, index)
+            )
             again = part.device in self.recipe.recompute
             kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
             mine = head if index == len(parts) - 1 else None
-            stages.append(kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach))
+            stages.append(
+                kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach)
+            )
         return stages
 
     def _set_scale(self, head: Head, scale: Tensor | None) -> None:
@@ -309,7 +346,9 @@ class TrainingPipeline:
         self._scaled = scale is not None
 
     def _balanced(self) -> Plan:
-        """The schedule by the stages' own times, and those of what passes between them, in the room that there is."""
+        """The schedule by the stages' own times, and those of what passes between them, in the room
+        that there is.
+        """
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
         return plan(
@@ -324,12 +363,11 @@ class TrainingPipeline:
         )
 
     def prepare(self, batch: Sequence[Any], targets: Sequence[Any], record: bool = True) -> None:
-        """Make every stage's slots from a batch, once, and record them; buffers and random numbers stay.
+        """Make every stage's slots from a batch, once, and record them; buffers and random numbers
+        stay.
 
-        Args:
-            batch: the flattened inputs.
-            targets: the flattened target.
-            record: False leaves passes that are not recorded yet as they are: issued operation by operation.
+        Args: batch: the flattened inputs. targets: the flattened target. record: False leaves
+            passes that are not recorded yet as they are: issued operation by operation.
 
         Raises:
             PenaltyError: the loss reads parameters by itself.
@@ -357,7 +395,9 @@ class TrainingPipeline:
 
     def _cut(self, given: Sequence[Any], dims: Sequence[int | None]) -> list[list[Any]]:
         """Return what each micro-batch has of these tensors, as leaves of their own."""
-        columns = [cut(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)]
+        columns = [
+            cut(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)
+        ]
         return [detached([column[chunk] for column in columns]) for chunk in range(self.chunks)]
 
     def _open(self, parts: Sequence[Sequence[Any]], goals: Sequence[Sequence[Any]]) -> None:
@@ -378,7 +418,9 @@ class TrainingPipeline:
         drop_unreached(self.stages)
 
     def _record(self) -> None:
-        """Record the passes of every stage, compiled where that was asked for, and order them by what they take."""
+        """Record the passes of every stage, compiled where that was asked for, and order them by
+        what they take.
+        """
         for index, stage in enumerate(self.stages):
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)
@@ -386,7 +428,8 @@ class TrainingPipeline:
                 if self.recipe.compile is not None:
                     compile_stage(stage, self.recipe.compile)
                 stage.record()
-        devices.release_cache()  # an optimizer's state would keep pieces of memory in which little else fits
+        # an optimizer's state would keep pieces of memory in which little else fits
+        devices.release_cache()
         for place, why in self.not_recorded_because.items():
             warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}")
         alone = len(set(self._device_of)) == len(self._device_of)

@@ -4,9 +4,10 @@
     the other      ▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮               on copies, half a time behind
                      │←  round →│
 
-Kernels of the one compute while those of the other wait for memory, and their last blocks run together. A round is what
-a long row takes beyond a short one, so that it has neither the begin nor the end of a row in it. There are as many
-copies as the device's cache would need to forget one before it is used again.
+Kernels of the one compute while those of the other wait for memory, and their last blocks run
+together. A round is what a long row takes beyond a short one, so that it has neither the begin nor
+the end of a row in it. There are as many copies as the device's cache would need to forget one
+before it is used again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from placer import devices
 from placer.capture.weight_grads.deferred import Queue
 
 LANES = 2
-"""So many halves by weight run at a time; see ``placer.capture.weight_grads.deferred.Queue.branches``."""
+"""So many halves by weight run at a time; see
+``placer.capture.weight_grads.deferred.Queue.branches``."""
 
 SHORT, LONG = 1, 4
 """The rounds of the two rows."""
@@ -68,9 +70,8 @@ def measure_share(
         repeats: how often each row is timed.
         before: runs before each row, and is not timed.
 
-    Returns:
-        The time of a round over that of its halves one after another, at most 1; that where there is no memory for
-        copies, or no recording.
+    Returns: The time of a round over that of its halves one after another, at most 1; that where
+        there is no memory for copies, or no recording.
     """
     if not queue or alone_ms <= 0:
         return 1.0
@@ -80,7 +81,10 @@ def measure_share(
         replays = devices.record(rows, device)
     except (torch.OutOfMemoryError, devices.NotRecordable):
         return 1.0
-    short, long = (statistics.median(times) for times in devices.queued_ms(replays, device, repeats, [before, before]))
+    short, long = (
+        statistics.median(times)
+        for times in devices.queued_ms(replays, device, repeats, [before, before])
+    )
     round_ms = (long - short) / (LONG - SHORT)
     return min(1.0, max(1 / LANES, round_ms / (LANES * alone_ms)))
 

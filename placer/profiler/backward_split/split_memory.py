@@ -1,4 +1,5 @@
-"""The memory of a backward pass whose halves run apart, by input and by weight, as zero-bubble schedules have them.
+"""The memory of a backward pass whose halves run apart, by input and by weight, as zero-bubble
+schedules have them.
 
     bytes held
       ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  half by weight: two operations at a time
@@ -36,12 +37,12 @@ Slices = tuple[int, tuple[int, ...]]
 class Halves:
     """The memory of the two halves, for one micro-batch, in bytes.
 
-    Attributes:
-        deferred: of each storage that the half by input makes and the half by weight needs.
-        input_workspace_bytes: the most that the half by input holds beyond what was kept; those included.
-        weights_workspace_bytes: the most that the half by weight holds beside them, of two operations like the largest.
-        slices: of each storage of which gradients of reads are slices: its bytes, and the positions of these reads.
-        deferred_writes: the positions of the writes whose gradients are among what is deferred.
+    Attributes: deferred: of each storage that the half by input makes and the half by weight needs.
+        input_workspace_bytes: the most that the half by input holds beyond what was kept; those
+        included. weights_workspace_bytes: the most that the half by weight holds beside them, of
+        two operations like the largest. slices: of each storage of which gradients of reads are
+        slices: its bytes, and the positions of these reads. deferred_writes: the positions of the
+        writes whose gradients are among what is deferred.
     """
 
     deferred: tuple[int, ...] = ()
@@ -54,8 +55,8 @@ class Halves:
 def measure_halves(trial: Trial) -> Halves:
     """Run the layer forwards and, in halves, backwards, and account for the memory of both.
 
-    Args:
-        trial: the layer; it must have run both ways before. If a trained parameter is sparse or a wrapper, its backward
+    Args: trial: the layer; it must have run both ways before. If a trained parameter is sparse or a
+        wrapper, its backward
             pass is not split.
     """
     if not all(map(devices.is_block, trial.parameters)):
@@ -65,7 +66,8 @@ def measure_halves(trial: Trial) -> Halves:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # Some operations (those of torch.compile) refuse to run backwards twice: the half by weight is not run then.
+        # Some operations (those of torch.compile) refuse to run backwards twice: the half by weight
+        # is not run then.
         return _measured(trial, again=False)
 
 
@@ -82,7 +84,11 @@ def _measured(trial: Trial, again: bool) -> Halves:
             gradients = trial.backward_by_input(waiting.edges, waiting.weights, again)
             input_bytes = log.peak_bytes()
         found = gradients[: len(waiting.edges)]
-        keys = {key_of(gradient) for gradient in found if gradient is not None and gradient.layout == torch.strided}
+        keys = {
+            key_of(gradient)
+            for gradient in found
+            if gradient is not None and gradient.layout == torch.strided
+        }
         deferred = tuple(log.live[key] for key in keys if log.serial(key) > before)
         arrived = frozenset(place for place, key in trial.arrived.items() if key in keys)
         slices = _slices(log, trial.of_reads(gradients[len(found) :], waiting.weights))
@@ -108,7 +114,10 @@ def _counted(trial: Trial, again: bool) -> int:
 def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, ...]:
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for position, gradient in gradients.items():
-        if gradient.layout == torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
+        if (
+            gradient.layout == torch.strided
+            and gradient.untyped_storage().nbytes() > gradient.nbytes
+        ):
             parts[key_of(gradient)].append(position)
     live = log.live
     return tuple((live[key], tuple(positions)) for key, positions in parts.items() if key in live)
@@ -118,10 +127,9 @@ def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, .
 class _Operation:
     """An operation whose weight gradients can wait.
 
-    Attributes:
-        edge: where gradients of its result come in.
-        weights: that it has; the weight first.
-        in_place_bytes: what its half by weight holds, where it adds to the gradient of the weight without making one;
+    Attributes: edge: where gradients of its result come in. weights: that it has; the weight first.
+        in_place_bytes: what its half by weight holds, where it adds to the gradient of the weight
+        without making one;
             None where it makes one.
     """
 
@@ -130,14 +138,18 @@ class _Operation:
     in_place_bytes: int | None
 
 
-def _weights_bytes(trial: Trial, log: StorageLog, operation: _Operation, gradient: Tensor | None) -> int:
+def _weights_bytes(
+    trial: Trial, log: StorageLog, operation: _Operation, gradient: Tensor | None
+) -> int:
     """What the half by weight of one operation holds."""
     if gradient is None or operation.in_place_bytes is not None:
         return operation.in_place_bytes or 0
     wanted = [weight for weight in operation.weights if weight.requires_grad]
 
     def run() -> Sequence[Tensor | None]:
-        return torch.autograd.grad([operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(
+            [operation.edge], wanted, [gradient], retain_graph=True, allow_unused=True
+        )
 
     log.begin_anew()
     return peak_bytes(trial.device, log, run)
@@ -167,13 +179,17 @@ class _Waiting(TorchFunctionMode):
             weights = tuple(weight for weight in args[1:3] if isinstance(weight, Tensor))
             self.weights.update(id(weight) for weight in weights)
             self.operations.append(
-                _Operation(get_gradient_edge(result), weights, _in_place_bytes(func, result, weights))
+                _Operation(
+                    get_gradient_edge(result), weights, _in_place_bytes(func, result, weights)
+                )
             )
         return result
 
 
 def _in_place_bytes(func: Any, result: Tensor, weights: Sequence[Tensor]) -> int | None:
-    """A linear layer's half by weight adds to the gradient as it multiplies, where that is of the result's type."""
+    """A linear layer's half by weight adds to the gradient as it multiplies, where that is of the
+    result's type.
+    """
     if func is not LINEAR:
         return None
     weight = weights[0]

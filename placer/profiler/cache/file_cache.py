@@ -4,8 +4,9 @@
     <folder>/links/a0/a07b...22.json       one link of one machine
     <folder>/graphs/7e/7e10...5d.json      the layers of one model at one batch size
 
-A key is a hash of everything that the measurement depends on, so that an entry is never out of date: what changes makes
-another key. Entries are written whole or not at all; one that cannot be read is measured and written again.
+A key is a hash of everything that the measurement depends on, so that an entry is never out of
+date: what changes makes another key. Entries are written whole or not at all; one that cannot be
+read is measured and written again.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Cache:
             return None
 
     def write(self, kind: str, key: str, content: Any) -> None:
-        """Keep an entry; a folder that cannot be written to is told of once and costs only the time of measuring again.
+        """Keep an entry; a folder that cannot be written to is told of once and costs only the time
+        of measuring again.
 
         Args:
             kind: ``layers``, ``links`` or ``graphs``.
@@ -68,7 +70,9 @@ class Cache:
             write_whole(path, json.dumps({"digest": _digest(content), "content": content}))
         except OSError as error:
             self._writable = False
-            _log.warning("nothing is cached: cannot write to %s: %s", self.folder, error.strerror or error)
+            _log.warning(
+                "nothing is cached: cannot write to %s: %s", self.folder, error.strerror or error
+            )
 
     def entries(self) -> Iterator[Path]:
         """The files of all entries."""
@@ -114,7 +118,9 @@ def open_cache(cache: CacheLike = True) -> Cache | None:
         return None
     if cache is not True:
         if not isinstance(cache, str | os.PathLike):
-            raise InputError(f"cache={cache!r}: give a folder, True for the usual one, or False for none")
+            raise InputError(
+                f"cache={cache!r}: give a folder, True for the usual one, or False for none"
+            )
         folder = Path(cache).expanduser()
     elif (named := os.environ.get("PLACER_CACHE")) is not None:
         if named.strip().lower() in _OFF:

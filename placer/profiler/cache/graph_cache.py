@@ -1,4 +1,5 @@
-"""The layers of models that were captured before, found by what the models do, so that nothing is captured twice.
+"""The layers of models that were captured before, found by what the models do, so that nothing is
+captured twice.
 
 model, inputs ──▶ footprint ──▶ in the cache?  layers without their functions  ──▶ all measured before?  no capture
 """
@@ -22,19 +23,36 @@ from placer.profiler.cache.file_cache import Cache, key_of
 from placer.profiler.conditions import capture_facts
 from placer.schema import BatchOptions
 
-_OF_LAYER = ("name", "modules", "module_type", "state", "mutated", "reads", "writes", "signature", "random")
-_OF_GRAPH = ("inputs", "outputs", "colocated", "training", "batch_size", "granularity", "hash", "model")
+_OF_LAYER = (
+    "name",
+    "modules",
+    "module_type",
+    "state",
+    "mutated",
+    "reads",
+    "writes",
+    "signature",
+    "random",
+)
+_OF_GRAPH = (
+    "inputs",
+    "outputs",
+    "colocated",
+    "training",
+    "batch_size",
+    "granularity",
+    "hash",
+    "model",
+)
 
 
 class KnownGraphs:
     """The graphs of one model at several calls, as earlier runs captured them.
 
-    Args:
-        cache: of earlier runs; None knows nothing.
-        model: in the mode that is profiled.
-        calls: positional and keyword arguments, of one batch size each.
-        granularity: how the layers are cut; a function cannot be told from another one, so nothing is known then.
-        options: what was declared of the batch.
+    Args: cache: of earlier runs; None knows nothing. model: in the mode that is profiled. calls:
+        positional and keyword arguments, of one batch size each. granularity: how the layers are
+        cut; a function cannot be told from another one, so nothing is known then. options: what was
+        declared of the batch.
     """
 
     def __init__(
@@ -52,7 +70,11 @@ class KnownGraphs:
         prints = [footprint(model, *call) for call in calls]
         if all(prints):  # all are cut as the first one is
             whole = sorted(granularities.blocks(model)) if granularity == "blocks" else []
-            facts = capture_facts() | {"first": prints[0], "granularity": repr(granularity), "blocks": whole}
+            facts = capture_facts() | {
+                "first": prints[0],
+                "granularity": repr(granularity),
+                "blocks": whole,
+            }
             facts |= {} if options.inputs == DEFAULT.inputs else {"batch": repr(options.inputs)}
             self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
 
@@ -65,7 +87,11 @@ class KnownGraphs:
     def keep(self, graphs: Sequence[LayerGraph]) -> None:
         """Write down what was captured, where it can be told when it is the same again."""
         for key, graph in zip(self._keys, graphs, strict=False):
-            if self._cache is not None and graph.captured and all(layer.told_by_signature for layer in graph.layers):
+            if (
+                self._cache is not None
+                and graph.captured
+                and all(layer.told_by_signature for layer in graph.layers)
+            ):
                 self._cache.write("graphs", key, _content(graph))
 
     def _read(self, key: str) -> LayerGraph | None:
@@ -81,9 +107,15 @@ def _content(graph: LayerGraph) -> dict[str, Any]:
     named = graph.state.items()
     return {
         "layers": [{name: getattr(layer, name) for name in _OF_LAYER} for layer in graph.layers],
-        "values": [asdict(value) | {"dtype": _dtype_name(value.dtype)} for value in graph.values.values()],
+        "values": [
+            asdict(value) | {"dtype": _dtype_name(value.dtype)} for value in graph.values.values()
+        ],
         "bare": graph.result is not None and graph.result.paths == ("",),
-        "constants": {name: [list(t.shape), _dtype_name(t.dtype)] for name, t in named if name in graph.constants},
+        "constants": {
+            name: [list(t.shape), _dtype_name(t.dtype)]
+            for name, t in named
+            if name in graph.constants
+        },
         **{name: getattr(graph, name) for name in _OF_GRAPH},
     }
 
@@ -98,13 +130,17 @@ def _graph(content: dict[str, Any], model: nn.Module) -> LayerGraph:
     layers = [Layer(**_tuples(fields), function=_absent) for fields in content["layers"]]
     if missing := [name for layer in layers for name in layer.state if name not in state]:
         raise KeyError(missing[0])
-    values = [Value(**_tuples(fields) | {"dtype": _dtype(fields["dtype"])}) for fields in content["values"]]
+    values = [
+        Value(**_tuples(fields) | {"dtype": _dtype(fields["dtype"])})
+        for fields in content["values"]
+    ]
     return LayerGraph(
         layers=layers,
         values={value.name: value for value in values},
         state=state,
         constants=frozenset(constants),
-        result=flatten(torch.empty(0))[1] if content["bare"] else None,  # how a nest is made is not written
+        # how a nest is made is not written
+        result=flatten(torch.empty(0))[1] if content["bare"] else None,
         **_tuples({name: content[name] for name in _OF_GRAPH}),
     )
 

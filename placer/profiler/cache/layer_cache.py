@@ -1,4 +1,5 @@
-"""The measurements of layers that are known already: from earlier in this run, and from earlier runs.
+"""The measurements of layers that are known already: from earlier in this run, and from earlier
+runs.
 
     layer ──▶ signature ─┐
                          ├─▶ key ──▶ seen in this run?  in the cache?  else: measure, and keep
@@ -34,7 +35,9 @@ class Remembered:
         reused: how many were taken from the cache.
     """
 
-    def __init__(self, cache: Cache | None = None, facts: dict[str, Any] | None = None, repeats: int = 1) -> None:
+    def __init__(
+        self, cache: Cache | None = None, facts: dict[str, Any] | None = None, repeats: int = 1
+    ) -> None:
         self._cache = cache
         self._conditions = key_of(**(facts or {}))
         self._repeats = repeats
@@ -44,7 +47,11 @@ class Remembered:
 
     def get(self, layer: Layer) -> Measurement | None:
         """What is known of the layer, or None."""
-        if layer.signature not in self._seen and self._cache is not None and layer.told_by_signature:
+        if (
+            layer.signature not in self._seen
+            and self._cache is not None
+            and layer.told_by_signature
+        ):
             known = self._read(self._cache, layer)
             if known is not None:
                 self._seen[layer.signature] = known
@@ -56,7 +63,10 @@ class Remembered:
         self._seen[layer.signature] = measurement
         self.measured += 1
         if self._cache is not None and layer.told_by_signature:
-            content = {"repeats": self._repeats, "measurement": _ENTRIES.dump_python(measurement, mode="json")}
+            content = {
+                "repeats": self._repeats,
+                "measurement": _ENTRIES.dump_python(measurement, mode="json"),
+            }
             self._cache.write("layers", self._key(layer), content)
 
     def missing(self, layers: Iterable[Layer]) -> list[Layer]:
@@ -77,7 +87,9 @@ class Remembered:
 
 
 def layers_to_run(graph: LayerGraph, measured: Iterable[Layer]) -> set[str]:
-    """The names of the layers that must run: those that are measured, and what their inputs come from."""
+    """The names of the layers that must run: those that are measured, and what their inputs come
+    from.
+    """
     running = {layer.name for layer in measured}
     needed: set[str] = set()
     for layer in reversed(graph.layers):

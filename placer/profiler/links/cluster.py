@@ -28,16 +28,16 @@ def measure_cluster(
 ) -> Cluster:
     """Measure devices and links.
 
-    A CUDA device's reserve is what it holds beside torch's tensors: contexts and kernels of this and other programs,
-    and the workspace of cuBLAS, both measured; in a profile also what stands empty beside the tensors of the model's
-    layers. CPU stand-ins share the machine's memory evenly and have no reserve; a
-    copy between two of them is a copy inside the machine's memory, measured once and used for all.
+    A CUDA device's reserve is what it holds beside torch's tensors: contexts and kernels of this
+    and other programs, and the workspace of cuBLAS, both measured; in a profile also what stands
+    empty beside the tensors of the model's layers. CPU stand-ins share the machine's memory evenly
+    and have no reserve; a copy between two of them is a copy inside the machine's memory, measured
+    once and used for all.
 
-    Args:
-        devices: a count, a list of devices, or None for all.
-        memory_bytes: what a placement may use, in bytes, of every device or by device; None for all of its memory.
-        progress: whether to show a bar.
-        cache: whether links that were measured since the machine started are taken from the cache, see ``profile``.
+    Args: devices: a count, a list of devices, or None for all. memory_bytes: what a placement may
+        use, in bytes, of every device or by device; None for all of its memory. progress: whether
+        to show a bar. cache: whether links that were measured since the machine started are taken
+        from the cache, see ``profile``.
 
     Returns:
         The devices, and a link for each directed pair.
@@ -62,25 +62,27 @@ def measure(
 ) -> Cluster:
     """As ``measure_cluster``, on devices that are known to be there.
 
-    Args:
-        found: the devices.
-        limits: what a user lets a placement take, by device.
-        step: told what begins.
-        cache: where links are kept.
-        fragmented_bytes: by device type, what stands empty beside a model's tensors; the reserve has it, too.
+    Args: found: the devices. limits: what a user lets a placement take, by device. step: told what
+        begins. cache: where links are kept. fragmented_bytes: by device type, what stands empty
+        beside a model's tensors; the reserve has it, too.
     """
     with hardware.unobserved(), hardware.keep_random_state(found):
-        measured = measure_links(found, step, cache)  # first, as access to peers takes memory too
+        # first, as access to peers takes memory too
+        measured = measure_links(found, step, cache)
         hardware.release_cache()
         described = [
-            _describe(device, found, limits.get(device), measured.ports.get(device), fragmented_bytes)
+            _describe(
+                device, found, limits.get(device), measured.ports.get(device), fragmented_bytes
+            )
             for device in found
         ]
         links = evened(measured.links, {device.name: device.type for device in described})
         return Cluster(devices=tuple(described), links=tuple(links))
 
 
-def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> dict[torch.device, int]:
+def resolve_limits(
+    found: Sequence[torch.device], memory_bytes: MemoryLimit
+) -> dict[torch.device, int]:
     """The limits that a user gave, by device.
 
     Raises:
@@ -94,12 +96,18 @@ def resolve_limits(found: Sequence[torch.device], memory_bytes: MemoryLimit) -> 
         limits = dict.fromkeys(found, memory_bytes)
     for device, limit in limits.items():
         if device not in found:
-            raise InputError(f"memory_bytes names {device}, which is none of {', '.join(map(str, found))}")
+            raise InputError(
+                f"memory_bytes names {device}, which is none of {', '.join(map(str, found))}"
+            )
         if not isinstance(limit, int) or limit <= 0:
-            raise InputError(f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes")
+            raise InputError(
+                f"memory_bytes of {device} is {limit!r}; give a positive whole number of bytes"
+            )
         total = hardware.memory_bytes(device)[1]
         if device.type == "cuda" and limit > total:
-            raise InputError(f"memory_bytes of {device} is {limit}, but the device has {total} bytes")
+            raise InputError(
+                f"memory_bytes of {device} is {limit}, but the device has {total} bytes"
+            )
     return limits
 
 
@@ -116,10 +124,18 @@ def _describe(
         reserve = 0
     else:
         fragments = fragmented_bytes.get(hardware.type_name(device), 0)
-        reserve = min(total, hardware.library_bytes(device) + hardware.context_bytes(device) + fragments)
+        reserve = min(
+            total, hardware.library_bytes(device) + hardware.context_bytes(device) + fragments
+        )
     memory = total if limit is None else limit
     # A limit is what the placement may use, as long as the reserve fits beside it.
-    reserve = reserve if limit is None else max(0, limit - (total - reserve)) if device.type == "cuda" else 0
+    reserve = (
+        reserve
+        if limit is None
+        else max(0, limit - (total - reserve))
+        if device.type == "cuda"
+        else 0
+    )
     return Device(
         name=str(device),
         type=hardware.type_name(device),

@@ -1,7 +1,9 @@
-"""One directed way between two memories: its latency and bandwidth under several conditions, and whether bytes survive.
+"""One directed way between two memories: its latency and bandwidth under several conditions, and
+whether bytes survive.
 
-Bytes are compared where they arrive, with a pattern that came there from the host: a way is never trusted to judge
-itself. They are compared after copies alone, after copies both ways, and after copies beside computations.
+Bytes are compared where they arrive, with a pattern that came there from the host: a way is never
+trusted to judge itself. They are compared after copies alone, after copies both ways, and after
+copies beside computations.
 """
 
 from __future__ import annotations
@@ -72,8 +74,11 @@ def rate(
     busy = [device for device in (source, target) if device.type == "cuda"] if computing else []
     times: list[float] = []
     for size in sizes:
-        items = [_shipment(source, target, size)] + ([_shipment(target, source, size)] if both_ways else [])
-        slowest_s = max(1e-3, 40 * times[-1] if times else 0)  # sizes grow up to 16 times, and company slows down
+        items = [_shipment(source, target, size)] + (
+            [_shipment(target, source, size)] if both_ways else []
+        )
+        # sizes grow up to 16 times, and company slows down
+        slowest_s = max(1e-3, 40 * times[-1] if times else 0)
         times.append(hardware.copy_s(items, _REPEATS, busy, min(1.0, _REPEATS * slowest_s))[0])
         _compare(items[0])  # the other way is judged when it is measured itself
     latency_s, bandwidth = fit(sizes, times)
@@ -92,8 +97,12 @@ def through_host(to_host: Rate, from_host: Rate) -> Rate:
 def _shipment(source: torch.device, target: torch.device, size_bytes: int) -> hardware.Shipment:
     sent = pattern(size_bytes, source)
     received = torch.zeros(size_bytes, dtype=torch.int8, device=target)
-    if "cuda" in (source.type, target.type):  # the host's memory is pinned, as it is where copies are to be quick
-        sent, received = (_pinned(tensor) if tensor.device == hardware.HOST else tensor for tensor in (sent, received))
+    # the host's memory is pinned, as it is where copies are to be quick
+    if "cuda" in (source.type, target.type):
+        sent, received = (
+            _pinned(tensor) if tensor.device == hardware.HOST else tensor
+            for tensor in (sent, received)
+        )
     return hardware.Shipment(sent, received, source, target)
 
 
@@ -121,22 +130,28 @@ def _tile() -> Tensor:
 
 
 def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """The latency and bandwidth of ``time = latency + size / bandwidth`` with the least squared relative error.
+    """The latency and bandwidth of ``time = latency + size / bandwidth`` with the least squared
+    relative error.
 
     Args:
         sizes: in bytes, at least two different ones.
         times_s: measured, in seconds.
 
-    Returns:
-        Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does not rise, the bandwidth
-        is that of the largest size.
+    Returns: Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does
+        not rise, the bandwidth is that of the largest size.
     """
     weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
     total = sum(weights)
     mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
     mean_time = sum(w * t for w, t in zip(weights, times_s, strict=True)) / total
     spread = sum(w * (n - mean_size) ** 2 for w, n in zip(weights, sizes, strict=True))
-    slope = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, times_s, strict=True)) / spread
+    slope = (
+        sum(
+            w * (n - mean_size) * (t - mean_time)
+            for w, n, t in zip(weights, sizes, times_s, strict=True)
+        )
+        / spread
+    )
     if slope <= 0:
         return 0.0, significant(sizes[-1] / max(times_s[-1], 1e-9))
     latency = mean_time - slope * mean_size

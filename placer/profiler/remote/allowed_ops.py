@@ -1,8 +1,9 @@
-"""The operators that a graph from elsewhere may call: arithmetic on tensors, and nothing that reaches memory or files.
+"""The operators that a graph from elsewhere may call: arithmetic on tensors, and nothing that
+reaches memory or files.
 
-Not there, on purpose: what reads a file (``from_file``), what lays one tensor over another's memory (``as_strided``,
-``set_``, ``resize_``), what skips checks (``_unsafe_index``), custom operators, and the backward operators, which
-autograd calls by itself.
+Not there, on purpose: what reads a file (``from_file``), what lays one tensor over another's memory
+(``as_strided``, ``set_``, ``resize_``), what skips checks (``_unsafe_index``), custom operators,
+and the backward operators, which autograd calls by itself.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ NUMBERS = """
     sym_constrain_range_for_size sym_numel sym_size sym_stride
 """
 ALLOWED = frozenset(" ".join((ELEMENTWISE, REDUCTIONS, SHAPES, MAKERS, NETWORKS, NUMBERS)).split())
-"""Names of ATen operators, each of which may be called in its in-place form too; not with ``out``."""
+"""Names of ATen operators, each of which may be called in its in-place form too; not with ``out``.
+"""
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -91,16 +93,24 @@ def find(name: str) -> Callable[..., Any]:
     if namespace != "aten" or (base not in ALLOWED and base.removesuffix("_") not in ALLOWED):
         close = get_close_matches(base[:80], ALLOWED, 1)
         hint = f"; did you mean aten.{close[0]}?" if close else ""
-        raise InputError(f"operator {name[:100]!r} is not among those that a graph from elsewhere may call{hint}")
+        raise InputError(
+            f"operator {name[:100]!r} is not among those that a graph from elsewhere may call{hint}"
+        )
     packet = getattr(torch.ops.aten, base, None)
     if packet is None or overload not in packet.overloads():
-        raise InputError(f"torch {torch.__version__} has no operator {name[:100]!r}; versions here and there differ")
+        raise InputError(
+            f"torch {torch.__version__} has no operator {name[:100]!r}; versions here and there differ"
+        )
     operator = getattr(packet, overload)
     schema = operator._schema
     if not any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns)):
-        raise InputError(f"operator {name[:100]!r} works on no tensors, which a graph from elsewhere does by numbers")
+        raise InputError(
+            f"operator {name[:100]!r} works on no tensors, which a graph from elsewhere does by numbers"
+        )
     if any(argument.is_out for argument in schema.arguments):
-        raise InputError(f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may not")
+        raise InputError(
+            f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may not"
+        )
     found: Callable[..., Any] = operator
     return found
 
@@ -111,9 +121,13 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         for argument in arguments[1:] if function is NUMBER_FUNCTIONS["getitem"] else arguments:
             if not isinstance(argument, int | float | Tensor):
-                raise InputError(f"{function.__name__} takes numbers, not {type(argument).__name__}")
+                raise InputError(
+                    f"{function.__name__} takes numbers, not {type(argument).__name__}"
+                )
         if function is NUMBER_FUNCTIONS["getitem"] and not isinstance(arguments[0], list | tuple):
-            raise InputError(f"getitem takes an item of a list, not of {type(arguments[0]).__name__}")
+            raise InputError(
+                f"getitem takes an item of a list, not of {type(arguments[0]).__name__}"
+            )
         result = function(*arguments)
         if isinstance(result, int | float) and abs(result) > MAX_NUMBER:
             raise InputError(f"{function.__name__} makes a number above 2 ** 63")

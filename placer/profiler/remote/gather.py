@@ -31,8 +31,8 @@ _REPEATS = 5
 def gather_profile(measure: Callable[[], Profile]) -> Profile:
     """Measure on every host at once, and give every process the profile of all of them.
 
-    Call it in every process, as ``gather_profile(lambda: placer.profile(model, inputs))``. The first process of each
-    host measures that host's devices; the others of the host wait for it.
+    Call it in every process, as ``gather_profile(lambda: placer.profile(model, inputs))``. The
+    first process of each host measures that host's devices; the others of the host wait for it.
 
     Args:
         measure: makes the profile of the devices of one host.
@@ -40,16 +40,16 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
     Returns:
         The profiles merged, with a link for every pair of devices on different hosts.
 
-    Raises:
-        InputError: torch.distributed was not started.
-        ProfilingError: a host could not measure, or the network changes bytes; the same error in every process.
-        ProfileError: the hosts have measured different models.
+    Raises: InputError: torch.distributed was not started. ProfilingError: a host could not measure,
+        or the network changes bytes; the same error in every process. ProfileError: the hosts have
+        measured different models.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             "torch.distributed was not started: run under torchrun, and call torch.distributed.init_process_group first"
         )
-    group = dist.new_group(backend="gloo")  # of the hosts' memories, whatever the user's own group is of
+    # of the hosts' memories, whatever the user's own group is of
+    group = dist.new_group(backend="gloo")
     hosts: list[str] = _all(devices.host_name(), group)
     leaders = {host: hosts.index(host) for host in hosts}
     mine = leaders[hosts[dist.get_rank()]] == dist.get_rank()
@@ -105,8 +105,11 @@ def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
         times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))
     changed = _round_trip(pattern(HOST_SIZES[-1]), receiver, group)[1]
     back_s = times.pop(1) / 2
-    # The way there carries more than the way back; on a busy host the one byte may by chance have been the slower.
-    one_way = [max(there_and_back / 2, there_and_back - back_s) for there_and_back in times.values()]
+    # The way there carries more than the way back; on a busy host the one byte may by chance have
+    # been the slower.
+    one_way = [
+        max(there_and_back / 2, there_and_back - back_s) for there_and_back in times.values()
+    ]
     latency_s, bandwidth = fit(list(times), one_way)
     return Rate(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth), changed
 
@@ -121,7 +124,9 @@ def _round_trip(sent: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> 
 
 
 def _receive(sender: int, group: dist.ProcessGroup) -> None:
-    """The other end of ``_send``: answer at once, and the last time with how many bytes were changed."""
+    """The other end of ``_send``: answer at once, and the last time with how many bytes were
+    changed.
+    """
     answer = torch.zeros(1, dtype=torch.int64)
     for size in (1, *HOST_SIZES):
         received = torch.zeros(size, dtype=torch.int8)

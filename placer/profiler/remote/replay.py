@@ -1,8 +1,10 @@
 """A graph that came as data, run on this machine: its layers are measured on random values.
 
-    Graph ──▶ LayerGraph (state and inputs on meta; each layer interprets its operations) ──▶ measure ──▶ Profile
+    Graph ──▶ LayerGraph (state and inputs on meta; each layer interprets its operations) ──▶
+    measure ──▶ Profile
 
-Nothing of what came is executed but operators of ``allowed``, on arguments that were checked one by one.
+Nothing of what came is executed but operators of ``allowed``, on arguments that were checked one by
+one.
 """
 
 from __future__ import annotations
@@ -47,9 +49,8 @@ def replay(request: ProfileRequest) -> schema.Profile:
     Returns:
         The profile, as ``profile`` makes it of the model itself, but on random values.
 
-    Raises:
-        InputError: the graph has an operator that is not allowed, or fewer devices are here than asked for.
-        ProfilingError: a layer failed or did not fit; the message names it.
+    Raises: InputError: the graph has an operator that is not allowed, or fewer devices are here
+        than asked for. ProfilingError: a layer failed or did not fit; the message names it.
     """
     graph = rebuild(request.graph)
     found = resolve(request.devices)
@@ -60,8 +61,15 @@ def replay(request: ProfileRequest) -> schema.Profile:
         by_type.setdefault(type_name(device), device)
     optimizer = OptimizerState(request.optimizer if training else None)
     inputs = [_meta(graph.values[name]) for name in graph.inputs]
-    steps = len({layer.signature for layer in graph.layers}) * len(by_type) + links_to_measure(found, None)
-    with unobserved(), keep_random_state(found), torch.inference_mode(False), progress_bar(False, steps) as step:
+    steps = len({layer.signature for layer in graph.layers}) * len(by_type) + links_to_measure(
+        found, None
+    )
+    with (
+        unobserved(),
+        keep_random_state(found),
+        torch.inference_mode(False),
+        progress_bar(False, steps) as step,
+    ):
         measured = {
             kind: measure_layers(graph, inputs, device, training, request.repeats, step, optimizer)
             for kind, device in by_type.items()
@@ -95,7 +103,9 @@ def rebuild(graph: Graph) -> LayerGraph:
 
 def _state(one: GraphState) -> Tensor:
     tensor = torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
-    if one.memory_format.startswith("channels_last") and tensor.dim() == (5 if one.memory_format.endswith("3d") else 4):
+    if one.memory_format.startswith("channels_last") and tensor.dim() == (
+        5 if one.memory_format.endswith("3d") else 4
+    ):
         tensor = tensor.to(memory_format=getattr(torch, one.memory_format))
     trained = one.trained and (tensor.is_floating_point() or tensor.is_complex())
     return nn.Parameter(tensor, trained) if one.kind == "parameter" else tensor
@@ -103,13 +113,17 @@ def _state(one: GraphState) -> Tensor:
 
 def _value(value: GraphValue) -> Value:
     dtype = None if value.dtype is None else getattr(torch, value.dtype)
-    size = 0 if dtype is None else tensor_bytes(torch.empty(value.shape, dtype=dtype, device="meta"))
+    size = (
+        0 if dtype is None else tensor_bytes(torch.empty(value.shape, dtype=dtype, device="meta"))
+    )
     batch = 0 if value.batched else None
     return Value(value.name, value.shape, dtype, size, batch, value.differentiable, value.source)
 
 
 def _meta(value: Value) -> Any:
-    """An input of the model: a tensor on ``meta``, which becomes a random one on the device; a number is 1."""
+    """An input of the model: a tensor on ``meta``, which becomes a random one on the device; a
+    number is 1.
+    """
     return 1 if value.dtype is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
@@ -129,16 +143,21 @@ def _layer(layer: GraphLayer) -> Layer:
         function=function,
         signature=layer.signature or layer.name,
         random=layer.random,
-        told_by_signature=False,  # what a stranger says of its layers is believed for its own profile alone
+        # what a stranger says of its layers is believed for its own profile alone
+        told_by_signature=False,
     )
 
 
 class _Program:
-    """The operations of one layer, each looked up and its arguments checked before any of them runs."""
+    """The operations of one layer, each looked up and its arguments checked before any of them
+    runs.
+    """
 
     def __init__(self, layer: GraphLayer) -> None:
         self._layer = layer
-        known = {f"s{index}" for index in range(len(layer.state))} | {f"r{index}" for index in range(len(layer.reads))}
+        known = {f"s{index}" for index in range(len(layer.state))} | {
+            f"r{index}" for index in range(len(layer.reads))
+        }
         self._steps: list[tuple[Callable[..., Any] | None, Operation]] = []
         for operation in layer.operations:
             self._steps.append((self._callable(operation), operation))
@@ -154,12 +173,17 @@ class _Program:
         if operation.op == ENTER:
             _region(operation)
             return None
-        if operation.kwargs.get("pin_memory"):  # memory of the host that no limit counts
-            raise InputError(f"operator {operation.op[:100]!r} would pin memory, which a graph from elsewhere may not")
+        # memory of the host that no limit counts
+        if operation.kwargs.get("pin_memory"):
+            raise InputError(
+                f"operator {operation.op[:100]!r} would pin memory, which a graph from elsewhere may not"
+            )
         return None if operation.op == LEAVE else find(operation.op)
 
     def _last_uses(self) -> list[list[str]]:
-        """For each operation, the results that no later one needs: a tensor is freed as soon as the model would."""
+        """For each operation, the results that no later one needs: a tensor is freed as soon as the
+        model would.
+        """
         needed = set(self._layer.results)
         last: list[list[str]] = []
         for operation in reversed(self._layer.operations):
@@ -171,7 +195,9 @@ class _Program:
             needed |= used
         return last[::-1]
 
-    def run(self, device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
+    def run(
+        self, device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
+    ) -> tuple[Any, ...]:
         """Compute what the layer writes, see ``LayerFunction``."""
         known: dict[str, Any] = {f"s{index}": tensor for index, tensor in enumerate(state)}
         known |= {f"r{index}": read for index, read in enumerate(reads)}
@@ -179,7 +205,10 @@ class _Program:
             for (call, operation), done in zip(self._steps, self._last, strict=True):
                 if call is not None:
                     args = [_bound(argument, known, device) for argument in operation.args]
-                    kwargs = {name: _bound(argument, known, device) for name, argument in operation.kwargs.items()}
+                    kwargs = {
+                        name: _bound(argument, known, device)
+                        for name, argument in operation.kwargs.items()
+                    }
                     known[operation.out] = call(*args, **kwargs)
                     del args, kwargs
                 elif operation.op == ENTER:
@@ -202,8 +231,15 @@ def _region(operation: Operation) -> tuple[Any, ...]:
         return ("grad", rest[0])
     if kind == "autocast" and len(rest) == 4:
         where, dtype, enabled, cache = rest
-        fine = where in ("cpu", "cuda", "device", "meta") and isinstance(enabled, bool) and cache in (None, True, False)
-        if fine and (dtype is None or dtype in ({"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float32"})):
+        fine = (
+            where in ("cpu", "cuda", "device", "meta")
+            and isinstance(enabled, bool)
+            and cache in (None, True, False)
+        )
+        if fine and (
+            dtype is None
+            or dtype in ({"dtype": "bfloat16"}, {"dtype": "float16"}, {"dtype": "float32"})
+        ):
             return ("autocast", "device", dtype and getattr(torch, dtype["dtype"]), enabled, cache)
     raise InputError(f"{str(operation.args)[:100]} is no region that can be opened")
 

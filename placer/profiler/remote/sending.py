@@ -1,4 +1,6 @@
-"""From a model and example inputs to the graphs that another machine can profile: no weights leave this one."""
+"""From a model and example inputs to the graphs that another machine can profile: no weights leave
+this one.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,15 @@ def describe(
     """
     args, kwargs = profile_inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
-        tensors, structure, layout = profile_inputs.trackable(args, kwargs, options, Parameters.of(model))
-        given = [tensors] if batch_sizes is None else profile_inputs.resized(tensors, layout, batch_sizes)
-        graphs = capture_each(model, [structure.unflatten(batch) for batch in given], granularity, options=options)
+        tensors, structure, layout = profile_inputs.trackable(
+            args, kwargs, options, Parameters.of(model)
+        )
+        given = (
+            [tensors]
+            if batch_sizes is None
+            else profile_inputs.resized(tensors, layout, batch_sizes)
+        )
+        graphs = capture_each(
+            model, [structure.unflatten(batch) for batch in given], granularity, options=options
+        )
     return [to_wire(graph) for graph in graphs]

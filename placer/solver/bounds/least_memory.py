@@ -1,8 +1,9 @@
 """What must be held whatever the placement: lower bounds of memory, in bytes.
 
-But for what crosses to other devices, what a device holds grows with its layers and with the micro-batches in flight.
-So no device holds less than a node of its alone would with as few micro-batches as there may be, and all devices
-together hold at least the state and what those micro-batches keep, each value once.
+But for what crosses to other devices, what a device holds grows with its layers and with the
+micro-batches in flight. So no device holds less than a node of its alone would with as few
+micro-batches as there may be, and all devices together hold at least the state and what those
+micro-batches keep, each value once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def least_of_all(problem: Problem) -> int:
         flight = _least_flight(problem)
         need += flight * sum(layer.saved_bytes for layer in problem.layers)
         need += flight * sum(value.held_bytes for value in problem.values if value.keepers)
-        need += 0 if problem.may_recompute else problem.backwards(flight) * sum(problem.deferred_bytes)
+        need += (
+            0 if problem.may_recompute else problem.backwards(flight) * sum(problem.deferred_bytes)
+        )
     return need
 
 

@@ -1,12 +1,13 @@
-"""Knots: layers that keep every device that holds one busy, as parting from the rest costs as much as keeping it.
+"""Knots: layers that keep every device that holds one busy, as parting from the rest costs as much
+as keeping it.
 
 The device of node v holds some set S of nodes with v in it. Its load is at least::
 
     least(v) = min over S with v in S of
                (sum of work(n) over n in S  +  sum of transfer(e) over nets e with a pin in S and a pin outside)
 
-which is a minimum cut between v and a sink, and the bottleneck is at least the largest least(v). It holds for free and
-for contiguous placements and for any number of devices.
+which is a minimum cut between v and a sink, and the bottleneck is at least the largest least(v). It
+holds for free and for contiguous placements and for any number of devices.
 
     v ──transfer(e)── u      a net of two pins is an edge; one of more pins is an arc that every pin feeds and
     │                 │      that feeds every pin
@@ -46,10 +47,8 @@ Pins = tuple[int, ...]
 class Knot:
     """A node and what is proven of its device.
 
-    Attributes:
-        node: the node.
-        least_ms: the load of its device is at least this.
-        alone_ms: or the node is on a device that pays for no transfer, and its load is at least this.
+    Attributes: node: the node. least_ms: the load of its device is at least this. alone_ms: or the
+        node is on a device that pays for no transfer, and its load is at least this.
     """
 
     node: int
@@ -58,7 +57,9 @@ class Knot:
 
 
 def knot_bound(problem: Problem, nodes: Reduction) -> float:
-    """A lower bound on the bottleneck from the tightest knot, in milliseconds; 0 where none is known."""
+    """A lower bound on the bottleneck from the tightest knot, in milliseconds; 0 where none is
+    known.
+    """
     tightest = knots(problem, nodes)
     return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
 
@@ -80,7 +81,9 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
 
 
 def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[Knot]:
-    """Knots of growing least(v); a set that was found for one node says of all in it that they are no tighter."""
+    """Knots of growing least(v); a set that was found for one node says of all in it that they are
+    no tighter.
+    """
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
     found: list[Knot] = []
@@ -109,7 +112,12 @@ def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
 
 def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
     """By pins, what a net that is cut costs every device that it touches, at the least."""
-    real = {(k.bandwidth_bytes_per_s, k.latency_s): k for row in problem.links for k in row if k is not None}.values()
+    real = {
+        (k.bandwidth_bytes_per_s, k.latency_s): k
+        for row in problem.links
+        for k in row
+        if k is not None
+    }.values()
 
     def least(size: int) -> float:
         return min((link.transfer_ms(size) for link in real), default=0.0)
@@ -128,17 +136,24 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
 def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
     """The work of a node on the fastest device that pays for transfers."""
     devices = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
-    return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
+    return min(
+        (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
+    )
 
 
 def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
-    """The work of a node on the fastest device that pays for nothing; infinite if it may be on none."""
+    """The work of a node on the fastest device that pays for nothing; infinite if it may be on
+    none.
+    """
     devices = problem.untaxed & nodes.allowed[node]
-    return min((sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf)
+    return min(
+        (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
+    )
 
 
 class Cutter:
-    """Minimum cuts in one network: nodes, two vertices for each net of many pins, an origin and the sink.
+    """Minimum cuts in one network: nodes, two vertices for each net of many pins, an origin and the
+    sink.
 
     Args:
         work: by node, its compute in milliseconds; some of it is finite and more than 0.
@@ -146,7 +161,10 @@ class Cutter:
     """
 
     def __init__(self, work: list[float], nets: dict[Pins, float]) -> None:
-        self._count, self._steps_per_ms = len(work), STEPS / sum(time for time in work if time < inf)
+        self._count, self._steps_per_ms = (
+            len(work),
+            STEPS / sum(time for time in work if time < inf),
+        )
         self._flow = max_flow.SimpleMaxFlow()
         self._sink = len(work)
         self._work = [self._steps(time_ms) for time_ms in work]
@@ -184,7 +202,9 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """The least load of a device with some nodes and without others, in milliseconds, and the set S."""
+        """The least load of a device with some nodes and without others, in milliseconds, and the
+        set S.
+        """
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):

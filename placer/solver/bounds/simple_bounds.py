@@ -30,45 +30,62 @@ def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
 def _least_latency(problem: Problem, nodes: Reduction) -> float:
     """The longest path and what devices share at best, forwards and backwards, with free transfers.
 
-    Devices hold different layers. So before the first one of the second device there is at least what goes before some
-    second layer, and so on, and the same of what follows its last one.
+    Devices hold different layers. So before the first one of the second device there is at least
+    what goes before some second layer, and so on, and the same of what follows its last one.
     """
     passes = [(problem.forward_ms, arcs_of(problem.values))]
     if problem.training:  # the backward pass is looked at from its end
-        back = [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+        back = [
+            (value.source, reader)
+            for value in problem.values
+            if value.gradient_bytes
+            for reader in value.readers
+        ]
         passes.append((problem.backward_ms, back))
     longest, aside_ms = 0.0, [0.0] * len(problem.layers)
     for time_ms, arcs in passes:
         fastest = fastest_ms(problem, time_ms)
         heads, tails = longest_before(fastest, arcs), longest_behind(fastest, arcs)
         longest += max(map(sum, zip(heads, fastest, tails, strict=True)))
-        aside_ms = [sum(times) for times in zip(aside_ms, sorted(heads), sorted(tails), strict=True)]
+        aside_ms = [
+            sum(times) for times in zip(aside_ms, sorted(heads), sorted(tails), strict=True)
+        ]
     return max(longest * (1 - 1e-12), least_work(problem, nodes, problem.compute_ms, aside_ms))
 
 
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
     """By layer, its time on the fastest device that it may be on."""
-    return [min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
+    return [
+        min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)
+    ]
 
 
 def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
-    """By layer, the weight of the heaviest path that ends right before it; every arc runs with the layers' order."""
+    """By layer, the weight of the heaviest path that ends right before it; every arc runs with the
+    layers' order.
+    """
     paths = longest_paths(range(len(weight)), weight, arcs)
     return [path - own for path, own in zip(paths, weight, strict=True)]
 
 
 def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
     """By layer, the weight of the heaviest path that begins right behind it."""
-    paths = longest_paths(range(len(weight) - 1, -1, -1), weight, [(target, source) for source, target in arcs])
+    paths = longest_paths(
+        range(len(weight) - 1, -1, -1), weight, [(target, source) for source, target in arcs]
+    )
     return [path - own for path, own in zip(paths, weight, strict=True)]
 
 
-def longest_paths(order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
+def longest_paths(
+    order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]
+) -> list[float]:
     """By layer, the weight of the heaviest path that ends with it; every arc runs with the order."""
     inputs: list[list[int]] = [[] for _ in weight]
     for source, target in arcs:
         inputs[target].append(source)
     finish = [0.0] * len(weight)
     for layer in order:
-        finish[layer] = max((finish[source] for source in inputs[layer]), default=0.0) + weight[layer]
+        finish[layer] = (
+            max((finish[source] for source in inputs[layer]), default=0.0) + weight[layer]
+        )
     return finish

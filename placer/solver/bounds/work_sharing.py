@@ -1,13 +1,16 @@
-r"""What unlike devices can share at best: the least bottleneck if nodes could be cut anywhere, at no cost.
+r"""What unlike devices can share at best: the least bottleneck if nodes could be cut anywhere, at
+no cost.
 
 With t(n, d) the time of node n on device d and any rates r(d) >= 0, the bottleneck T of every placement has::
 
     T * sum of r(d) over devices  >=  sum of r(d) * load(d)  >=  sum over nodes n of min over d of r(d) * t(n, d)
 
-Each node's part of the right side, over the sum of rates, is its price. By the best rates prices add up to the value of
-a linear program, by its duality; by any others to less, so that no rounding of it makes a bound wrong.
+Each node's part of the right side, over the sum of rates, is its price. By the best rates prices
+add up to the value of a linear program, by its duality; by any others to less, so that no rounding
+of it makes a bound wrong.
 
-Source: Lawler and Labetoulle, "On preemptive scheduling of unrelated parallel processors by linear programming", 1978.
+Source: Lawler and Labetoulle, "On preemptive scheduling of unrelated parallel processors by linear
+programming", 1978.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ Owners = Sequence[tuple[int, Sequence[float]]]
 """How many devices are alike, and by node what each takes; infinite where it may not be."""
 
 MOST_TIMES = 50_000
-"""Of more times of a node on a kind of device there are no best rates: the program would take longer than a second."""
+"""Of more times of a node on a kind of device there are no best rates: the program would take
+longer than a second."""
 
 
 def prices_of_work(owners: Owners) -> list[float]:
@@ -41,15 +45,17 @@ def prices_of_work(owners: Owners) -> list[float]:
 
 
 def least_work(
-    problem: Problem, nodes: Reduction, time_ms: Callable[[int, int], float], aside_ms: Sequence[float] = ()
+    problem: Problem,
+    nodes: Reduction,
+    time_ms: Callable[[int, int], float],
+    aside_ms: Sequence[float] = (),
 ) -> float:
-    """What some device must do at the least, and wait for, by a time of layer and device, in that time's unit.
+    """What some device must do at the least, and wait for, by a time of layer and device, in that
+    time's unit.
 
-    Args:
-        problem: what is asked.
-        nodes: its layers, joined where they must be together; each may be on some device.
-        time_ms: of a layer on a device.
-        aside_ms: each device that is used waits for one of these, each for another one; the least first. None where
+    Args: problem: what is asked. nodes: its layers, joined where they must be together; each may be
+        on some device. time_ms: of a layer on a device. aside_ms: each device that is used waits
+        for one of these, each for another one; the least first. None where
             none waits.
     """
     columns: Counter[tuple[float, ...]] = Counter()
@@ -61,18 +67,27 @@ def least_work(
         columns[tuple(column)] += len(alike)
     owners = tuple((count, times) for times, count in columns.items())
     least: float = max(min(times) for times in zip(*columns, strict=True))
-    for rates in {(1.0,) * len(owners), _rates(owners)}:  # the latter are the best where all are used and none waits
-        by_device = [rate for (count, _), rate in zip(owners, rates, strict=True) for _ in range(count)]
-        least = max(least, _shared(sum(_parts(owners, rates)), by_device, aside_ms, problem.most_devices))
+    # the latter are the best where all are used and none waits
+    for rates in {(1.0,) * len(owners), _rates(owners)}:
+        by_device = [
+            rate for (count, _), rate in zip(owners, rates, strict=True) for _ in range(count)
+        ]
+        least = max(
+            least, _shared(sum(_parts(owners, rates)), by_device, aside_ms, problem.most_devices)
+        )
     return least * (1 - 1e-12)  # sums in another order round differently
 
 
 def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], most: int) -> float:
-    """The least bottleneck of some of the devices, by what all nodes are worth and a millisecond of each device."""
+    """The least bottleneck of some of the devices, by what all nodes are worth and a millisecond of
+    each device.
+    """
     rising = sorted(rates)
     least = inf
     for used in range(1, most + 1):
-        aside = sum(rate * time for rate, time in zip(reversed(rising[:used]), aside_ms, strict=False))
+        aside = sum(
+            rate * time for rate, time in zip(reversed(rising[:used]), aside_ms, strict=False)
+        )
         least = min(least, (whole + aside) / sum(rising[-used:]))
     return least
 
@@ -88,7 +103,9 @@ def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=8)  # schedules differ in what is waited for, mostly not in the work
 def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ...]:
-    """By kind, what a millisecond of one of its devices is worth; all the same where that is not to be known."""
+    """By kind, what a millisecond of one of its devices is worth; all the same where that is not to
+    be known.
+    """
     alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:
         return alike

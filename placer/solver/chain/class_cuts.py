@@ -1,4 +1,5 @@
-"""Cuts of a linear order whose devices come class by class, with transfers between classes over their own links.
+"""Cuts of a linear order whose devices come class by class, with transfers between classes over
+their own links.
 
 ``optimal_cuts.py`` prices every transfer as over the fastest link, and where hosts differ it cuts as if these were one. Here
 each class's devices come one after another, in one of few orders of the classes::
@@ -30,7 +31,8 @@ Times = NDArray[np.float64]
 
 
 def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
-    """By layer, its device, of the best cut for each of some orders of the classes; none where all links are alike.
+    """By layer, its device, of the best cut for each of some orders of the classes; none where all
+    links are alike.
 
     Args:
         problem: what is asked, by objective ``throughput``, contiguity understood.
@@ -38,21 +40,36 @@ def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
     """
     classes, _ = optimal_cuts.device_classes(problem)
     links = [link for row in problem.links for link in row if link is not None]
-    if len(nodes.nodes) > optimal_cuts.MOST_NODES or len(classes) < 2 or not links or problem.one_link is not None:
+    if (
+        len(nodes.nodes) > optimal_cuts.MOST_NODES
+        or len(classes) < 2
+        or not links
+        or problem.one_link is not None
+    ):
         return
-    table = optimal_cuts.CutTable(problem, nodes, [[node] for node in range(len(nodes.nodes))], classes)
+    table = optimal_cuts.CutTable(
+        problem, nodes, [[node] for node in range(len(nodes.nodes))], classes
+    )
     for order in itertools.islice(itertools.permutations(range(len(classes))), MOST_ORDERS):
         kinds = [kind for kind in order for _ in classes[kind]]
         found = _best(table, kinds, _passing(problem, nodes, classes, order, best_link(links)))
         if found is not None:
             devices = itertools.chain(*(classes[kind] for kind in order))
-            yield nodes.spread([device for device, held in zip(devices, found, strict=True) for _ in held])
+            yield nodes.spread(
+                [device for device, held in zip(devices, found, strict=True) for _ in held]
+            )
 
 
 def _passing(
-    problem: Problem, nodes: Reduction, classes: Sequence[Sequence[int]], order: Sequence[int], fastest: Link
+    problem: Problem,
+    nodes: Reduction,
+    classes: Sequence[Sequence[int]],
+    order: Sequence[int],
+    fastest: Link,
 ) -> dict[tuple[int, int], Times]:
-    """By two classes in a row and border of nodes, what passes it takes more than over the fastest link."""
+    """By two classes in a row and border of nodes, what passes it takes more than over the fastest
+    link.
+    """
     found = {}
     for pair in itertools.pairwise(order):
         one, other = (classes[kind][0] for kind in pair)
@@ -62,7 +79,9 @@ def _passing(
             first, last = nodes.node_of[value.source], max(nodes.of(value.readers))
             more_ms = there.transfer_ms(value.bytes) - fastest.transfer_ms(value.bytes)
             if value.gradient_bytes:
-                more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(value.gradient_bytes)
+                more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(
+                    value.gradient_bytes
+                )
             passing[first + 1 : last + 1] += more_ms
         found[pair] = passing
     return found
@@ -71,7 +90,8 @@ def _passing(
 def _best(
     table: optimal_cuts.CutTable, kinds: Sequence[int], passing: dict[tuple[int, int], Times]
 ) -> list[range] | None:
-    """By device in their order, the nodes that it holds in the cut with the smallest bottleneck; None if there is none.
+    """By device in their order, the nodes that it holds in the cut with the smallest bottleneck;
+    None if there is none.
 
     Args:
         table: what stages cost.
@@ -80,11 +100,19 @@ def _best(
     """
     count = len(table.blocks)
     nothing = np.zeros(count + 1)
-    borders = [nothing, *(passing.get(pair, nothing) for pair in itertools.pairwise(kinds)), nothing]
+    borders = [
+        nothing,
+        *(passing.get(pair, nothing) for pair in itertools.pairwise(kinds)),
+        nothing,
+    ]
     later = np.append(np.full(count, np.inf), 0.0)
     ends = []
     for place in reversed(range(len(kinds))):
-        stage = table.cost(kinds[place], len(kinds) - place) + borders[place][:, None] + borders[place + 1][None, :]
+        stage = (
+            table.cost(kinds[place], len(kinds) - place)
+            + borders[place][:, None]
+            + borders[place + 1][None, :]
+        )
         options = np.maximum(stage, later[None, :])
         options[range(count + 1), range(count + 1)] = later  # it holds nothing
         ends.append(options.argmin(axis=1))

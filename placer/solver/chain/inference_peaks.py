@@ -7,8 +7,10 @@ made there, until the last of all::
     v   s . . r1 . . . r2        r1 joins: v is held from s until r1 in the stages without s
         |------|-------|         r2 joins: there until r2, from r1 on, and from s in the stages without r1
 
-Steps are those of the profile, whatever the order, so that the moment is that of the placement. What is held only
-grows: of a run of steps that a value is held throughout, no more is kept than how much that is, and the run's most.
+Steps are those of the profile, whatever the order, so that the moment is that of the placement.
+What is held only
+grows: of a run of steps that a value is held throughout, no more is kept than how much that is, and
+the run's most.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class _Hold(NamedTuple):
 
 
 def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """By first block and end, what a stage between holds of values and workspace at its worst moment, in bytes.
+    """By first block and end, what a stage between holds of values and workspace at its worst
+    moment, in bytes.
 
     Args:
         problem: what is asked, in inference.
@@ -120,7 +123,8 @@ def _holds(value: Value, block_of: dict[int, int]) -> Iterator[tuple[int, _Hold]
     """What a value adds as blocks join, each with its block."""
     last_step = {block_of[reader]: reader for reader in value.readers}
     last_step[block_of[value.source]] = value.readers[-1]
-    held: list[tuple[int, int]] = []  # from a first block on, until which step; the later the block, the shorter
+    # from a first block on, until which step; the later the block, the shorter
+    held: list[tuple[int, int]] = []
     begin = 0
     for block, until in sorted(last_step.items()):
         held.append((begin, value.source - 1))

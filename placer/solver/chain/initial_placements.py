@@ -76,13 +76,17 @@ def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Sta
     """Cuts of random topological orders, contiguity understood, as many as take little time."""
     if not optimal_cuts.is_only_order(problem, nodes):
         numbers = optimal_cuts.work_of_cut(problem, nodes)
-        ends = len(problem.layers) + optimal_cuts.ends_of_values(problem, optimal_cuts.runs_at_first(problem))
+        ends = len(problem.layers) + optimal_cuts.ends_of_values(
+            problem, optimal_cuts.runs_at_first(problem)
+        )
         work = numbers / NUMBERS_A_WORK + ends / ENDS_A_WORK
         turns = min(MOST_ORDERS, MOST_WORK // numbers, MOST_ENDS // ends)
         yield from _climb(problem, nodes, turns, partial(over, work))
 
 
-def _climb(problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bool]) -> Iterator[Start]:
+def _climb(
+    problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bool]
+) -> Iterator[Start]:
     """Cuts of random topological orders, the later ones made from the best of the earlier.
 
     Args:
@@ -117,8 +121,12 @@ def _climb(problem: Problem, nodes: Reduction, turns: int, over: Callable[[], bo
             return
 
 
-def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]) -> list[int]:
-    """A random topological order that keeps neighbours close: all that a node needs comes right before it."""
+def _late_order(
+    count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]
+) -> list[int]:
+    """A random topological order that keeps neighbours close: all that a node needs comes right
+    before it.
+    """
     before: list[list[int]] = [[] for _ in range(count)]
     for source, reader in arcs:
         before[reader].append(source)
@@ -138,19 +146,26 @@ def _late_order(count: int, arcs: set[tuple[int, int]], rank: list[float], pulls
                 order.append(node)
             else:
                 stack.append((node, True))
-                stack += [(source, False) for source in reversed(before[node]) if not placed[source]]
+                stack += [
+                    (source, False) for source in reversed(before[node]) if not placed[source]
+                ]
     return _with_strays(order, ordered, pulls)
 
 
 def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
-    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts few values."""
+    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts
+    few values.
+    """
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]
     for source, reader in arcs:
         sources[reader].append(source)
         readers[source].append(reader)
     waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
-    opened = [bool(readers[node]) - sum(unread[source] == 1 for source in sources[node]) for node in range(count)]
+    opened = [
+        bool(readers[node]) - sum(unread[source] == 1 for source in sources[node])
+        for node in range(count)
+    ]
     ready = [(opened[node], rank[node], node) for node in range(count) if not waiting[node]]
     heapify(ready)
     order: list[int] = []
@@ -163,7 +178,8 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
         order.append(node)
         for source in sources[node]:
             unread[source] -= 1
-            if unread[source] == 1:  # its last reader closes it, and is ready again with a smaller key
+            # its last reader closes it, and is ready again with a smaller key
+            if unread[source] == 1:
                 last = next(reader for reader in readers[source] if not placed[reader])
                 opened[last] -= 1
                 if not waiting[last]:
@@ -176,7 +192,9 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
 
 def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
-    """Nodes that nothing orders moved next to the middle one of those that they exchange values with."""
+    """Nodes that nothing orders moved next to the middle one of those that they exchange values
+    with.
+    """
     place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
     key = {node: float(index) for node, index in place.items()}
     for node in order:
@@ -197,7 +215,9 @@ def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
 
 
 def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
-    """Contiguous placements are free ones too; without colocation, its groups are brought together afterwards."""
+    """Contiguous placements are free ones too; without colocation, its groups are brought together
+    afterwards.
+    """
     contiguous = replace(problem, contiguous=True)
     nodes = reduced(contiguous)
     if all(nodes.allowed):

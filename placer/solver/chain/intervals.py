@@ -46,19 +46,25 @@ class Intervals:
         self.problem, self.nodes, self.blocks = problem, nodes, blocks
         self._count = len(blocks)
         self._times: dict[tuple[int, bool], Table] = {}
-        self._layers = [[layer for node in block for layer in nodes.nodes[node]] for block in blocks]
+        self._layers = [
+            [layer for node in block for layer in nodes.nodes[node]] for block in blocks
+        ]
         self._block_of = [0] * len(problem.layers)
         for block, layers in enumerate(self._layers):
             for layer in layers:
                 self._block_of[layer] = block
-        self._limited = problem.request.objective == "memory" or memory_constraints.can_bind(problem)
+        self._limited = problem.request.objective == "memory" or memory_constraints.can_bind(
+            problem
+        )
         if problem.request.objective != "memory":
             self._measure_transfers(exchanges(problem, nodes) if exchanged is None else exchanged)
         if self._limited:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Return the micro-batches that a stage with so many stages left, itself included, must be able to hold."""
+        """Return the micro-batches that a stage with so many stages left, itself included, must be
+        able to hold.
+        """
         request = self.problem.request
         if not self.problem.training or not self._limited:
             return 1
@@ -67,7 +73,9 @@ class Intervals:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
-        """The cost of each interval as one stage on a device: its part of the objective, or infinity."""
+        """The cost of each interval as one stage on a device: its part of the objective, or
+        infinity.
+        """
         limit = self.problem.devices[device].usable_bytes
         if self.problem.request.objective == "memory":
             cost = self._least_memory(device, flight)
@@ -80,20 +88,31 @@ class Intervals:
         if self.problem.most_layers is not None:
             layers = np.cumsum([0] + [len(block) for block in self._layers])
             cost = np.where(layers[None, :] - layers[:, None] > self.problem.most_layers, inf, cost)
-        banned = np.cumsum([0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks])
+        banned = np.cumsum(
+            [0] + [any(device not in self.nodes.allowed[n] for n in block) for block in self.blocks]
+        )
         cost = np.where(banned[None, :] > banned[:, None], inf, cost)
-        return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)  # a stage is not empty
+        # a stage is not empty
+        return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)
 
     def _time(self, device: int, again: bool = False) -> Table:
-        """The time of each interval, whatever is in flight; ``again`` with a device that recomputes."""
+        """The time of each interval, whatever is in flight; ``again`` with a device that
+        recomputes.
+        """
         if (device, again) not in self._times:
             self._times[device, again] = self._measure_time(device, again)
         return self._times[device, again]
 
     def _measure_time(self, device: int, again: bool) -> Table:
-        work = [sum(self.problem.compute_ms(layer, device) for layer in layers) for layers in self._layers]
+        work = [
+            sum(self.problem.compute_ms(layer, device) for layer in layers)
+            for layers in self._layers
+        ]
         if again:  # what recomputes runs forwards twice
-            twice = [sum(self.problem.forward_ms[layer][device] for layer in layers) for layers in self._layers]
+            twice = [
+                sum(self.problem.forward_ms[layer][device] for layer in layers)
+                for layers in self._layers
+            ]
             work = [one + more for one, more in zip(work, twice, strict=True)]
         done = np.concatenate([[0.0], np.cumsum(work)])
         compute: Table = done[None, :] - done[:, None]
@@ -108,13 +127,20 @@ class Intervals:
         return compute + send + receive
 
     def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
-        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one direction."""
+        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one
+        direction.
+        """
         others = range(len(self.problem.devices))
-        links = [self.problem.links[o][device] if inwards else self.problem.links[device][o] for o in others]
+        links = [
+            self.problem.links[o][device] if inwards else self.problem.links[device][o]
+            for o in others
+        ]
         real = [link for link in links if link is not None]
         if not real:
             return None
-        return 1e3 * min(link.latency_s for link in real), 1e3 / max(link.bandwidth_bytes_per_s for link in real)
+        return 1e3 * min(link.latency_s for link in real), 1e3 / max(
+            link.bandwidth_bytes_per_s for link in real
+        )
 
     @staticmethod
     def _over(link: tuple[float, float] | None, transfers: _Transfers) -> Table:
@@ -141,7 +167,9 @@ class Intervals:
         return self._fixed + self._passing(flight)
 
     def _passing(self, flight: int) -> Table:
-        """What micro-batches in flight keep, and the worst moment of one; or what each of them has for itself."""
+        """What micro-batches in flight keep, and the worst moment of one; or what each of them has
+        for itself.
+        """
         if self.problem.recorded:
             backwards = self.problem.backwards(flight)
             each = self._each + (self._landing if flight > backwards else 0.0)
@@ -154,7 +182,9 @@ class Intervals:
         if rule == "never":
             return self._memory(flight)
         again = (flight - 1) * self._entering + self._moment
-        return self._fixed + (again if rule == "always" else np.minimum(self._passing(flight), again))
+        return self._fixed + (
+            again if rule == "always" else np.minimum(self._passing(flight), again)
+        )
 
     @cached_property
     def _entering(self) -> Table:
@@ -169,7 +199,9 @@ class Intervals:
         return transfers.size
 
     def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
-        """The values that blocks exchange, each with the block of its source and those of its readers elsewhere."""
+        """The values that blocks exchange, each with the block of its source and those of its
+        readers elsewhere.
+        """
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
@@ -187,7 +219,9 @@ class Intervals:
 
     @cached_property
     def _waiting(self) -> Table:
-        """Gradients from other stages that wait where they come, for one micro-batch; see ``memory.landing_bytes``."""
+        """Gradients from other stages that wait where they come, for one micro-batch; see
+        ``memory.landing_bytes``.
+        """
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.leave(source, readers, value.gradient_bytes - value.arriving_bytes)
@@ -201,7 +235,8 @@ class Intervals:
             keepers = {self._block_of[keeper] for keeper in value.keepers}
             if not keepers:
                 transfers.leave(source, readers, value.held_bytes)
-            elif source not in keepers:  # a keeper reads it: a stage without one lacks a reader
+            elif source not in keepers:
+                # a keeper reads it: a stage without one lacks a reader
                 before = max((keeper for keeper in keepers if keeper < source), default=-1)
                 after = min((keeper for keeper in keepers if keeper > source), default=self._count)
                 transfers.add(value.held_bytes, (before + 1, source + 1), (source + 1, after + 1))
@@ -211,7 +246,9 @@ class Intervals:
         """State, what one micro-batch keeps, and the worst moment of each interval."""
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
-        self._fixed = self._summed([memory_constraints.state_bytes(problem, layer) for layer in problem.layers])
+        self._fixed = self._summed(
+            [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
+        )
         self._fixed = self._fixed + self._copied()
         self._kept, self._moment, self._each, self._landing = (np.zeros(shape) for _ in range(4))
         self._backward, self._shared = np.zeros(shape), np.zeros(shape)
@@ -235,7 +272,9 @@ class Intervals:
             self._moment = inference_moments(problem, self._layers)
 
     def _copied(self) -> Table:
-        """The copies of shared parameters in each interval that has some of their layers and not the first."""
+        """The copies of shared parameters in each interval that has some of their layers and not
+        the first.
+        """
         transfers = _Transfers(self._count)
         for shared in self.problem.shared:
             first = self._block_of[shared.first]
@@ -252,7 +291,9 @@ class Intervals:
 
     def _largest(self, sizes: Sequence[int]) -> Table:
         """The largest of what each layer of an interval needs for itself."""
-        blocks = np.array([max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64)
+        blocks = np.array(
+            [max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64
+        )
         table: Table = np.zeros((self._count + 1, self._count + 1))
         for first in range(self._count):
             table[first, first + 1 :] = np.maximum.accumulate(blocks[first:])
@@ -260,7 +301,8 @@ class Intervals:
 
 
 class _Transfers:
-    """Values by the intervals that they enter or leave; the tables are filled in once all values are known.
+    """Values by the intervals that they enter or leave; the tables are filled in once all values
+    are known.
 
     Args:
         blocks: how many there are.
@@ -284,12 +326,16 @@ class _Transfers:
             after = reader
 
     def leave(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
-        """Values of that size in all leave the intervals that hold their source, but not all of their readers."""
+        """Values of that size in all leave the intervals that hold their source, but not all of
+        their readers.
+        """
         first, last = min(source, readers[0]), max(source, readers[-1])
         self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
         self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
 
-    def add(self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: int = 1) -> None:
+    def add(
+        self, size: int, rows: tuple[int, int], columns: tuple[int, int], number: int = 1
+    ) -> None:
         """Count so many values of that size in all to the intervals of a rectangle."""
         self._corners.append((*rows, *columns))
         self._numbers.append(number)
@@ -312,8 +358,12 @@ class _Transfers:
             return np.zeros((side - 1, side - 1))
         amount = np.array(amounts, np.float64)
         top, bottom, left, right = np.array(self._corners, np.int64).T
-        places = np.concatenate([top * side + left, bottom * side + right, bottom * side + left, top * side + right])
+        places = np.concatenate(
+            [top * side + left, bottom * side + right, bottom * side + left, top * side + right]
+        )
         changes = np.concatenate([amount, amount, -amount, -amount])
-        table = np.asarray(np.bincount(places, changes, side * side), np.float64).reshape(side, side)
+        table = np.asarray(np.bincount(places, changes, side * side), np.float64).reshape(
+            side, side
+        )
         filled: Table = np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1, :-1]
         return filled

@@ -1,13 +1,16 @@
-"""The best cut of a linear order into stages: dynamic programming over the nodes in topological order.
+"""The best cut of a linear order into stages: dynamic programming over the nodes in topological
+order.
 
     nodes   0 1 2 | 3 4 5 6 | 7 8      best(devices left, i) = min over j of
     stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
 
-It is exact where the order is the only one (each node reads from the one before) and every value that is cut is read by
-one stage, as in a chain. Where the order is the only one its value is still a lower bound, as it counts every cut value
-once and over the fastest link; else the cut is a start for the integer program.
+It is exact where the order is the only one (each node reads from the one before) and every value
+that is cut is read by one stage, as in a chain. Where the order is the only one its value is still
+a lower bound, as it counts every cut value once and over the fastest link; else the cut is a start
+for the integer program.
 
-Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020, section 5.
+Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020,
+section 5.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ ROWS = 64
 class Cut:
     """The best cut of the linear order.
 
-    Attributes:
-        devices: by layer, its device; None if no cut meets the limits.
-        bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut proves none.
-        value: what the cut reaches, or about that: it may count every cut value once and over the fastest link.
+    Attributes: devices: by layer, its device; None if no cut meets the limits. bound: a proven
+        lower bound on the objective of every contiguous placement; 0 where the cut proves none.
+        value: what the cut reaches, or about that: it may count every cut value once and over the
+        fastest link.
     """
 
     devices: list[int] | None
@@ -78,7 +81,9 @@ def cut_of_blocks(
     blocks: list[list[int]],
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of them."""
+    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of
+    them.
+    """
     classes, exact = device_classes(problem)
     table = CutTable(problem, nodes, blocks, classes, exchanged)
     best, counts = table.fill()
@@ -92,7 +97,9 @@ def cut_of_blocks(
 
 
 def _counts_all(problem: Problem) -> bool:
-    """Whether the table counts all transfers: not where a value is sent to several devices, one after another."""
+    """Whether the table counts all transfers: not where a value is sent to several devices, one
+    after another.
+    """
     return (
         problem.request.objective != "throughput"
         or problem.multicast
@@ -103,7 +110,8 @@ def _counts_all(problem: Problem) -> bool:
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
     """The best when every transfer counts, of the cut that was found and those with fewer devices.
 
-    What the table says of a cut is no more than that, so that the least is looked at first and few need be.
+    What the table says of a cut is no more than that, so that the least is looked at first and few
+    need be.
     """
     by_number: dict[int, tuple[float, Counts]] = {}
     for counts, best in table.best.items():
@@ -116,7 +124,11 @@ def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
             break
         cut = table.read(counts)
         result = costs.evaluate(problem, cut) if costs.allowed(problem, cut) else None
-        if result is not None and result.objective_value < known.value and costs.fits(problem, result):
+        if (
+            result is not None
+            and result.objective_value < known.value
+            and costs.fits(problem, result)
+        ):
             known = replace(found, devices=cut, value=result.objective_value)
     return known if known.value < inf else found
 
@@ -127,7 +139,9 @@ def work_of_cut(problem: Problem, nodes: Reduction) -> int:
 
 
 def runs_at_first(problem: Problem) -> int:
-    """Into how many runs an order of many nodes is cut at the most: fewer where values have many ends in them."""
+    """Into how many runs an order of many nodes is cut at the most: fewer where values have many
+    ends in them.
+    """
     runs = MOST_NODES
     while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
         runs //= 2
@@ -151,12 +165,18 @@ def is_only_order(problem: Problem, nodes: Reduction) -> bool:
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
 
-def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: int) -> list[list[int]]:
-    """The nodes one by one; where they are more than ``most``, runs of them with about the same compute."""
+def even_runs(
+    problem: Problem, nodes: Reduction, order: Sequence[int], most: int
+) -> list[list[int]]:
+    """The nodes one by one; where they are more than ``most``, runs of them with about the same
+    compute.
+    """
     count = len(nodes.nodes)
     if count <= most:
         return [[node] for node in order]
-    work = np.array([sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order])
+    work = np.array(
+        [sum(problem.compute_ms(layer, 0) for layer in nodes.nodes[node]) for node in order]
+    )
     share = np.cumsum(work + work.mean() * 0.1 + 1e-12)
     label = np.minimum((share / share[-1] * most).astype(int), most - 1)
     runs = itertools.groupby(range(count), key=lambda place: int(label[place]))
@@ -164,7 +184,9 @@ def even_runs(problem: Problem, nodes: Reduction, order: Sequence[int], most: in
 
 
 def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
-    """Devices that may be swapped, and True; with too many classes, those of one type and limit, and False."""
+    """Devices that may be swapped, and True; with too many classes, those of one type and limit,
+    and False.
+    """
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:
         return classes, True
@@ -202,7 +224,9 @@ class CutTable:
         ranges = [range(len(members) + 1) for members in self.classes]
         for counts in sorted(itertools.product(*ranges), key=sum):
             if 0 < sum(counts) <= self.problem.most_devices:
-                self.best[counts] = np.min([self._least(counts, c) for c in kinds_left(counts)], axis=0)
+                self.best[counts] = np.min(
+                    [self._least(counts, c) for c in kinds_left(counts)], axis=0
+                )
         enough = [counts for counts in self.best if sum(counts) >= self.problem.least_devices]
         chosen = min(enough, key=lambda counts: (float(self.best[counts][0]), sum(counts)))
         return float(self.best[chosen][0]), chosen
@@ -225,25 +249,34 @@ class CutTable:
 
     def _options(self, counts: Counts, kind: int) -> Table:
         """By first block and end, the value where a device of that class takes the stage between."""
-        joined: Table = self.join(self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :])
+        joined: Table = self.join(
+            self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :]
+        )
         return joined
 
     def _row(self, counts: Counts, kind: int, start: int) -> Table:
         """The same of one first block."""
-        row: Table = self.join(self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)])
+        row: Table = self.join(
+            self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)]
+        )
         return row
 
     def _least(self, counts: Counts, kind: int) -> Table:
-        """By first block, the least value where a device of that class takes the stage from there on."""
+        """By first block, the least value where a device of that class takes the stage from there
+        on.
+        """
         cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
         parts = [
-            self.join(cost[start : start + ROWS, start:], later[None, start:]).min(axis=1)  # a stage ends behind it
+            # a stage ends behind it
+            self.join(cost[start : start + ROWS, start:], later[None, start:]).min(axis=1)
             for start in range(0, len(later), ROWS)
         ]
         return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first block and end, what a stage there costs, with so many stages left, itself included."""
+        """By first block and end, what a stage there costs, with so many stages left, itself
+        included.
+        """
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:
             self._costs[key] = self.intervals.cost(self.classes[kind][0], key[1])

@@ -1,4 +1,5 @@
-"""Better cuts of a linear order that has too many nodes to look at each: again, with finer runs beside the borders.
+"""Better cuts of a linear order that has too many nodes to look at each: again, with finer runs
+beside the borders.
 
 ``optimal_cuts.py`` cuts long orders between runs of nodes. Here a cut that was found is looked at again with runs that are the
 finer the nearer they are to one of its borders, from single nodes on, so that borders move together, far and little::
@@ -6,7 +7,8 @@ finer the nearer they are to one of its borders, from single nodes on, so that b
     nodes    . . . . . . . . . . . . . . . . | . . . . . . . . . . . . . .
     runs     |       |       |   |   | |.|.|.|.|.| | |   |   |       |
 
-Each time there are twice as many runs, as long as time is left: at last each node, if they are not too many.
+Each time there are twice as many runs, as long as time is left: at last each node, if they are not
+too many.
 """
 
 from __future__ import annotations
@@ -58,7 +60,11 @@ def finer_cuts(
         began = monotonic()
         steps = _steps(reach, (number // len(borders) - 1) // 2) if borders else []
         even = number >= count or not borders
-        runs = optimal_cuts.even_runs(problem, nodes, range(count), number) if even else _runs(count, borders, steps)
+        runs = (
+            optimal_cuts.even_runs(problem, nodes, range(count), number)
+            if even
+            else _runs(count, borders, steps)
+        )
         cut = optimal_cuts.cut_of_blocks(problem, nodes, runs, exchanged)
         next_s = monotonic() - began
         better = cut.devices is not None and cut.value < best * (1 - ROUNDING)
@@ -91,7 +97,9 @@ def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
 
 
 def _steps(reach: int, most: int) -> list[int]:
-    """At most so many distances up to ``reach``, the near ones close together: all where there are few."""
+    """At most so many distances up to ``reach``, the near ones close together: all where there are
+    few.
+    """
     most = min(max(most, 1), reach)
     return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
 

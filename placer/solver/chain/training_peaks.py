@@ -1,17 +1,19 @@
 """The worst moment of a training step for every interval of a linear order as one stage.
 
-The layers of the order are its steps, block by block. For a stage that begins with block ``first``, a table over first
-block and step says what is held at the step; as the stage takes in one block after another the table grows: a reader
-that joins makes values, and gradients, wait at the steps before it, back to the reader before it.
+The layers of the order are its steps, block by block. For a stage that begins with block ``first``,
+a table over first block and step says what is held at the step; as the stage takes in one block
+after another the table grows: a reader that joins makes values, and gradients, wait at the steps
+before it, back to the reader before it.
 
     v   s . . r1 . . . r2        r1 joins: v waits at the steps between s and r1 of the stages without a keeper there;
           |------|  |-----|      r2 joins: it waits from r1 on, as does its gradient where s is in another stage
 
 Where the order is not the profile's, the moment is about that of the placement.
 
-Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is kept does not count
-backwards, but what layers have yet to leave to weight passes does, as less than nothing. What other stages make has its
-place beside, and is not counted here; what they alone have yet to read stays until the pass is over.
+Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is
+kept does not count backwards, but what layers have yet to leave to weight passes does, as less than
+nothing. What other stages make has its place beside, and is not counted here; what they alone have
+yet to read stays until the pass is over.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ class TrainingMoments:
         blocks: the layers of each block, in order.
         recorded: whether passes have memory of their own.
 
-    Attributes:
-        kept: what one micro-batch leaves for its backward pass, in bytes.
-        ahead: what it needs at its worst moment forwards; all that it kept until then included.
-        back: the same backwards; of recorded passes without what was kept, or is left to weight passes.
-        moment: the larger of the two.
-        follows: whether the order is the profile's; only then is ``moment`` exact.
+    Attributes: kept: what one micro-batch leaves for its backward pass, in bytes. ahead: what it
+        needs at its worst moment forwards; all that it kept until then included. back: the same
+        backwards; of recorded passes without what was kept, or is left to weight passes. moment:
+        the larger of the two. follows: whether the order is the profile's; only then is ``moment``
+        exact.
     """
 
-    def __init__(self, problem: Problem, blocks: Sequence[Sequence[int]], recorded: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, blocks: Sequence[Sequence[int]], recorded: bool = False
+    ) -> None:
         self._problem, self._recorded = problem, recorded
         order = [layer for block in blocks for layer in block]
         self.follows = order == sorted(order)
@@ -75,7 +78,9 @@ class TrainingMoments:
         forwards = np.array([la.forward_workspace_bytes for la in layers], dtype=np.float64)
         backwards = np.array([la.backward_workspace_bytes for la in layers], dtype=np.float64)
         if recorded:
-            backwards = np.array([problem.back_workspace_bytes[layer] for layer in order], dtype=np.float64)
+            backwards = np.array(
+                [problem.back_workspace_bytes[layer] for layer in order], dtype=np.float64
+            )
         self._held = (kept + forwards, (-self._to_leave(order) if recorded else kept) + backwards)
         for held in self._held:
             for block, start in enumerate(self._starts[:-1]):
@@ -100,15 +105,20 @@ class TrainingMoments:
         for value in self._problem.values:
             keepers = sorted(self._step[keeper] for keeper in value.keepers)
             if self._recorded:
-                self._keep(change, keepers[:1], value.held_bytes, self._block[self._step[value.source]] + 1)
+                self._keep(
+                    change, keepers[:1], value.held_bytes, self._block[self._step[value.source]] + 1
+                )
             else:
                 self._keep(change, keepers, value.held_bytes)
         np.cumsum(change, axis=0, out=change)
         np.cumsum(change, axis=1, out=change)
         return change[:-1, :-1]
 
-    def _keep(self, change: Table, keepers: Sequence[int], size: int, most: int | None = None) -> None:
-        """A size that is kept from the first of some steps that is in the stage, as differences along both axes.
+    def _keep(
+        self, change: Table, keepers: Sequence[int], size: int, most: int | None = None
+    ) -> None:
+        """A size that is kept from the first of some steps that is in the stage, as differences
+        along both axes.
 
         Where ``most`` is given, only in stages that begin before that block.
         """
@@ -136,7 +146,8 @@ class TrainingMoments:
                 rows, begin = slice(*wait.firsts), wait.steps[0]
                 held, worst = self._held[wait.backwards], worsts[wait.backwards]
                 held[rows, slice(*wait.steps)] += wait.size
-                if begin < end:  # steps of blocks that are yet to join count when they do
+                # steps of blocks that are yet to join count when they do
+                if begin < end:
                     changed = held[rows, begin : min(wait.steps[1], end)]
                     np.maximum(worst[rows], changed.max(axis=1), out=worst[rows])
             for held, worst in zip(self._held, worsts, strict=True):
@@ -146,7 +157,9 @@ class TrainingMoments:
     def _waits(self) -> Iterator[_Wait]:
         for value in self._problem.values:
             source = self._step[value.source]
-            readers = sorted(step for reader in value.readers if (step := self._step[reader]) > source)
+            readers = sorted(
+                step for reader in value.readers if (step := self._step[reader]) > source
+            )
             if value.held_bytes:
                 yield from self._values(value, source, readers)
             if value.gradient_bytes:
@@ -160,8 +173,11 @@ class TrainingMoments:
         keepers = {self._step[keeper] for keeper in value.keepers}
         if self._recorded and not (readers or keepers):
             return  # as for gradients
-        if self._recorded:  # where it is made, until it is kept: for a reader there, or for one that it is sent to
-            end = min((step for step in keepers if step >= source), default=max(readers, default=source))
+        # where it is made, until it is kept: for a reader there, or for one that it is sent to
+        if self._recorded:
+            end = min(
+                (step for step in keepers if step >= source), default=max(readers, default=source)
+            )
             here = self._block[source]
             yield _Wait(here, 0, (0, here + 1), (source + 1, end), value.held_bytes)
             return
@@ -175,17 +191,27 @@ class TrainingMoments:
 
     def _gradients(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Backwards: where the source is, for it; elsewhere from one reader to the next."""
-        if not readers:  # what colocated layers read may stand behind them in an order that need not be the profile's
+        # what colocated layers read may stand behind them in an order that need not be the
+        # profile's
+        if not readers:
             return
         here = self._block[source]
         yield _Wait(here, 1, (0, here + 1), (source + 1, readers[-1]), size)
         for before, reader in pairwise(readers):
-            yield _Wait(self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size)
+            yield _Wait(
+                self._block[reader], 1, (here + 1, self._block[before] + 1), (before, reader), size
+            )
 
     def _rest(self, value: Value) -> _Wait:
-        """Backwards, beside the gradient of the last reader, while it waits for the one before, where that is too."""
-        before, until, last = (self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1]))
-        return _Wait(self._block[last], 1, (0, self._block[before] + 1), (before, until), value.rest_bytes)
+        """Backwards, beside the gradient of the last reader, while it waits for the one before,
+        where that is too.
+        """
+        before, until, last = (
+            self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1])
+        )
+        return _Wait(
+            self._block[last], 1, (0, self._block[before] + 1), (before, until), value.rest_bytes
+        )
 
     def _staying(self, size: int, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
         """Backwards, from the last reader that is there on: for the source, or to be sent later."""

@@ -1,9 +1,9 @@
 """What values cost where they cross between classes of devices, stage by stage.
 
-The classes of the stages are known. A stage pays for a net that it shares with others: with the source, over the link
-from there to each of the readers, which are behind it, with a reader over the link from the source, which is before it.
-Where another end of the net is, is known from the stages at which it can be, so the least that it may cost is that of
-the best link to any of these.
+The classes of the stages are known. A stage pays for a net that it shares with others: with the
+source, over the link from there to each of the readers, which are behind it, with a reader over the
+link from the source, which is before it. Where another end of the net is, is known from the stages
+at which it can be, so the least that it may cost is that of the best link to any of these.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class ClassNets:
         nodes: its layers, joined where they must be together.
         never_ms: what stands for a transfer where there is no link.
 
-    Attributes:
-        pins: by net and node, whether the net has a pin there.
-        costs_ms: by net, the class of its source and that of a reader, what it costs both, at the least.
+    Attributes: pins: by net and node, whether the net has a pin there. costs_ms: by net, the class
+        of its source and that of a reader, what it costs both, at the least.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, never_ms: float) -> None:
@@ -48,7 +47,9 @@ class ClassNets:
                 found[source, readers, value.bound_readers == value.readers] += _costs_ms(
                     value, links, never_ms, problem.request.transfers == "overlapped"
                 )
-        self.costs_ms = np.minimum(np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms)
+        self.costs_ms = np.minimum(
+            np.array(list(found.values())).reshape(-1, len(classes), len(classes)), never_ms
+        )
         self._sources = np.array([source for source, _, _ in found], np.int64)
         self._ordered = np.array([ordered for _, _, ordered in found], np.bool_)[:, None]
         ends = [readers for _, readers, _ in found]
@@ -66,7 +67,9 @@ class ClassNets:
         pins[np.repeat(np.arange(len(pins)), sizes), self._readers] = True
         return pins
 
-    def least_ms(self, kind: int, here: Bools, earlier: Bools, later: Bools, fixed: Sequence[Bools]) -> Vector:
+    def least_ms(
+        self, kind: int, here: Bools, earlier: Bools, later: Bools, fixed: Sequence[Bools]
+    ) -> Vector:
         """By net, what it costs a stage at the least, if it is cut and has a pin there.
 
         Args:
@@ -81,7 +84,9 @@ class ClassNets:
             before = np.where(self._ordered, before, before | later[self._sources])
             behind = np.where(self._ordered, behind, behind | self._any_reader(earlier))
         readers_here = self._any_reader(here[:, None])
-        sent = np.where(behind & here[self._sources, None], self.costs_ms[:, kind, :], np.inf).min(axis=1)
+        sent = np.where(behind & here[self._sources, None], self.costs_ms[:, kind, :], np.inf).min(
+            axis=1
+        )
         if not self._once:
             sent = np.maximum(sent, self._sent_for_sure(kind, fixed))
         received = np.where(before & readers_here, self.costs_ms[:, :, kind], np.inf).min(axis=1)
@@ -104,19 +109,29 @@ class ClassNets:
 
 
 def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> list[Link]:
-    """The links from devices of one class to those of another: alike, as devices of a class may be swapped."""
+    """The links from devices of one class to those of another: alike, as devices of a class may be
+    swapped.
+    """
     links = (problem.links[one][other] for one in ones for other in others if one != other)
     return [link for link in links if link is not None]
 
 
-def _costs_ms(value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool) -> Vector:
-    """By the classes of source and reader, the time of a value there and of its gradient back; none beside work."""
+def _costs_ms(
+    value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool
+) -> Vector:
+    """By the classes of source and reader, the time of a value there and of its gradient back; none
+    beside work.
+    """
 
     def least(between: Sequence[Link], size: int) -> float:
-        return min((0.0 if overlapped else link.transfer_ms(size) for link in between), default=never_ms)
+        return min(
+            (0.0 if overlapped else link.transfer_ms(size) for link in between), default=never_ms
+        )
 
     def both(source: int, reader: int) -> float:
         back = least(links[reader][source], value.gradient_bytes) if value.gradient_bytes else 0.0
         return least(links[source][reader], value.bytes) + back
 
-    return np.array([[both(source, reader) for reader in range(len(links))] for source in range(len(links))])
+    return np.array(
+        [[both(source, reader) for reader in range(len(links))] for source in range(len(links))]
+    )

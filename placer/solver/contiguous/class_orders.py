@@ -1,20 +1,22 @@
-"""Unlike devices, order by order: which class of device each stage is, and for that the best chain of ideals.
+"""Unlike devices, order by order: which class of device each stage is, and for that the best chain
+of ideals.
 
     classes   a a b b    chains of ideals within the windows of that order; what a stage sends and receives goes over
               a b a b    the links between its class and those where the other ends can be
               ...        ✗ most orders have no chain within a bottleneck that is known
 
-An order is that of the classes of all stages; a placement on fewer devices leaves stages empty. As the classes of the
-other ends are known, or nearly, links count with what they cost, be they unlike: over the best of them alone many
-chains look good that must pass between hosts.
+An order is that of the classes of all stages; a placement on fewer devices leaves stages empty. As
+the classes of the other ends are known, or nearly, links count with what they cost, be they unlike:
+over the best of them alone many chains look good that must pass between hosts.
 
-A stage's place is known too, and with it how many micro-batches it has in flight. So devices that are all alike, which
-have one order, are solved so as well where memory binds in training: by sums of what nodes take at the least, or, for
-the chains that are best, exactly (``stage_capacity.py``). A placement that leaves devices idle is a chain of the order that
-begins with those, whose stages are empty, so that all behind them are in use.
+A stage's place is known too, and with it how many micro-batches it has in flight. So devices that
+are all alike, which have one order, are solved so as well where memory binds in training: by sums
+of what nodes take at the least, or, for the chains that are best, exactly (``stage_capacity.py``).
+A placement that leaves devices idle is a chain of the order that begins with those, whose stages
+are empty, so that all behind them are in use.
 
-Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5,
-of chains of ideals.
+Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, section 5, of chains of ideals.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ MOST_PAIRS = 30_000_000
 """More than so many pairs of ideals, one a stage after the other, are too many for an order."""
 
 PAIRS_A_WORK, CUTS_A_WORK = 30_000_000, 15_000
-"""Pairs, and minimum cuts, that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
+"""Pairs, and minimum cuts, that are looked at in a unit of work, in the measure of ``cpsat.Meter``.
+"""
 
 ROWS = 64
 """So many ideals of a front are looked at together."""
@@ -70,7 +73,9 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a load adds up."""
+    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a
+    load adds up.
+    """
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -85,7 +90,8 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 def _number_of_orders(problem: Problem) -> float:
     """How many orders there are at the most: of all devices, alike ones not told apart."""
     sizes = [len(members) for members in problem.alike_devices()]
-    if sum(sizes) > problem.most_devices:  # some are left out: no closed form, so counted as if they were in it
+    # some are left out: no closed form, so counted as if they were in it
+    if sum(sizes) > problem.most_devices:
         return float(len(sizes) ** problem.most_devices)
     return factorial(sum(sizes)) / prod(map(factorial, sizes))
 
@@ -95,7 +101,12 @@ def orders(problem: Problem) -> list[Order]:
     sizes = [len(members) for members in problem.alike_devices()]
     found: list[Order] = [()]
     for _ in range(problem.most_devices):
-        found = [(*order, kind) for order in found for kind in range(len(sizes)) if order.count(kind) < sizes[kind]]
+        found = [
+            (*order, kind)
+            for order in found
+            for kind in range(len(sizes))
+            if order.count(kind) < sizes[kind]
+        ]
     return found
 
 
@@ -107,8 +118,8 @@ class Stopped(Exception):
 class Chain:
     """What is known of an order.
 
-    Attributes:
-        bound: no placement in this order has a smaller bottleneck, in milliseconds; infinite if none is within what
+    Attributes: bound: no placement in this order has a smaller bottleneck, in milliseconds;
+        infinite if none is within what
             was asked for.
         devices: by layer, its device, for the best chain; None where there is none.
         work: that it took, in the measure of ``cpsat.Meter``.
@@ -135,14 +146,16 @@ class ClassOrders:
         works = np.array([work_on(problem, nodes, alike[0]) for alike in self.classes])
         nets = ClassNets(problem, nodes, NEVER * upper)
         windows = narrowed_windows(problem, nodes, upper)
-        self.graph = Graph(works, np.array(arcs, np.int64).reshape(-1, 2), _before(problem, nodes), nets, windows)
+        self.graph = Graph(
+            works, np.array(arcs, np.int64).reshape(-1, 2), _before(problem, nodes), nets, windows
+        )
         self.room = StageRoom(problem, nodes) if can_bind(problem) else None
 
     def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
         """The best chain of an order; None where ideals are too many, or the time is over.
 
-        What places on fewer devices leaves the first stages of some order empty: the memory of a stage is that with
-        as many micro-batches in flight as the stages behind it ask for.
+        What places on fewer devices leaves the first stages of some order empty: the memory of a
+        stage is that with as many micro-batches in flight as the stages behind it ask for.
 
         Args:
             order: by stage, its class.
@@ -181,7 +194,8 @@ def _before(problem: Problem, nodes: Reduction) -> Bools:
 
 
 class _StageGraph(ideal_frontiers.Graph):
-    """The graph as ``ideal_frontiers.py`` takes it, for one order, and what nets cost one of its stages.
+    """The graph as ``ideal_frontiers.py`` takes it, for one order, and what nets cost one of its
+    stages.
 
     Args:
         given: the graph of all orders.
@@ -205,7 +219,9 @@ class _StageGraph(ideal_frontiers.Graph):
 class _Chains:
     """The tables of the dynamic program for one order, front by front."""
 
-    def __init__(self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]) -> None:
+    def __init__(
+        self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]
+    ) -> None:
         self.given, self.windows, self.order, self.memory = given, windows, windows.order, memory
         self.over = over
         self.within = given.upper * (1 + SLACK)
@@ -221,7 +237,11 @@ class _Chains:
         self.reached = [np.zeros(1)]
         for stage, kind in enumerate(self.order):
             before = self.fronts[-1]
-            behind = None if self.over() else ideal_frontiers.front(before, stage + 1, self._ranges(stage))
+            behind = (
+                None
+                if self.over()
+                else ideal_frontiers.front(before, stage + 1, self._ranges(stage))
+            )
             if behind is None:
                 return None
             behind = behind.some(np.argsort(behind.sums(self.works[kind]), kind="stable"))
@@ -237,7 +257,9 @@ class _Chains:
         return inf if whole is None else float(self.reached[-1][whole])
 
     def _ranges(self, stage: int) -> list[Range]:
-        """The work of what the first stages hold: no more than the stage can add, nor less than the next can take."""
+        """The work of what the first stages hold: no more than the stage can add, nor less than the
+        next can take.
+        """
         work = self.works[self.order[stage]]
         done = self.fronts[-1].sums(work)
         found = [Range(work, float(done.min()), float(done.max()) + self.within)]
@@ -254,7 +276,9 @@ class _Chains:
         before, reached = before.some(rows), self.reached[-1][rows]
         begins, ends = before.sums(work), behind.sums(work)
         blocks = list(self._blocks(begins, ends, SLACK * float(work.sum())))
-        self.pairs += sum((one.stop - one.start) * (other.stop - other.start) for one, other in blocks)
+        self.pairs += sum(
+            (one.stop - one.start) * (other.stop - other.start) for one, other in blocks
+        )
         if self.pairs > MOST_PAIRS:
             return None
         value = np.full(len(behind), inf)
@@ -265,7 +289,9 @@ class _Chains:
         return value
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than the stage can do; both by their work."""
+        """Some ideals in a row, and those with no more work beyond them than the stage can do; both
+        by their work.
+        """
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
             first = int(np.searchsorted(ends, begins[start] - slack))
@@ -282,7 +308,9 @@ class _Chains:
             assert place is not None
             before, behind = self.fronts[stage], self.fronts[stage + 1]
             loads = _Loads(self, stage, before, behind.some(slice(place, place + 1)))
-            table = loads.chains(slice(None), slice(None), self.reached[stage], np.array([self.within]))
+            table = loads.chains(
+                slice(None), slice(None), self.reached[stage], np.array([self.within])
+            )
             held, place = behind.ideal(place), int(table.argmin())
             device = left[self.order[stage]].pop()
             for node in np.flatnonzero(held & ~before.ideal(place)):
@@ -296,7 +324,9 @@ class _Loads:
     def __init__(self, chains: _Chains, stage: int, before: Front, behind: Front) -> None:
         given, kind = chains.given, chains.order[stage]
         graph = _StageGraph(given, chains.windows, stage)
-        self._before, self._behind = (Front(graph, one.must, one.free, one.taken) for one in (before, behind))
+        self._before, self._behind = (
+            Front(graph, one.must, one.free, one.taken) for one in (before, behind)
+        )
         self._between = Between(self._before, self._behind)
         work, banned = chains.works[kind], chains.banned[kind]
         self._work = before.sums(work), behind.sums(work)
@@ -312,10 +342,13 @@ class _Loads:
             if self._exactly:
                 most = self._room.most(self._flight)
                 self._sure = before.sums(most), behind.sums(most), limit
-        self._limited = [(before.sums(weight), behind.sums(weight), most) for weight, most in limits]
+        self._limited = [
+            (before.sums(weight), behind.sums(weight), most) for weight, most in limits
+        ]
 
     def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
-        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes on to the other.
+        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes
+        on to the other.
 
         Args:
             rows: some earlier ideals.
@@ -340,11 +373,15 @@ class _Loads:
             for column in asked:
                 row = chosen[column]
                 told[row, column] = True
-                more_ms = self._more_ms(int(row) + (rows.start or 0), int(column) + (columns.start or 0))
+                more_ms = self._more_ms(
+                    int(row) + (rows.start or 0), int(column) + (columns.start or 0)
+                )
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """By some ideals and some later ones, whether the device has the memory for what is between, for sure."""
+        """By some ideals and some later ones, whether the device has the memory for what is
+        between, for sure.
+        """
         begins, ends, most = self._sure
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)
 

@@ -1,12 +1,13 @@
-"""Windows of stages where the class of each stage is known: what the first stages hold for sure, and may hold.
+"""Windows of stages where the class of each stage is known: what the first stages hold for sure,
+and may hold.
 
     classes     fast  fast  slow  fast         surely[p]  nodes that the first p stages hold in any placement
     stages       0     1     2     3           maybe[p]   nodes that they hold in some
     surely      {}    {a}  {a,b}  ...          at stage p: of maybe[p + 1] less surely[p]
 
-Node v can be at stage p only if the least load of a stage with it is within the bottleneck. That is a minimum cut, as
-in ``reach.py``: a stage holds what it must, with each node also all that the node needs and stages before cannot hold,
-and all that needs the node and stages behind cannot hold.
+Node v can be at stage p only if the least load of a stage with it is within the bottleneck. That is
+a minimum cut, as in ``reach.py``: a stage holds what it must, with each node also all that the node
+needs and stages before cannot hold, and all that needs the node and stages behind cannot hold.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ class Windows:
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def _narrow_at(self, stage: int) -> None:
-        """Which nodes cannot be at a stage: they are not within so many stages, or already before it."""
+        """Which nodes cannot be at a stage: they are not within so many stages, or already before
+        it.
+        """
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
         latest = self.surely[stage + 1] & ~self.surely[stage] & ~fixed
@@ -137,7 +140,9 @@ class Windows:
         self.cuts += cutter.cuts
 
     def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
-        """Those of some nodes that cannot be at the stage; where one cannot, nor can those that come with it."""
+        """Those of some nodes that cannot be at the stage; where one cannot, nor can those that
+        come with it.
+        """
         undecided = asked & ~cutter.held
         unable = asked & cutter.too_heavy
         undecided &= ~unable
@@ -161,10 +166,9 @@ class _StageCutter:
         stage: which.
         fixed: the nodes that are there for sure.
 
-    Attributes:
-        held: by node, whether it was in a set that the stage can hold.
-        too_heavy: by node, whether it cannot be there, as what is there with it is more work than may be.
-        cuts: how many minimum cuts were looked at.
+    Attributes: held: by node, whether it was in a set that the stage can hold. too_heavy: by node,
+        whether it cannot be there, as what is there with it is more work than may be. cuts: how
+        many minimum cuts were looked at.
     """
 
     def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:
@@ -178,31 +182,44 @@ class _StageCutter:
         work = windows.graph.works[windows.order[stage]]
         self.too_heavy = self._heavy(windows, stage, fixed, work)
         self._flow = max_flow.SimpleMaxFlow()
-        self._sink, self._origin, self._next = len(self._free), len(self._free) + 1, len(self._free) + 2
+        self._sink, self._origin, self._next = (
+            len(self._free),
+            len(self._free) + 1,
+            len(self._free) + 2,
+        )
         origins = np.where(fixed[self._free], ENDLESS, 0)
         self._arcs(np.full(len(self._free), self._origin), np.arange(len(self._free)), origins)
         self._nets(windows.graph.nets.pins, windows.least_ms(stage), work)
         self._order(windows, stage)
 
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
-        """By node, whether it, what comes with it there and what is there for sure take longer than may be."""
+        """By node, whether it, what comes with it there and what is there for sure take longer than
+        may be.
+        """
         free = self._free
         able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
         late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
         early = np.flatnonzero(windows.here(stage) & windows.surely[stage + 1] & ~fixed)
         before = windows.graph.before
-        needed = before[np.ix_(free, late)] @ able[late]  # whole numbers, which no other core is waited for
+        # whole numbers, which no other core is waited for
+        needed = before[np.ix_(free, late)] @ able[late]
         needing = before[np.ix_(early, free)].T @ able[early]
         alone = np.where(fixed[free], 0, able[free])
         heavy = np.zeros(len(fixed), np.bool_)
         heavy[free] = able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > STEPS
         return heavy
 
-    def _arcs(self, tails: NDArray[np.int64], heads: NDArray[np.int64], steps: NDArray[np.int64]) -> None:
-        self._flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), steps.astype(np.int64))
+    def _arcs(
+        self, tails: NDArray[np.int64], heads: NDArray[np.int64], steps: NDArray[np.int64]
+    ) -> None:
+        self._flow.add_arcs_with_capacity(
+            tails.astype(np.int32), heads.astype(np.int32), steps.astype(np.int64)
+        )
 
     def _nets(self, pins: Bools, cost_ms: Vector, work: Vector) -> None:
-        """Work, and what is cut: nets with a pin that is elsewhere for sure are paid for as soon as one is here."""
+        """Work, and what is cut: nets with a pin that is elsewhere for sure are paid for as soon as
+        one is here.
+        """
         here = pins[:, self._free]
         size = here.sum(axis=1)
         touched = np.flatnonzero((size > 0) & (cost_ms > 0))
@@ -220,7 +237,9 @@ class _StageCutter:
         self._many(here, steps, touched[~outside[touched] & (size[touched] > 2)], to_sink=False)
 
     def _many(self, here: Bools, steps: Steps, nets: NDArray[np.int64], *, to_sink: bool) -> None:
-        """Nets of many pins: every pin feeds the net's arc, which ends in the sink or feeds every pin."""
+        """Nets of many pins: every pin feeds the net's arc, which ends in the sink or feeds every
+        pin.
+        """
         entries = self._next + np.arange(len(nets))
         self._next += len(nets)
         net, pin = np.nonzero(here[nets])
@@ -245,7 +264,9 @@ class _StageCutter:
         self._arcs(sources[needed], readers[needed], np.full(int(needed.sum()), ENDLESS))
 
     def least(self, node: int | None = None) -> NDArray[np.int64] | None:
-        """The nodes of a stage with one, and with all that is there for sure; None if any takes too long."""
+        """The nodes of a stage with one, and with all that is there for sure; None if any takes too
+        long.
+        """
         arc = None if node is None else int(self._place[node])
         capacity = 0 if arc is None else self._flow.capacity(arc)
         if arc is not None:

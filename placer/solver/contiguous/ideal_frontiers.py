@@ -1,4 +1,5 @@
-"""Fronts: the ideals that the first p stages of a contiguous placement can hold together, all of them at once.
+"""Fronts: the ideals that the first p stages of a contiguous placement can hold together, all of
+them at once.
 
 An ideal is a set of nodes that holds all that its nodes depend on. Windows of stages decide most nodes: those whose
 last stage is before p are in every ideal of front p, those whose first is p or later in none. The others are gone
@@ -36,8 +37,8 @@ MOST_IDEALS = 25_000
 """More than so many ideals of a front are too many."""
 
 SMALL_PRODUCT, SMALL_SUMS = 2**18, 2**13
-"""A product of matrices, or of one and a column, with no more multiplications is made on one core: they cost less than
-cores that wait for each other."""
+"""A product of matrices, or of one and a column, with no more multiplications is made on one core:
+they cost less than cores that wait for each other."""
 
 TALL = 32
 """So many rows of a matrix are multiplied at a time, where they are not too long for that."""
@@ -59,7 +60,9 @@ class Graph:
         cost_ms: by net, what it costs each stage that it touches where it is cut, at the least.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, windows: Windows, left_out: Collection[int] = ()) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, windows: Windows, left_out: Collection[int] = ()
+    ) -> None:
         self.count = len(nodes.nodes)
         arcs = sorted(nodes.arcs(arcs_of(problem.values)))
         self.needs: list[list[int]] = [[] for _ in range(self.count)]
@@ -81,9 +84,12 @@ class Graph:
 
 
 def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
-    """The first and the last stages, so that no node begins before what it needs, nor ends after what needs it."""
+    """The first and the last stages, so that no node begins before what it needs, nor ends after
+    what needs it.
+    """
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
-    for source, reader in arcs:  # ascending sources, so that each is final when it is passed on
+    # ascending sources, so that each is final when it is passed on
+    for source, reader in arcs:
         first[reader] = max(first[reader], first[source])
     for source, reader in reversed(arcs):
         last[source] = min(last[source], last[reader])
@@ -111,7 +117,9 @@ class Front:
 
     def held(self, nets: NDArray[np.int64]) -> Counts:
         """By ideal and each of some nets, how many pins of the net the ideal has."""
-        counts: Counts = product(self.taken.astype(np.float32), self.graph.pins[np.ix_(self.free, nets)])
+        counts: Counts = product(
+            self.taken.astype(np.float32), self.graph.pins[np.ix_(self.free, nets)]
+        )
         return counts + self.fixed[nets]
 
     @cached_property
@@ -138,7 +146,9 @@ class Front:
         nets = np.flatnonzero(self.unlike)
         held, fixed = self.held(nets), self.fixed
         cut = _weights((held > 0) & (held < self.graph.size[nets]), self.graph.cost_ms[nets])
-        return cut + float(self.graph.cost_ms[(fixed > 0) & (fixed < self.graph.size) & ~self.unlike].sum())
+        return cut + float(
+            self.graph.cost_ms[(fixed > 0) & (fixed < self.graph.size) & ~self.unlike].sum()
+        )
 
     def sums(self, weights: Vector) -> Vector:
         """By ideal, the weight of its nodes."""
@@ -198,7 +208,10 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
     place = {node: index for index, node in enumerate(free)}
     weights = np.array([one.weights for one in ranges]).T
     slack = SLACK * weights.sum(axis=0)
-    least, most = np.array([one.least for one in ranges]) - slack, np.array([one.most for one in ranges]) + slack
+    least, most = (
+        np.array([one.least for one in ranges]) - slack,
+        np.array([one.most for one in ranges]) + slack,
+    )
     taken, done, to_come = (
         np.zeros((1, len(free)), np.bool_),
         weights[must].sum(axis=0)[None],
@@ -208,7 +221,10 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
         able = taken[:, [place[need] for need in graph.needs[node] if need in place]].all(axis=1)
         larger = taken[able]
         larger[:, index] = True
-        taken, done = np.concatenate([taken, larger]), np.concatenate([done, done[able] + weights[node]])
+        taken, done = (
+            np.concatenate([taken, larger]),
+            np.concatenate([done, done[able] + weights[node]]),
+        )
         to_come = to_come - weights[node]
         within = ((done <= most) & (done + to_come >= least)).all(axis=1)
         taken, done = taken[within], done[within]
@@ -235,7 +251,10 @@ class Between:
         nets = np.flatnonzero(unlike)
         self._cost_ms, self._size = graph.cost_ms[nets], graph.size[nets]
         here, there = before.held(nets), behind.held(nets)
-        self._rows = float(graph.cost_ms[touched].sum() + self._cost_ms.sum()) - (here == self._size) @ self._cost_ms
+        self._rows = (
+            float(graph.cost_ms[touched].sum() + self._cost_ms.sum())
+            - (here == self._size) @ self._cost_ms
+        )
         self._columns = (there == 0) @ self._cost_ms
         self._match(here, there)
         self._outside()
@@ -249,14 +268,21 @@ class Between:
             left.append(here[:, nets] == number)
             right.append(there[:, nets] == number)
             costs.append(self._cost_ms[nets])
-        ones, others, cost_ms = np.concatenate(left, 1), np.concatenate(right, 1), np.concatenate(costs)
+        ones, others, cost_ms = (
+            np.concatenate(left, 1),
+            np.concatenate(right, 1),
+            np.concatenate(costs),
+        )
         always = ones.all(axis=0)
         self._columns = self._columns + others[:, always] @ cost_ms[always]
         ones, others, cost_ms = ones[:, ~always], others[:, ~always], cost_ms[~always]
         always = others.all(axis=0)
         self._rows = self._rows - ones[:, always] @ cost_ms[always]
         used = ones.any(axis=0) & others.any(axis=0) & ~always
-        self._left, self._right = ones[:, used] * cost_ms[used], others[:, used].T.astype(np.float64)
+        self._left, self._right = (
+            ones[:, used] * cost_ms[used],
+            others[:, used].T.astype(np.float64),
+        )
 
     def _outside(self) -> None:
         """What tells where the one is not within the other."""
@@ -269,10 +295,12 @@ class Between:
         self._has, self._lacks = _members(before, nodes), (1 - _members(behind, nodes)).T
 
     def transfers(self, rows: slice, columns: slice) -> Table:
-        """By some ideals and some later ones, the transfers of the stage; infinite if the one is not within the other.
+        """By some ideals and some later ones, the transfers of the stage; infinite if the one is
+        not within the other.
 
-        A net costs the stage nothing if it has no pin there, or all. As one ideal is within the other, that is so where
-        both have as many pins of the net, or the one none and the other all.
+        A net costs the stage nothing if it has no pin there, or all. As one ideal is within the
+        other, that is so where both have as many pins of the net, or the one none and the other
+        all.
         """
         same = product(self._left[rows], self._right[:, columns])
         table: Table = self._rows[rows, None] - self._columns[columns] - same

@@ -1,4 +1,5 @@
-"""Dynamic programming over ideals, where they are few: exact for any graph, not for one linear order alone.
+"""Dynamic programming over ideals, where they are few: exact for any graph, not for one linear
+order alone.
 
 What the first stages of a contiguous placement hold is an ideal, so a placement is a chain of ideals, and a stage is
 what one has more than the one before::
@@ -6,11 +7,13 @@ what one has more than the one before::
     {} < {0, 1} < {0, 1, 2, 4} < all        best(devices, J) = min over ideals I within J and a class c of devices of
      stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
 
-Only chains within a bottleneck count, so few ideals are left of each front (``ideal_frontiers.py``): those that stages so far
-can hold, and whose rest the other devices can. A value that several stages read counts once for that of its source,
-unless that tells too little: then chains are gone through once more, see ``sends.py``.
+Only chains within a bottleneck count, so few ideals are left of each front
+(``ideal_frontiers.py``): those that stages so far can hold, and whose rest the other devices can. A
+value that several stages read counts once for that of its source, unless that tells too little:
+then chains are gone through once more, see ``sends.py``.
 
-Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5.
+Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+NeurIPS 2020, section 5.
 """
 
 from __future__ import annotations
@@ -87,18 +90,15 @@ def best_chain(
 ) -> Cut | None:
     """The best chain of ideals; None where they are too many.
 
-    Args:
-        problem: what is asked, of the kind that ``applies`` names.
-        nodes: its layers, joined where they must be together.
-        upper: only chains with a bottleneck of no more than this count, in milliseconds.
-        meter: counts the work.
-        over: asked stage by stage; ends the search as if there were too many.
-        loose: nodes that nothing orders and whose place is not looked for, see ``loose.py``: they are at any device.
+    Args: problem: what is asked, of the kind that ``applies`` names. nodes: its layers, joined
+        where they must be together. upper: only chains with a bottleneck of no more than this
+        count, in milliseconds. meter: counts the work. over: asked stage by stage; ends the search
+        as if there were too many. loose: nodes that nothing orders and whose place is not looked
+        for, see ``loose.py``: they are at any device.
 
-    Returns:
-        The placement of the best chain, and a bound that holds for all: it counts of memory the state alone, and,
-        where there are too many ways to send values to several stages, these once. No placement and an infinite bound
-        if no chain counts.
+    Returns: The placement of the best chain, and a bound that holds for all: it counts of memory
+        the state alone, and, where there are too many ways to send values to several stages, these
+        once. No placement and an infinite bound if no chain counts.
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
@@ -112,7 +112,9 @@ def best_chain(
 
 
 def too_loose(problem: Problem, nodes: Reduction) -> bool:
-    """Whether there are so many nodes that nothing orders, of which an ideal may have any, that ideals are too many."""
+    """Whether there are so many nodes that nothing orders, of which an ideal may have any, that
+    ideals are too many.
+    """
     return len(loose_nodes(problem, nodes)) > log2(MOST_IDEALS)
 
 
@@ -120,14 +122,11 @@ def too_loose(problem: Problem, nodes: Reduction) -> bool:
 class _Class:
     """Devices that may be swapped.
 
-    Attributes:
-        members: the devices.
-        taxed: whether they pay for transfers.
-        work: by node, its time there; infinite if it may not be there.
-        room: what a device holds of state, in bytes.
-        most: the work that a device does within the bottleneck at the most, by each node's fastest class.
-        slope: and by how much less for each millisecond of transfers, at the least.
-        most_bytes: the state that it holds at the most, with what takes no longer.
+    Attributes: members: the devices. taxed: whether they pay for transfers. work: by node, its time
+        there; infinite if it may not be there. room: what a device holds of state, in bytes. most:
+        the work that a device does within the bottleneck at the most, by each node's fastest class.
+        slope: and by how much less for each millisecond of transfers, at the least. most_bytes: the
+        state that it holds at the most, with what takes no longer.
     """
 
     members: list[int]
@@ -139,7 +138,9 @@ class _Class:
     most_bytes: float
 
 
-def _classes(problem: Problem, works: Table, state: Vector, upper: float) -> tuple[list[_Class], Vector]:
+def _classes(
+    problem: Problem, works: Table, state: Vector, upper: float
+) -> tuple[list[_Class], Vector]:
     """The classes of devices, and by node, its work on its fastest."""
     groups = problem.alike_devices()
     fastest: Vector = works.min(axis=0)
@@ -156,15 +157,24 @@ def _classes(problem: Problem, works: Table, state: Vector, upper: float) -> tup
 class _Chains:
     """The tables of the dynamic program, front by front."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]
+    ) -> None:
         self.problem, self.nodes, self.upper, self.left_out = problem, nodes, upper, loose
         self.within = upper * (1 + SLACK)
         self.limited = memory_constraints.can_bind(problem)
-        state, works = state_of(problem, nodes), [work_on(problem, nodes, one[0]) for one in problem.alike_devices()]
-        self.loose = Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
+        state, works = (
+            state_of(problem, nodes),
+            [work_on(problem, nodes, one[0]) for one in problem.alike_devices()],
+        )
+        self.loose = (
+            Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
+        )
         kept = np.array([node not in loose for node in range(len(nodes.nodes))])
         self.state_bytes = np.where(kept, state, 0.0)
-        self.classes, self.fastest = _classes(problem, np.where(kept, works, 0.0), self.state_bytes, upper)
+        self.classes, self.fastest = _classes(
+            problem, np.where(kept, works, 0.0), self.state_bytes, upper
+        )
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
         for counts in itertools.product(*ranges):
@@ -176,10 +186,17 @@ class _Chains:
     @cached_property
     def graph(self) -> Graph:
         """The nodes, with what is known of their stages."""
-        return Graph(self.problem, self.nodes, narrowed_windows(self.problem, self.nodes, self.upper), self.left_out)
+        return Graph(
+            self.problem,
+            self.nodes,
+            narrowed_windows(self.problem, self.nodes, self.upper),
+            self.left_out,
+        )
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
-        """The smallest bottleneck, and a placement that has it, or about it; None if there are too many ideals."""
+        """The smallest bottleneck, and a placement that has it, or about it; None if there are too
+        many ideals.
+        """
         nothing = np.zeros(self.graph.count, np.bool_)
         self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached: dict[Counts, Vector] = {self.states[0][0]: np.zeros(1)}
@@ -206,7 +223,9 @@ class _Chains:
         return result is not None and result.objective_value <= found.value * (1 + SLACK)
 
     def _sent_to_each(self) -> Cut | None:
-        """The best chain where a value counts as often as it is sent; None if there are too many ways to send them."""
+        """The best chain where a value counts as often as it is sent; None if there are too many
+        ways to send them.
+        """
         stages = {place: _in_order(some) for place, some in self.stages.items()}
         sends = Sends(self.problem, self.nodes, self.fronts, stages, self.within)
         best = sends.best(self.reached)
@@ -255,20 +274,28 @@ class _Chains:
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
     def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
-        """Take all chains into account, ideals of about the same work together; whether the pairs are not too many."""
+        """Take all chains into account, ideals of about the same work together; whether the pairs
+        are not too many.
+        """
         blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
-        pairs = sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks)
+        pairs = sum(
+            (rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in blocks
+        )
         if self.pairs + pairs > MOST_PAIRS:
             return False
         self.pairs += pairs
         between = Between(before, behind)
-        self.added = Added(self.loose, before, behind) if self.loose and self.loose.members else None
+        self.added = (
+            Added(self.loose, before, behind) if self.loose and self.loose.members else None
+        )
         for rows, columns in blocks:
             self._through(rows, columns, between, values)
         return True
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than a device can do; both by their work."""
+        """Some ideals in a row, and those with no more work beyond them than a device can do; both
+        by their work.
+        """
         longest = max(one.most for one in self.classes) + self._slack
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
@@ -277,7 +304,9 @@ class _Chains:
             if last > first:
                 yield slice(start, stop), slice(first, last)
 
-    def _through(self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]) -> None:
+    def _through(
+        self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]
+    ) -> None:
         """Take into account the chains from some ideals of a front to some of the next."""
         loads = self._loads(rows, columns, between)
         for kind, load in enumerate(loads if self.sends else ()):
@@ -292,7 +321,9 @@ class _Chains:
                     value[columns] = np.minimum(value[columns], through)
 
     def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
-        """By class, some ideals and some later ones, the load of a device that holds what is between, or infinity."""
+        """By class, some ideals and some later ones, the load of a device that holds what is
+        between, or infinity.
+        """
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
         found = []
@@ -301,7 +332,9 @@ class _Chains:
             load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
             load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
             if one.taxed and self.added is not None:
-                load += self.added.load(rows, columns, kind, 0.0 if unable is None else one.room - unable)
+                load += self.added.load(
+                    rows, columns, kind, 0.0 if unable is None else one.room - unable
+                )
             if unable is not None:
                 load[unable > one.room] = inf
             if banned.any():
@@ -310,7 +343,8 @@ class _Chains:
         return found
 
     def _can_be(self, counts: Counts, every: Front) -> Bools:
-        """By ideal, whether devices so many of each class can hold it, and those that are left the rest.
+        """By ideal, whether devices so many of each class can hold it, and those that are left the
+        rest.
 
         Every net that is cut keeps a device busy on either side.
         """
@@ -318,11 +352,15 @@ class _Chains:
         there = min((self.classes[kind].slope for kind in self._left(counts)), default=0.0)
         works, each = every.sums(self.fastest), self._work_each
         fits: Bools = works + here * every.cut_ms <= self._most(counts, each) + self._slack
-        fits &= works - there * every.cut_ms >= self._least(counts, self.fastest, each) - self._slack
+        fits &= (
+            works - there * every.cut_ms >= self._least(counts, self.fastest, each) - self._slack
+        )
         if self.limited:
             state, each = every.sums(self.state_bytes), self._bytes_each
             fits &= state <= self._most(counts, each) * (1 + ROUNDING)
-            fits &= state >= self._least(counts, self.state_bytes, each) - ROUNDING * float(self.state_bytes.sum())
+            fits &= state >= self._least(counts, self.state_bytes, each) - ROUNDING * float(
+                self.state_bytes.sum()
+            )
         return fits
 
     @cached_property
@@ -340,11 +378,16 @@ class _Chains:
     def _ranges(self, stage: int) -> list[Range]:
         """The work and the state of what the first stages hold."""
         found = []
-        for weights, each in ((self.fastest, self._work_each), (self.state_bytes, self._bytes_each)):
+        for weights, each in (
+            (self.fastest, self._work_each),
+            (self.state_bytes, self._bytes_each),
+        ):
             before, states = self.fronts[-1].sums(weights), self.states[stage]
             least = min(self._least(counts, weights, each) for counts in states)
             most = max(self._most(counts, each) for counts in states)
-            found.append(Range(weights, max(least, before.min()), min(most, before.max() + max(each))))
+            found.append(
+                Range(weights, max(least, before.min()), min(most, before.max() + max(each)))
+            )
         return found
 
     def _most(self, counts: Counts, each: Sequence[float]) -> float:
@@ -360,7 +403,9 @@ class _Chains:
         """By device that is left, its class; none if no more may be used."""
         if sum(counts) == self.problem.most_devices:
             return []
-        lefts = (len(one.members) - number for number, one in zip(counts, self.classes, strict=True))
+        lefts = (
+            len(one.members) - number for number, one in zip(counts, self.classes, strict=True)
+        )
         return [kind for kind, number in enumerate(lefts) for _ in range(number)]
 
     def _read(self, counts: Counts) -> list[int]:
@@ -374,7 +419,9 @@ class _Chains:
             before, behind = self.fronts[stage - 1], self.fronts[stage]
             end = behind.some(slice(place, place + 1))
             last = Between(before, end)
-            self.added = Added(self.loose, before, end) if self.loose and self.loose.members else None
+            self.added = (
+                Added(self.loose, before, end) if self.loose and self.loose.members else None
+            )
             loads = self._loads(slice(None), slice(None), last)
             options = [
                 (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)

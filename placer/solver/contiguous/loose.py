@@ -11,8 +11,9 @@ to a stage at least::
 
     sum over v of min(cost where v is not there, cost where it is + r * state(v))  -  r * (room that other nodes leave)
 
-What a net costs that other pins cut already is in the load without loose nodes. Nets with several loose nodes count
-there alone. The loose nodes of the best chain are placed by the integer program, the others staying where they are.
+What a net costs that other pins cut already is in the load without loose nodes. Nets with several
+loose nodes count there alone. The loose nodes of the best chain are placed by the integer program,
+the others staying where they are.
 
 Source: Fisher, "The Lagrangian relaxation method for solving integer programming problems", 1981.
 """
@@ -80,14 +81,20 @@ class Loose:
         works: Sequence[Vector],
         state_bytes: Vector | None,
     ) -> None:
-        nets = [({net.source, *net.readers}, net.there_ms + net.back_ms) for net in joined_nets(problem, nodes)]
+        nets = [
+            ({net.source, *net.readers}, net.there_ms + net.back_ms)
+            for net in joined_nets(problem, nodes)
+        ]
         alone = [(pins, cost) for pins, cost in nets if len(pins.intersection(which)) == 1]
         self.pins: Counts = np.zeros((len(nodes.nodes), len(alone)), np.float32)
         of: dict[int, list[int]] = {node: [] for node in which}
         for place, (pins, _) in enumerate(alone):
             self.pins[[pin for pin in pins if pin not in of], place] = 1
             of[next(pin for pin in pins if pin in of)].append(place)
-        others, cost_ms = self.pins.sum(axis=0).astype(np.float64), np.array([cost for _, cost in alone])
+        others, cost_ms = (
+            self.pins.sum(axis=0).astype(np.float64),
+            np.array([cost for _, cost in alone]),
+        )
         self.members = [
             _Member(
                 np.array(mine, np.int64),
@@ -102,7 +109,9 @@ class Loose:
         self.rates = [0.0, *self._rates()]
 
     def _rates(self) -> list[float]:
-        """Multipliers: what a byte of a node's state is worth where all its nets are saved; the most frequent ones."""
+        """Multipliers: what a byte of a node's state is worth where all its nets are saved; the
+        most frequent ones.
+        """
         rates: Counter[float] = Counter()
         for member in self.members:
             gain_ms = float(member.cost_ms.sum()) - min(member.work_ms)
@@ -129,7 +138,9 @@ class Added:
         self._loose = loose
         here, there = loose.held(before), loose.held(behind)
         rows: list[NDArray[np.int64]] = []
-        tables: list[list[list[Table]]] = [[[] for _ in loose.rates] for _ in loose.members[0].work_ms]
+        tables: list[list[list[Table]]] = [
+            [[] for _ in loose.rates] for _ in loose.members[0].work_ms
+        ]
         for member in loose.members:
             row, begins = _patterns(here[:, member.nets])
             column, ends = _patterns(there[:, member.nets])
@@ -143,7 +154,9 @@ class Added:
                 for place, rate in enumerate(loose.rates):
                     cheaper = np.minimum(absent, away + (work_ms + rate * member.state_bytes))
                     tables[kind][place].append(cheaper[:, column])
-        self._left = np.concatenate([np.eye(int(row.max()) + 1)[row] for row in rows], 1) if rows else None
+        self._left = (
+            np.concatenate([np.eye(int(row.max()) + 1)[row] for row in rows], 1) if rows else None
+        )
         self._right = [[np.concatenate(one) for one in kind] for kind in tables] if rows else []
 
     def load(self, rows: slice, columns: slice, kind: int, room: Table | float) -> Table | float:
@@ -188,7 +201,12 @@ class LooseModel(StageModel):
     """
 
     def __init__(
-        self, problem: Problem, nodes: Reduction, upper: float, devices: Sequence[int], which: Sequence[int]
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        upper: float,
+        devices: Sequence[int],
+        which: Sequence[int],
     ) -> None:
         result = costs.evaluate(problem, devices)
         assert result is not None  # links are all alike

@@ -1,19 +1,22 @@
-"""Nodes that are together in some best contiguous placement, made one: the graph that is left has the same optimum.
+"""Nodes that are together in some best contiguous placement, made one: the graph that is left has
+the same optimum.
 
 Two rules, one after the other until neither finds more:
 
     held together   u and v never part within ``upper``: the stage of v without u is some set S of nodes with v in it,
-                    and the least of work(S) + transfer of the nets that S cuts, a minimum cut, is more than ``upper``
+                    and the least of work(S) + transfer of the nets that S cuts, a minimum cut, is
+                    more than ``upper``
     drawn over      v may as well be where u is: what else v exchanges, and its work, are no more than what the two
                     exchange with nobody else:  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
 
     u ══12══ v ──1── r     v brought to the stage of u: that stage trades 12 for work(v) + 1, that of v 12 + work(v)
           work 2           for 1 at the most, and no other sees a difference
 
-A node is drawn over only where order allows it: all that comes right before v is u or before u, all that comes right
-behind it is u or behind u.
+A node is drawn over only where order allows it: all that comes right before v is u or before u, all
+that comes right behind it is u or behind u.
 
-Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990 (of minimum cuts).
+Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990 (of
+minimum cuts).
 """
 
 from __future__ import annotations
@@ -43,16 +46,20 @@ ROUNDING = 1e-12
 Pair = tuple[int, int]
 
 
-def merged(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool] = lambda: False) -> Reduction:
-    """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more than ``upper``.
+def merged(
+    problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool] = lambda: False
+) -> Reduction:
+    """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more
+    than ``upper``.
 
-    Args:
-        problem: what is asked, contiguous, by objective ``throughput``.
-        nodes: its layers, joined where they must be together.
-        upper: only placements whose bottleneck is no more than this are looked for, in milliseconds.
-        over: asked now and then; ends the search for more.
+    Args: problem: what is asked, contiguous, by objective ``throughput``. nodes: its layers, joined
+        where they must be together. upper: only placements whose bottleneck is no more than this
+        are looked for, in milliseconds. over: asked now and then; ends the search for more.
     """
-    if problem.request.transfers != "added" or sum(1 + len(value.readers) for value in problem.values) > MOST_PINS:
+    if (
+        problem.request.transfers != "added"
+        or sum(1 + len(value.readers) for value in problem.values) > MOST_PINS
+    ):
         return nodes
     weighty = _weighty(problem) if _may_draw(problem) else frozenset(range(len(problem.layers)))
     while all(nodes.allowed) and not over():
@@ -73,8 +80,12 @@ def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduct
 # Held together
 
 
-def _held_together(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]) -> list[Pair]:
-    """Neighbours that never part: where they do, one of them at least is on a device that pays for transfers."""
+def _held_together(
+    problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
+) -> list[Pair]:
+    """Neighbours that never part: where they do, one of them at least is on a device that pays for
+    transfers.
+    """
     if len(problem.untaxed) > 1:
         return []
     needs = _needing(problem, nodes, upper, over)
@@ -87,8 +98,11 @@ def _held_together(problem: Problem, nodes: Reduction, upper: float, over: Calla
     ]
 
 
-def _needing(problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]) -> set[Pair]:
-    """Pairs of a node and a neighbour that every device has that has the node and pays for transfers.
+def _needing(
+    problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
+) -> set[Pair]:
+    """Pairs of a node and a neighbour that every device has that has the node and pays for
+    transfers.
 
     A set that was found for a pair parts all pairs across its border.
     """
@@ -121,7 +135,9 @@ def _needing(problem: Problem, nodes: Reduction, upper: float, over: Callable[[]
 # Drawn over
 
 
-def _all_drawn_over(problem: Problem, nodes: Reduction, upper: float, weighty: frozenset[int]) -> Reduction:
+def _all_drawn_over(
+    problem: Problem, nodes: Reduction, upper: float, weighty: frozenset[int]
+) -> Reduction:
     while len(weighty) < len(problem.layers):
         pairs = _Draw(problem, nodes, upper, weighty).pairs()
         if not pairs:
@@ -132,7 +148,9 @@ def _all_drawn_over(problem: Problem, nodes: Reduction, upper: float, weighty: f
 
 def _may_draw(problem: Problem) -> bool:
     """Whether a device more or less, and a layer more or less on one, are all the same."""
-    return problem.one_link is not None and problem.least_devices == 1 and problem.most_layers is None
+    return (
+        problem.one_link is not None and problem.least_devices == 1 and problem.most_layers is None
+    )
 
 
 def _weighty(problem: Problem) -> frozenset[int]:
@@ -143,7 +161,11 @@ def _weighty(problem: Problem) -> frozenset[int]:
     if not memory_constraints.holds_state_alone(problem):
         return frozenset(range(len(layers)))
     copied = {layer for shared in problem.shared for layer in shared.others}
-    held = {index for index, layer in enumerate(layers) if memory_constraints.state_bytes(problem, layer)}
+    held = {
+        index
+        for index, layer in enumerate(layers)
+        if memory_constraints.state_bytes(problem, layer)
+    }
     return frozenset(held | copied)
 
 
@@ -176,7 +198,8 @@ class _Draw:
             return False
         if not self._in_order(centre, node):
             return False
-        gain, more_there, more_here = 0.0, 0.0, 0.0  # of both stages, and what their transfers grow by
+        # of both stages, and what their transfers grow by
+        gain, more_there, more_here = 0.0, 0.0, 0.0
         for net in self._nets_of[node]:
             time_ms = net.there_ms + net.back_ms
             with_centre = centre == net.source or centre in net.readers

@@ -1,10 +1,12 @@
-"""A search order by order of classes (``class_orders.py``): what no order has a chain within is proven.
+"""A search order by order of classes (``class_orders.py``): what no order has a chain within is
+proven.
 
     best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
 
-A chain may be better than the placement that is made of it, as its cost is that of the best links its values may have.
-Its order is then asked again for what is better than the best known, which may tell where its values' ends are. Memory
-counts by sums first; where it does not allow the placement, or not without recompute, exactly.
+A chain may be better than the placement that is made of it, as its cost is that of the best links
+its values may have. Its order is then asked again for what is better than the best known, which may
+tell where its values' ends are. Memory counts by sums first; where it does not allow the placement,
+or not without recompute, exactly.
 """
 
 from __future__ import annotations
@@ -24,25 +26,31 @@ ROUNDS = 3
 """So often an order is asked for something better, at the most."""
 
 LOW = 0.9
-"""So much of the best known is asked for first: that no order has less is told soon, for where the time is short."""
+"""So much of the best known is asked for first: that no order has less is told soon, for where the
+time is short."""
 
 GROWING = (1.2, 1.5, 2.0, 3.0, 5.0)
-"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after the other."""
+"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after
+the other."""
 
 FEW = 500
 """With more nodes than so many that is not told soon, and left out."""
 
 SHARE = 0.9
-"""How much of the time all orders may take: it is all or nothing, as one order that is left open is one too many."""
+"""How much of the time all orders may take: it is all or nothing, as one order that is left open is
+one too many."""
 
 ENOUGH_SHARE = 0.5
-"""How much of it they may where a bottleneck is enough: the integer program may find one within it, too."""
+"""How much of it they may where a bottleneck is enough: the integer program may find one within it,
+too."""
 
 
 def none_in_any_order(search: Search) -> bool:
-    """Go through the orders of classes, where they are few; whether it is proven that no placement fits.
+    """Go through the orders of classes, where they are few; whether it is proven that no placement
+    fits.
 
-    Where a bottleneck is enough, only whether there may be one within it: that there is none raises the bound.
+    Where a bottleneck is enough, only whether there may be one within it: that there is none raises
+    the bound.
 
     Args:
         search: with a placement or without.
@@ -50,7 +58,9 @@ def none_in_any_order(search: Search) -> bool:
     if not search.open() or not class_orders.applies(search.problem, search.nodes):
         return False
     if search.enough is not None:
-        if not stage_scope.applies(search.problem) and not _has_chains(search, search.enough, ENOUGH_SHARE):
+        if not stage_scope.applies(search.problem) and not _has_chains(
+            search, search.enough, ENOUGH_SHARE
+        ):
             search.prove(search.nothing_below())
         return False
     if search.best is None and find_any(search):
@@ -61,7 +71,8 @@ def none_in_any_order(search: Search) -> bool:
 
 
 def find_any(search: Search) -> bool:
-    """Look for a placement where no start fits: the best chain of any order, within bottlenecks that grow.
+    """Look for a placement where no start fits: the best chain of any order, within bottlenecks
+    that grow.
 
     Those that have none raise the bound.
 
@@ -81,24 +92,36 @@ def find_any(search: Search) -> bool:
 
 
 def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
-    """Look for a placement within a bottleneck, in a share of the time; whether there is one, or may be."""
+    """Look for a placement within a bottleneck, in a share of the time; whether there is one, or
+    may be.
+    """
     given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
     some = False
     for order in class_orders.orders(search.problem):
         chain = _chain(search, given, order, share)
-        if chain is None or search.value <= upper or (search.enough is None and search.best is not None):
+        if (
+            chain is None
+            or search.value <= upper
+            or (search.enough is None and search.best is not None)
+        ):
             return True
-        some = some or chain.devices is not None  # which asks for more than chains tell of
+        # which asks for more than chains tell of
+        some = some or chain.devices is not None
     return some
 
 
 def _longest_ms(problem: Problem) -> float:
     """No device takes longer, whatever it holds."""
     devices = range(len(problem.devices))
-    work = sum(max(problem.compute_ms(layer, device) for device in devices) for layer in range(len(problem.layers)))
+    work = sum(
+        max(problem.compute_ms(layer, device) for device in devices)
+        for layer in range(len(problem.layers))
+    )
     again = sum(map(max, problem.forward_ms)) if problem.may_recompute else 0.0
     links = [link for row in problem.links for link in row if link is not None]
-    sizes = [size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size]
+    sizes = [
+        size for value in problem.values for size in (value.bytes, value.gradient_bytes) if size
+    ]
     sent = sum(max((link.transfer_ms(size) for link in links), default=0.0) for size in sizes)
     return work + again + len(problem.devices) * sent
 
@@ -146,18 +169,28 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
 
 
 def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
-    """The best chain of an order, which is offered; where memory does not allow it, that by what memory does allow."""
+    """The best chain of an order, which is offered; where memory does not allow it, that by what
+    memory does allow.
+    """
     found: Chain | None = None
-    ways: tuple[Memory, ...] = ("sums", "exact") if memory_constraints.can_bind(search.problem) else ("sums",)
+    ways: tuple[Memory, ...] = (
+        ("sums", "exact") if memory_constraints.can_bind(search.problem) else ("sums",)
+    )
     for memory in ways:
         before = search.value
-        chain = None if search.over(share) else given.best(order, lambda: search.over(share), memory)
+        chain = (
+            None if search.over(share) else given.best(order, lambda: search.over(share), memory)
+        )
         if chain is None:
             return found
         search.meter.done += chain.work
         search.offer(chain.devices, "ideals")
         found = chain
-        if chain.devices is None or search.value < before or not _asks_too_much(search, chain.devices):
+        if (
+            chain.devices is None
+            or search.value < before
+            or not _asks_too_much(search, chain.devices)
+        ):
             break
     return found
 
@@ -173,7 +206,11 @@ def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
     assert search.best is not None
     result = costs.evaluate(search.problem, search.best)
     assert result is not None  # it was found, so it can be
-    kind_of = {device: kind for kind, alike in enumerate(search.problem.alike_devices()) for device in alike}
+    kind_of = {
+        device: kind
+        for kind, alike in enumerate(search.problem.alike_devices())
+        for device in alike
+    }
     best = [kind_of[device] for device in result.stages]
 
     def unlike(order: Order) -> int:

@@ -1,11 +1,13 @@
-"""Some layers alone: what those of the busiest stages take, if nothing else is there, no placement is below.
+"""Some layers alone: what those of the busiest stages take, if nothing else is there, no placement
+is below.
 
     stages    a │ b   C   d │ e      C is the busiest: the layers of b, C and d are placed at best on all devices
                                      that there are, as if a and e were not
 
-A placement, with all layers but those left out, still is one of these, and no device of it takes longer. Values that
-come from a layer which is left out are too, and readers. Where few stages are busy, as in a network whose first values
-are large over slow links, the rest is what makes the whole hard: it fits beside in many ways.
+A placement, with all layers but those left out, still is one of these, and no device of it takes
+longer. Values that come from a layer which is left out are too, and readers. Where few stages are
+busy, as in a network whose first values are large over slow links, the rest is what makes the whole
+hard: it fits beside in many ways.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
     return replace(
         problem,
         layers=tuple(problem.layers[layer] for layer in layers),
-        values=tuple(within(value) for value in problem.values if value.source in number and some(value.readers)),
+        values=tuple(
+            within(value)
+            for value in problem.values
+            if value.source in number and some(value.readers)
+        ),
         forward_ms=tuple(problem.forward_ms[layer] for layer in layers),
         backward_ms=tuple(problem.backward_ms[layer] for layer in layers),
         allowed=tuple(problem.allowed[layer] for layer in layers),

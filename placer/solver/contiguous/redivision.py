@@ -1,13 +1,15 @@
-"""Neighbouring stages divided anew: what the busiest and a few beside it hold is placed at best, the rest stays.
+"""Neighbouring stages divided anew: what the busiest and a few beside it hold is placed at best,
+the rest stays.
 
     stages    a │ b   C   d │ e      C is the busiest: what b, C and d hold is divided anew, so that none takes as long;
-                                     where devices are left over, into one stage more, and e moves on
+                                     where devices are left over, into one stage more, and e moves
+                                     on
 
-Each time the busiest of the group gets quicker, another stage is the busiest. Groups are small first; a few stages are
-divided in no time where all of them are out of reach.
+Each time the busiest of the group gets quicker, another stage is the busiest. Groups are small
+first; a few stages are divided in no time where all of them are out of reach.
 
-Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", 1998 (of large
-neighbourhoods).
+Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
+problems", 1998 (of large neighbourhoods).
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Group:
 
 
 class GroupModel(StageModel):
-    """The integer program of a group: all others stay where they are, and take no longer than ``upper``.
+    """The integer program of a group: all others stay where they are, and take no longer than
+    ``upper``.
 
     Args:
         problem: what is asked.
@@ -77,7 +80,13 @@ class GroupModel(StageModel):
     """
 
     def __init__(
-        self, problem: Problem, nodes: Reduction, upper: float, stage_of: list[int], group: Group, below_ms: float
+        self,
+        problem: Problem,
+        nodes: Reduction,
+        upper: float,
+        stage_of: list[int],
+        group: Group,
+        below_ms: float,
     ) -> None:
         self._stage_of, self._group = stage_of, group
         super().__init__(problem, nodes, upper * (1 + SLACK))
@@ -91,14 +100,15 @@ class GroupModel(StageModel):
         return self.makespan if stage in self._group.stages else TIME_STEPS
 
 
-def divide_anew(search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False) -> None:
+def divide_anew(
+    search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False
+) -> None:
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
-    Args:
-        search: with a placement, of a problem that ``stage_scope.bounds``.
-        nodes: its layers, joined where they may as well be together.
-        work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as much.
-        busiest_alone: to end where the busiest stage gets no quicker.
+    Args: search: with a placement, of a problem that ``stage_scope.bounds``. nodes: its layers,
+        joined where they may as well be together. work: of each group, in the measure of
+        ``cpsat.Meter``; all groups get ``IN_ALL`` times as much. busiest_alone: to end where the
+        busiest stage gets no quicker.
     """
     if search.best is None:
         return
@@ -136,7 +146,8 @@ class _Current:
         return sorted(self.load_ms, reverse=True)
 
     def groups(self, some: int) -> Iterator[Group]:
-        """Those with the busiest stage first, the smallest first, of these first the one whose others are idlest.
+        """Those with the busiest stage first, the smallest first, of these first the one whose
+        others are idlest.
 
         Args:
             some: of so many stages, the busiest.
@@ -146,7 +157,9 @@ class _Current:
         for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage])[:some]:
             for size in range(min(FEWEST, count), min(MOST, count) + 1):
                 firsts = range(max(0, busiest - size + 1), min(busiest, count - size) + 1)
-                for first in sorted(firsts, key=lambda first: sum(self.load_ms[first : first + size])):
+                for first in sorted(
+                    firsts, key=lambda first: sum(self.load_ms[first : first + size])
+                ):
                     group = Group(first, first + size, room)
                     if self.most_ms(group) == self.load_ms[busiest]:
                         yield group
@@ -162,13 +175,17 @@ class _Current:
         return frozenset(held), len(group.stages)
 
 
-def _quicker(search: Search, nodes: Reduction, current: _Current, group: Group, work: float) -> _Current | None:
+def _quicker(
+    search: Search, nodes: Reduction, current: _Current, group: Group, work: float
+) -> _Current | None:
     """The placement with a group divided better; None if no better way is found."""
     problem = search.problem
     alike = _together(problem, nodes, current.devices)
     stage_of = [current.place[current.devices[layers[0]]] for layers in alike.nodes]
     below_ms = current.most_ms(group) * (1 - GAIN)
-    answer = GroupModel(problem, alike, max(current.load_ms), stage_of, group, below_ms).solve(search.quietly(work))
+    answer = GroupModel(problem, alike, max(current.load_ms), stage_of, group, below_ms).solve(
+        search.quietly(work)
+    )
     if answer.devices is None or costs.judged(problem, answer.devices) is None:
         return None
     return _Current(problem, answer.devices)

@@ -1,4 +1,5 @@
-"""Chains of ideals where a value goes to each stage that reads it: what ``ideals.py`` counts once, counted as often.
+"""Chains of ideals where a value goes to each stage that reads it: what ``ideals.py`` counts once,
+counted as often.
 
 What the stage of a source takes depends on how many later stages read its values. So chains are followed from their
 last stage to the first; a label of an ideal is one way to divide what it leaves, and says how often each of its values
@@ -7,8 +8,8 @@ is sent there and what the busiest of these stages takes::
     ideals   I ──── stage ──── J ═══ later stages     label of J: v and w, made in J, are read by 2 of these
              v      w reads v                         label of I: v is read by 3; the stage pays for w twice, for v once
 
-Of two labels of an ideal one is left out if it sends no value less often and its busiest stage is no quicker. Only
-chains count that are within a bottleneck when values count once, which few are.
+Of two labels of an ideal one is left out if it sends no value less often and its busiest stage is
+no quicker. Only chains count that are within a bottleneck when values count once, which few are.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_TIMES = 10_000_000
-"""More than so many numbers, how often a value is sent, of all labels of a front that lead to one are too many."""
+"""More than so many numbers, how often a value is sent, of all labels of a front that lead to one
+are too many."""
 
 Ints = NDArray[np.int64]
 Times = NDArray[np.int8]
 
 
 class Stages(NamedTuple):
-    """What stages between the ideals of two fronts take where values count once: those that are not too long.
+    """What stages between the ideals of two fronts take where values count once: those that are not
+    too long.
 
     Attributes:
         before: by stage, the place of the ideal before it.
@@ -54,12 +57,11 @@ class Stages(NamedTuple):
 class Labels(NamedTuple):
     """Ways to divide what ideals of a front leave.
 
-    Attributes:
-        ideal: by label, the place of its ideal in the front.
-        sent: by label and value, how many later stages read it; 0 where it is not made in the ideal.
-        busiest_ms: by label, what the busiest of these stages takes.
-        kind: by label, the class of the device of the next stage.
-        then: by label, the one that is left behind that stage, of those with a device of that class more.
+    Attributes: ideal: by label, the place of its ideal in the front. sent: by label and value, how
+        many later stages read it; 0 where it is not made in the ideal. busiest_ms: by label, what
+        the busiest of these stages takes. kind: by label, the class of the device of the next
+        stage. then: by label, the one that is left behind that stage, of those with a device of
+        that class more.
     """
 
     ideal: Ints
@@ -75,9 +77,15 @@ class Labels(NamedTuple):
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a value may be sent more than once, and no such value is read before its source's stage."""
+    """Whether a value may be sent more than once, and no such value is read before its source's
+    stage.
+    """
     several = [value for value in problem.values if len(value.readers) > 1]
-    return bool(several) and not problem.multicast and all(value.bound_readers == value.readers for value in several)
+    return (
+        bool(several)
+        and not problem.multicast
+        and all(value.bound_readers == value.readers for value in several)
+    )
 
 
 class Sends:
@@ -106,7 +114,10 @@ class Sends:
         self._taxed = [alike[0] not in problem.untaxed for alike in problem.alike_devices()]
         nets = [net for net in joined_nets(problem, nodes) if len(net.readers) > 1]
         self._cost_ms = np.array([net.there_ms + net.back_ms for net in nets])
-        sources, reads = [net.source for net in nets], np.zeros((len(nodes.nodes), len(nets)), np.float32)
+        sources, reads = (
+            [net.source for net in nets],
+            np.zeros((len(nodes.nodes), len(nets)), np.float32),
+        )
         for place, net in enumerate(nets):
             reads[list(net.readers), place] = 1
         members = [front.members for front in fronts]
@@ -116,13 +127,14 @@ class Sends:
         self.looked_at = 0
 
     def best(self, reached: Mapping[Counts, Vector]) -> tuple[float, list[tuple[int, int]]] | None:
-        """The smallest bottleneck, and by stage the class of its device and the place of the ideal behind it.
+        """The smallest bottleneck, and by stage the class of its device and the place of the ideal
+        behind it.
 
         Args:
             reached: by devices of each class and ideal, the smallest bottleneck on the way to it.
 
-        Returns:
-            Infinity and no stages if no chain is within the bottleneck; None if labels are too many.
+        Returns: Infinity and no stages if no chain is within the bottleneck; None if labels are too
+            many.
         """
         counts: Counts = ()
         for counts in sorted(reached, key=sum, reverse=True):
@@ -133,7 +145,9 @@ class Sends:
                 if further is None:
                     return None
                 found.append(further)
-            self._labels[counts] = _undominated(Labels(*map(np.concatenate, zip(*found, strict=True))))
+            self._labels[counts] = _undominated(
+                Labels(*map(np.concatenate, zip(*found, strict=True)))
+            )
         first = self._labels[counts]
         return (float(first.busiest_ms[0]), self._way(counts)) if len(first.ideal) else (inf, [])
 
@@ -142,7 +156,9 @@ class Sends:
         whole = self._fronts[sum(counts)].whole
         some = int(whole is not None and bool(able[whole]))
         ideal, none = np.full(some, whole or 0, np.int64), np.full(some, -1, np.int64)
-        return Labels(ideal, np.zeros((some, len(self._cost_ms)), np.int8), np.zeros(some), none, none)
+        return Labels(
+            ideal, np.zeros((some, len(self._cost_ms)), np.int8), np.zeros(some), none, none
+        )
 
     def _further(self, counts: Counts, kind: int, able: Bools) -> Labels | None:
         """Labels of ideals before a stage on a device of a class; None if they are too many."""
@@ -161,7 +177,8 @@ class Sends:
         made, ideal = self._made[number], stages.before[stage]
         load_ms = stages.load_ms[stage]
         if self._taxed[kind]:
-            again_ms = (np.maximum(behind.sent, 1) - 1) * self._cost_ms  # the first time is in the load
+            # the first time is in the load
+            again_ms = (np.maximum(behind.sent, 1) - 1) * self._cost_ms
             load_ms = load_ms + product(again_ms, (~made.T).astype(np.float64))[label, ideal]
         fit = np.flatnonzero((load_ms <= self._within) & able[ideal])
         label, ideal = label[fit], ideal[fit]
@@ -181,13 +198,16 @@ class Sends:
 
 
 def _undominated(labels: Labels) -> Labels:
-    """Those of which no other of the same ideal sends each value as seldom and has no stage that is as quick."""
+    """Those of which no other of the same ideal sends each value as seldom and has no stage that is
+    as quick.
+    """
     order = np.lexsort((labels.busiest_ms, labels.sent.sum(axis=1), labels.ideal))
     ideal, sent, busiest_ms = labels.ideal[order], labels.sent[order], labels.busiest_ms[order]
     left, kept = np.arange(len(order)), [np.arange(0)]
     while len(left):
         firsts = np.flatnonzero(np.append(True, ideal[left][1:] != ideal[left][:-1]))
-        kept.append(left[firsts])  # of each ideal the one that sends least, which no other dominates
+        # of each ideal the one that sends least, which no other dominates
+        kept.append(left[firsts])
         lead = np.repeat(left[firsts], np.diff(np.append(firsts, len(left))))
         beaten = (sent[lead] <= sent[left]).all(axis=1) & (busiest_ms[lead] <= busiest_ms[left])
         left = left[~beaten]

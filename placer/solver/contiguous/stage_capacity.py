@@ -1,8 +1,9 @@
-"""Whether a device has the memory for a stage, told exactly, for sets of nodes that may be looked at again and again.
+"""Whether a device has the memory for a stage, told exactly, for sets of nodes that may be looked
+at again and again.
 
-What it needs is no sum over nodes: it has a worst moment, and what crosses is there only where it does. So sums
-(``capacity.least_held``, ``most_held``) tell soon of most sets that they are too large, or small enough, and this of
-the few that are left.
+What it needs is no sum over nodes: it has a worst moment, and what crosses is there only where it
+does. So sums (``capacity.least_held``, ``most_held``) tell soon of most sets that they are too
+large, or small enough, and this of the few that are left.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 
 SETS_A_WORK = 3_000
-"""Sets that are looked at for the first time in a unit of work, in the measure of ``cpsat.Meter``."""
+"""Sets that are looked at for the first time in a unit of work, in the measure of ``cpsat.Meter``.
+"""
 
 
 class StageRoom:
@@ -62,7 +64,9 @@ class StageRoom:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
-        """By node, the bytes that a stage has for it at the least, with so many micro-batches in flight."""
+        """By node, the bytes that a stage has for it at the least, with so many micro-batches in
+        flight.
+        """
         flight = 1 if self._problem.recompute[device] != "never" else flight
         if (device, flight) not in self._least:
             self._least[device, flight] = least_held(self._problem, self._nodes, device, flight)
@@ -75,7 +79,9 @@ class StageRoom:
         return self._most[flight]
 
     def more_ms(self, device: int, flight: int, members: Bools) -> float:
-        """What a stage takes longer because of its memory: 0, its forward passes once more, or infinitely long."""
+        """What a stage takes longer because of its memory: 0, its forward passes once more, or
+        infinitely long.
+        """
         problem, one = self._problem, self._footprint(members)
         rule, limit = problem.recompute[device], problem.devices[device].usable_bytes
         if rule != "always" and one.total_bytes(flight) <= limit:

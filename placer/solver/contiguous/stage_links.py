@@ -1,8 +1,9 @@
-"""Links that are not all alike, in the stage-prefix form: a bound from below, exact where values have one reader.
+"""Links that are not all alike, in the stage-prefix form: a bound from below, exact where values
+have one reader.
 
-Every transfer takes at least what it takes over the quickest link. A class of devices, which may be swapped, is of one
-host; where a value's source and its reader are at stages of unlike classes it takes at least what it takes over the
-quickest link between two classes. Literals:
+Every transfer takes at least what it takes over the quickest link. A class of devices, which may be
+swapped, is of one host; where a value's source and its reader are at stages of unlike classes it
+takes at least what it takes over the quickest link between two classes. Literals:
 
     of[n, c]      node n is at a stage of class c
     apart[n, r]   node n and its reader r are of unlike classes
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 class StageLinks:
     """The links as the stages see them.
 
-    Attributes:
-        quickest: no transfer takes less than over this.
-        between: nor any between two classes of devices less than over this; None where that is the same.
+    Attributes: quickest: no transfer takes less than over this. between: nor any between two
+        classes of devices less than over this; None where that is the same.
     """
 
     quickest: Link
@@ -53,7 +53,8 @@ def stage_links(problem: Problem) -> StageLinks | None:
 
 
 def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -> Problem:
-    """The problem with that link between all devices and no limits of memory: no harder, and links all alike.
+    """The problem with that link between all devices and no limits of memory: no harder, and links
+    all alike.
 
     Args:
         problem: what is asked.
@@ -64,19 +65,26 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
     numbers = range(len(problem.devices))
     return replace(
         problem,
-        request=problem.request.model_copy(update={"time_limit_s": time_limit_s, "break_ties": False}),
+        request=problem.request.model_copy(
+            update={"time_limit_s": time_limit_s, "break_ties": False}
+        ),
         devices=tuple(
-            device.model_copy(update={"memory_bytes": room, "reserve_bytes": 0}) for device in problem.devices
+            device.model_copy(update={"memory_bytes": room, "reserve_bytes": 0})
+            for device in problem.devices
         ),
         links=tuple(tuple(quickest if a != b else None for b in numbers) for a in numbers),
     )
 
 
 def surcharges(model: StageModel, between: Link, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
-    """Add to what stages send and receive what it takes longer between unlike classes, for each stage once a net."""
+    """Add to what stages send and receive what it takes longer between unlike classes, for each
+    stage once a net.
+    """
     of = [_classes_of(model, node) for node in range(len(model.nodes.nodes))]
     quick = joined_nets(model.problem, model.nodes, model.links.quickest)
-    slow = {(net.source, net.readers): net for net in joined_nets(model.problem, model.nodes, between)}
+    slow = {
+        (net.source, net.readers): net for net in joined_nets(model.problem, model.nodes, between)
+    }
     for net in quick:
         longer = slow[net.source, net.readers]
         there = model.steps(longer.there_ms - net.there_ms)
@@ -125,7 +133,9 @@ def _apart(model: StageModel, one: Sequence[Literal], other: Sequence[Literal]) 
 
 
 def _any(model: StageModel, stage: int, pairs: Sequence[tuple[int, Literal]]) -> Literal | None:
-    """A literal that holds if a node is at the stage and its own literal holds; None if none can be there."""
+    """A literal that holds if a node is at the stage and its own literal holds; None if none can be
+    there.
+    """
     able = [(node, literal) for node, literal in pairs if model.can_be(node, stage)]
     if not able:
         return None

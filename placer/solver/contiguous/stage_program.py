@@ -1,12 +1,14 @@
-"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from below.
+"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from
+below.
 
     y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
     t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
     kind[p, c]  stage p is a device of class c; a class is devices that may be swapped
 
-A net is a value, its source and its readers; values with the same ends are one net. Numbering stages along the pipeline
-leaves no symmetry between alike devices, and needs far fewer variables than node by device. Times are whole numbers,
-rounded down, so what is proven about them holds for the true ones.
+A net is a value, its source and its readers; values with the same ends are one net. Numbering
+stages along the pipeline leaves no symmetry between alike devices, and needs far fewer variables
+than node by device. Times are whole numbers, rounded down, so what is proven about them holds for
+the true ones.
 """
 
 from __future__ import annotations
@@ -42,12 +44,10 @@ Sum = cp_model.LinearExpr | int
 class StageModel:
     """A CP-SAT model of one problem.
 
-    Args:
-        problem: what is asked, of the kind that ``stage_scope.bounds`` names.
-        nodes: its layers, joined where they must be together.
-        upper: a bottleneck that is known; only placements at least as good are searched.
-        links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower bound.
-        any_will_do: with it, there is no objective.
+    Args: problem: what is asked, of the kind that ``stage_scope.bounds`` names. nodes: its layers,
+        joined where they must be together. upper: a bottleneck that is known; only placements at
+        least as good are searched. links: as ``stage_links`` gives them; their ``between`` may be
+        left out for a quicker, lower bound. any_will_do: with it, there is no objective.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class StageModel:
             self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""
+        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
+        possible.
+        """
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
     # Variables
@@ -98,14 +100,17 @@ class StageModel:
         self.y: list[list[Prefix]] = []
         for node, (first, last) in enumerate(self.windows):
             row: list[Prefix] = [
-                self.cp.new_bool_var(f"y{node},{p}") if first <= p < last else p >= last for p in self.stages
+                self.cp.new_bool_var(f"y{node},{p}") if first <= p < last else p >= last
+                for p in self.stages
             ]
             self.y.append(row)
             for p in range(first + 1, last):
                 self.clause(self.negated(row[p - 1]), row[p])
 
     def _choose_kinds(self) -> None:
-        """Every stage is of one class, no class has more stages than devices, and nodes keep to allowed devices."""
+        """Every stage is of one class, no class has more stages than devices, and nodes keep to
+        allowed devices.
+        """
         classes = range(len(self.classes))
         if len(self.classes) == 1:
             self.kind: list[list[Prefix]] = [[True] for _ in self.stages]
@@ -140,7 +145,8 @@ class StageModel:
         """The literal that holds if this one does not."""
         if isinstance(literal, bool):
             return not literal
-        return cast("cp_model.IntVar", ~literal)  # a literal too, though not of that class
+        # a literal too, though not of that class
+        return cast("cp_model.IntVar", ~literal)
 
     def _before(self, node: int, stage: int) -> Prefix:
         """Whether the node is before the stage."""
@@ -193,7 +199,9 @@ class StageModel:
         transfers = self._transfers()
         for p in self.stages:
             for c, members in enumerate(self.classes):
-                compute = self._sum_at(p, [(node, self.steps(self._work(node, members[0]))) for node in self._nodes])
+                compute = self._sum_at(
+                    p, [(node, self.steps(self._work(node, members[0]))) for node in self._nodes]
+                )
                 sent, received = ([], []) if members[0] in self.problem.untaxed else transfers[p]
                 if self.problem.request.transfers == "overlapped":
                     parts = [compute, sum(sent), sum(received)]
@@ -214,7 +222,10 @@ class StageModel:
         """The sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
         constant, literals, factors = 0, [], []
         for node, weight in weights:
-            for literal, factor in ((self.y[node][stage], weight), (self._before(node, stage), -weight)):
+            for literal, factor in (
+                (self.y[node][stage], weight),
+                (self._before(node, stage), -weight),
+            ):
                 if isinstance(literal, bool):
                     constant += factor * literal
                 elif factor:
@@ -246,7 +257,9 @@ class StageModel:
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
-        """Whether a cut net costs every stage that it touches the same, be it that of the source or of a reader."""
+        """Whether a cut net costs every stage that it touches the same, be it that of the source or
+        of a reader.
+        """
         if self.problem.request.transfers == "overlapped":
             return False
         return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
@@ -303,7 +316,9 @@ class StageModel:
         return taken
 
     def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
-        """If the source is at the stage, whether another stage reads the net, and how many do: all that take it."""
+        """If the source is at the stage, whether another stage reads the net, and how many do: all
+        that take it.
+        """
         cut = self.cp.new_bool_var("")
         for reader in net.readers:
             self._apart(net.source, reader, stage, cut)
@@ -318,7 +333,9 @@ class StageModel:
         return cut, times
 
     def _memory(self) -> None:
-        """Every stage stays within the limit of the device that it is, in training with steady micro-batches."""
+        """Every stage stays within the limit of the device that it is, in training with steady
+        micro-batches.
+        """
         problem = self.problem
         unit = max(1, -(-memory_constraints.use_of_all(problem) // BYTE_STEPS))
         state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
@@ -341,7 +358,10 @@ class StageModel:
 
     def _state_bytes(self, node: int) -> int:
         problem = self.problem
-        return sum(memory_constraints.state_bytes(problem, problem.layers[layer]) for layer in self.nodes.nodes[node])
+        return sum(
+            memory_constraints.state_bytes(problem, problem.layers[layer])
+            for layer in self.nodes.nodes[node]
+        )
 
     def here(self, node: int, stage: int) -> Literal | None:
         """A literal that holds if the node is at the stage; None if it cannot be."""
@@ -371,8 +391,12 @@ class StageModel:
             return literal if isinstance(literal, bool) else bool(value(literal))
 
         free = [list(members) for members in self.classes]
-        device_of = [free[next(c for c, kind in enumerate(row) if holds(kind))].pop(0) for row in self.kind]
-        return self.nodes.spread([device_of[next(p for p in self.stages if holds(row[p]))] for row in self.y])
+        device_of = [
+            free[next(c for c, kind in enumerate(row) if holds(kind))].pop(0) for row in self.kind
+        ]
+        return self.nodes.spread(
+            [device_of[next(p for p in self.stages if holds(row[p]))] for row in self.y]
+        )
 
     def in_unit(self, bound: float) -> float:
         """A bound in milliseconds."""

@@ -11,7 +11,8 @@ MOST_CLASSES = 3
 """With more classes of devices than so many, devices are chosen node by node."""
 
 MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may last."""
+"""A model with more rules than about so many would take longer to write down than most searches may
+last."""
 
 
 def applies(problem: Problem) -> bool:
@@ -31,7 +32,9 @@ def bounds(problem: Problem) -> bool:
 
 def knows_memory(problem: Problem) -> bool:
     """Whether the form can state the limits of memory; it does not know copies."""
-    return not memory_constraints.can_bind(problem) or (problem.training and _steady(problem) and not problem.shared)
+    return not memory_constraints.can_bind(problem) or (
+        problem.training and _steady(problem) and not problem.shared
+    )
 
 
 def worth_building(problem: Problem, nodes: Reduction) -> bool:
@@ -40,6 +43,8 @@ def worth_building(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _steady(problem: Problem) -> bool:
-    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs at once."""
+    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs
+    at once.
+    """
     one = problem.request.chunks == 1 and not problem.weights_apart
     return problem.request.schedule == "fill-drain" or one or problem.may_recompute

@@ -1,4 +1,5 @@
-"""Contiguous placements by objective throughput: thresholds, each met by a placement or proven to be out of reach.
+"""Contiguous placements by objective throughput: thresholds, each met by a placement or proven to
+be out of reach.
 
 A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
 nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
@@ -27,7 +28,8 @@ from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
 FIRST, TIMES = 2.5, 4.0
-"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next one's over that."""
+"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next
+one's over that."""
 
 STEP = 0.01
 """Thresholds of a sweep are this share of the best known apart, at the least."""
@@ -48,20 +50,22 @@ ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
 
 LOOSE, SHORT = 0.2, 1.0
-"""Where the gap is more than this share, a question of so much work is asked before parts are made better."""
+"""Where the gap is more than this share, a question of so much work is asked before parts are made
+better."""
 
 GROUP_SHARE = 0.08
 """How much of a question's work goes to each group of stages that is divided anew."""
 
 BETTER_SHARE = 0.3
-"""How much of a question's work goes to the best placement, where the question has found one that is better."""
+"""How much of a question's work goes to the best placement, where the question has found one that
+is better."""
 
 
 def few_ideals(search: Search) -> None:
     """Solve a problem whose ideals are few; leave others as they are.
 
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for. A chain
-    that is found is the best of all, one that is not raises the bound.
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
+    asked for. A chain that is found is the best of all, one that is not raises the bound.
     """
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
@@ -69,14 +73,17 @@ def few_ideals(search: Search) -> None:
         if ideals.too_loose(search.problem, nodes):
             search.too_many = threshold
             return
-        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0))
+        chain = ideals.best_chain(
+            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0)
+        )
         if chain is None:
             search.too_many, tries = threshold, tries + 1
         elif chain.devices is None:
             tries = 0
             search.prove(search.nothing_below() if threshold == search.better() else threshold)
             if len(nodes.nodes) == 1:
-                return  # no ideals are needed to tell so; more orders find better thresholds sooner
+                # no ideals are needed to tell so; more orders find better thresholds sooner
+                return
         else:
             search.prove(min(chain.bound, search.nothing_below()))
             search.offer(chain.devices, "ideals")
@@ -94,9 +101,8 @@ def _worth_chains(search: Search, threshold: float) -> bool:
 def sweep(search: Search, *, parts: bool = True) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
-    Args:
-        search: with a placement, or with a bottleneck that will do; of a problem that ``stage_scope.applies`` to.
-        parts: whether some stages are looked at alone, too.
+    Args: search: with a placement, or with a bottleneck that will do; of a problem that
+        ``stage_scope.applies`` to. parts: whether some stages are looked at alone, too.
     """
     if search.best is not None and search.enough is None:
         _ideals_but_for_loose_nodes(search)
@@ -118,21 +124,32 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         if search.open() and not search.over(1.0):
             halve(search, work)
         if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
-            return  # no question was cut short: asked again, each has the same answer, which costs do not bear out
+            # no question was cut short: asked again, each has the same answer, which costs do not
+            # bear out
+            return
 
 
 def _ideals_but_for_loose_nodes(search: Search) -> None:
-    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has it, or about it.
+    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has
+    it, or about it.
 
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are asked for.
+    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
+    asked for.
     """
     threshold, hard, tries = search.better(), inf, 0
-    while search.open() and tries < MOST_TRIES and threshold < hard * (1 - STEP) and not search.over(1.0):
+    while (
+        search.open()
+        and tries < MOST_TRIES
+        and threshold < hard * (1 - STEP)
+        and not search.over(1.0)
+    ):
         nodes = nodes_within(search, threshold)
         if not ideals.applies(search.problem) or not ideals.too_loose(search.problem, nodes):
             return
         some = loose_nodes(search.problem, nodes)
-        chain = ideals.best_chain(search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some)
+        chain = ideals.best_chain(
+            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some
+        )
         if chain is None:
             hard, tries = threshold, tries + 1
         elif chain.devices is None:
@@ -146,7 +163,8 @@ def _ideals_but_for_loose_nodes(search: Search) -> None:
 
 
 def _parts_alone(search: Search, work: float) -> None:
-    """Raise the bound by what the busiest stages take alone, with ever more beside them until they are too many.
+    """Raise the bound by what the busiest stages take alone, with ever more beside them until they
+    are too many.
 
     Args:
         search: with a placement, or nothing is done.
@@ -168,12 +186,18 @@ def _parts_alone(search: Search, work: float) -> None:
 
 
 def _part(search: Search, layers: list[int], work: float) -> Search:
-    """A search for the best placement of some layers, with that in the best known and those of linear orders."""
+    """A search for the best placement of some layers, with that in the best known and those of
+    linear orders.
+    """
     problem = part_bounds.part_of(search.problem, layers)
     limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
     meter = Meter(min(work, search.meter.left))
     part = Search(
-        replace(problem, request=limited), stop=search.stop, meter=meter, bound=search.bound, enough=search.enough
+        replace(problem, request=limited),
+        stop=search.stop,
+        meter=meter,
+        bound=search.bound,
+        enough=search.enough,
     )
     assert search.best is not None
     part.offer([search.best[layer] for layer in layers], search.method)
@@ -189,9 +213,15 @@ def _groups_anew(search: Search, work: float) -> None:
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known; where one is, the best that some work finds."""
+    """Whether any placement is better than the best known; where one is, the best that some work
+    finds.
+    """
     for _ in range(ASKED):
-        if not search.open() or search.over(1.0) or _within(search, search.better(), work).devices is None:
+        if (
+            not search.open()
+            or search.over(1.0)
+            or _within(search, search.better(), work).devices is None
+        ):
             return
         if search.open():
             model = StageModel(search.problem, nodes_within(search), search.better())
@@ -217,7 +247,9 @@ def halve(search: Search, work: float) -> None:
 def _within(search: Search, threshold: float, work: float) -> Answer:
     """Whether a placement is within a threshold; what is found or proven is the search's."""
     nodes = nodes_within(search, threshold)
-    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(search.limits(work))
+    answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(
+        search.limits(work)
+    )
     if answer.infeasible:
         search.prove(search.nothing_below() if threshold == search.better() else threshold)
     search.offer(answer.devices, "integer program")
@@ -225,11 +257,15 @@ def _within(search: Search, threshold: float, work: float) -> Answer:
 
 
 def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
-    """The layers in as few nodes as a placement within a threshold needs, or one that is better than the best known."""
+    """The layers in as few nodes as a placement within a threshold needs, or one that is better
+    than the best known.
+    """
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes
     if search.merged is None or search.merged[0] != upper:
-        nodes = merged(search.problem, reduced(search.problem, upper), upper, lambda: search.over(1.0))
+        nodes = merged(
+            search.problem, reduced(search.problem, upper), upper, lambda: search.over(1.0)
+        )
         search.merged = upper, nodes
     return search.merged[1]

@@ -5,9 +5,10 @@ Where node v is at stage p, so is all that it depends on and that cannot be befo
     needed(v, p)  =  v and all before v that no stage before p can hold
     min over S with needed(v, p) in S of (work(S) + transfer of the nets that S cuts)  <=  upper
 
-which is a minimum cut; S holds no node that is known to be behind p, or before. A node that fails takes all behind it
-with it, one that passes all before it, so few cuts decide a stage. Stages on devices that pay for no transfer are few:
-their number so far is counted too. The last stages are the first ones of the graph turned round.
+which is a minimum cut; S holds no node that is known to be behind p, or before. A node that fails
+takes all behind it with it, one that passes all before it, so few cuts decide a stage. Stages on
+devices that pay for no transfer are few: their number so far is counted too. The last stages are
+the first ones of the graph turned round.
 """
 
 from __future__ import annotations
@@ -54,12 +55,25 @@ def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
     nets = nets_by_pins(problem, nodes)
     work = [least_ms(problem, nodes, node) for node in range(count)]
     pins = sum(map(len, nets))
-    if problem.request.transfers != "added" or count > MOST_NODES or pins > MOST_PINS or not 0 < sum(work) < inf:
+    if (
+        problem.request.transfers != "added"
+        or count > MOST_NODES
+        or pins > MOST_PINS
+        or not 0 < sum(work) < inf
+    ):
         return None
     alone = [alone_ms(problem, nodes, node) for node in range(count)]
     before, behind = neighbourhood(problem, nodes)
     within = upper * (1 + SLACK)
-    return _Reach(Cutter(work, nets), alone, len(problem.untaxed), before, behind, problem.most_devices, within)
+    return _Reach(
+        Cutter(work, nets),
+        alone,
+        len(problem.untaxed),
+        before,
+        behind,
+        problem.most_devices,
+        within,
+    )
 
 
 @dataclass
@@ -88,19 +102,34 @@ class _Reach:
         """Narrower windows, if there are any."""
         firsts = self._firsts([first for first, _ in windows], [last for _, last in windows])
         turned = self._turned()
-        flipped = turned._firsts([self.stages - 1 - last for _, last in windows], [self.stages - 1 - f for f in firsts])
-        return [(first, self.stages - 1 - turn) for first, turn in zip(firsts, flipped, strict=True)]
+        flipped = turned._firsts(
+            [self.stages - 1 - last for _, last in windows], [self.stages - 1 - f for f in firsts]
+        )
+        return [
+            (first, self.stages - 1 - turn) for first, turn in zip(firsts, flipped, strict=True)
+        ]
 
     def _turned(self) -> _Reach:
-        return _Reach(self.cutter, self.alone, self.untaxed, self.behind, self.before, self.stages, self.within)
+        return _Reach(
+            self.cutter,
+            self.alone,
+            self.untaxed,
+            self.behind,
+            self.before,
+            self.stages,
+            self.within,
+        )
 
     def _firsts(self, known: list[int], lasts: list[int]) -> list[int]:
         """By node, its first stage, from what is known; ``stages`` where it can be at none."""
         fewer: list[int] | None = None
-        for _ in range(self.untaxed + 1):  # with so many stages, at the most, that pay for no transfer
+        # with so many stages, at the most, that pay for no transfer
+        for _ in range(self.untaxed + 1):
             firsts = list(known)
             for stage in range(self.stages):
-                away = [node for node, first in enumerate(known) if first > stage or lasts[node] < stage]
+                away = [
+                    node for node, first in enumerate(known) if first > stage or lasts[node] < stage
+                ]
                 with self.cutter.without(away):
                     self._decide(stage, firsts, fewer)
             fewer = firsts
@@ -110,14 +139,18 @@ class _Reach:
         """Move nodes that cannot be at a stage, or before, to the next."""
         count = len(firsts)
         late = sum(1 << node for node in range(count) if firsts[node] >= stage)
-        late_with_fewer = sum(1 << node for node in range(count) if fewer is not None and fewer[node] >= stage)
+        late_with_fewer = sum(
+            1 << node for node in range(count) if fewer is not None and fewer[node] >= stage
+        )
         undecided = [node for node in range(count) if firsts[node] == stage]
         while undecided:
             node = undecided[len(undecided) // 2]
             passed = self._passes(self.before[node] & late)
             if passed is None and fewer is not None:
                 needed = members(self.before[node] & late_with_fewer)
-                passed = 1 << node if sum(self.alone[other] for other in needed) <= self.within else None
+                passed = (
+                    1 << node if sum(self.alone[other] for other in needed) <= self.within else None
+                )
             if passed is None:
                 for other in undecided:
                     if self.behind[node] >> other & 1:
@@ -128,7 +161,8 @@ class _Reach:
                 undecided = [
                     other
                     for other in undecided
-                    if not gone >> other & 1 and (not passed >> other & 1 or self.before[other] & late & ~passed)
+                    if not gone >> other & 1
+                    and (not passed >> other & 1 or self.before[other] & late & ~passed)
                 ]
 
     def _passes(self, needed: int) -> int | None:

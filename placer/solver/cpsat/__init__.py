@@ -1,1 +1,3 @@
-"""The integer program by node and device: costs and memory as constraints, and what every program is run by."""
+"""The integer program by node and device: costs and memory as constraints, and what every program
+is run by.
+"""

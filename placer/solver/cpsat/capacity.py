@@ -1,4 +1,6 @@
-"""How much a device can hold at the most within a bottleneck: of work, of state, of anything that nodes weigh."""
+"""How much a device can hold at the most within a bottleneck: of work, of state, of anything that
+nodes weigh.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ def state_of(problem: Problem, nodes: Reduction) -> Vector:
 
 
 def least_held(problem: Problem, nodes: Reduction, device: int, flight: int) -> Vector:
-    """By node, the bytes that a stage has on a device for it at the least: state, and of micro-batches what they keep.
+    """By node, the bytes that a stage has on a device for it at the least: state, and of
+    micro-batches what they keep.
 
-    What a stage keeps of a value counts for the first of all layers that keep it, so that nothing counts twice.
+    What a stage keeps of a value counts for the first of all layers that keep it, so that nothing
+    counts twice.
 
     Args:
         problem: what is asked.
@@ -48,7 +52,10 @@ def least_held(problem: Problem, nodes: Reduction, device: int, flight: int) -> 
     for index, layer in enumerate(problem.layers):
         held[index] += flight * layer.saved_bytes
         if recorded:
-            held[index] += problem.backwards(flight) * problem.deferred_bytes[index] + problem.step_bytes[index]
+            held[index] += (
+                problem.backwards(flight) * problem.deferred_bytes[index]
+                + problem.step_bytes[index]
+            )
     for value in problem.values:
         if value.keepers:
             held[value.keepers[0]] += flight * value.held_bytes
@@ -56,17 +63,27 @@ def least_held(problem: Problem, nodes: Reduction, device: int, flight: int) -> 
 
 
 def most_held(problem: Problem, nodes: Reduction, flight: int) -> Vector:
-    """By node, bytes of which a stage has no more for it, with so many micro-batches in flight, recomputed or not."""
+    """By node, bytes of which a stage has no more for it, with so many micro-batches in flight,
+    recomputed or not.
+    """
     apart = zip(problem.weights_workspace_bytes, problem.step_bytes, strict=True)
     held = [state + sum(more) for state, more in zip(_states(problem), apart, strict=True)]
     for index, layer in enumerate(problem.layers):
         backwards = max(layer.backward_workspace_bytes, problem.back_workspace_bytes[index])
-        passing = layer.saved_bytes + layer.forward_workspace_bytes + backwards + problem.deferred_bytes[index]
+        passing = (
+            layer.saved_bytes
+            + layer.forward_workspace_bytes
+            + backwards
+            + problem.deferred_bytes[index]
+        )
         held[index] += flight * passing
     for value in problem.values:
         for index in {value.source, *value.readers}:
-            # kept or waiting, and where it crosses; its gradient waiting, where it crosses, and where it lands
-            held[index] += flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
+            # kept or waiting, and where it crosses; its gradient waiting, where it crosses, and
+            # where it lands
+            held[index] += (
+                flight * (2 * value.held_bytes + 3 * value.gradient_bytes) + value.rest_bytes
+            )
     for shared in problem.shared:
         for index in shared.others:
             held[index] += shared.total_bytes
@@ -82,7 +99,8 @@ def _by_node(sizes: Sequence[int], nodes: Reduction) -> Vector:
 
 
 def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float]:
-    """The most worth that takes no longer than ``upper``, parts of nodes allowed, and its slope there.
+    """The most worth that takes no longer than ``upper``, parts of nodes allowed, and its slope
+    there.
 
     Args:
         worth: by node, 0 or more.
@@ -104,7 +122,9 @@ def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float
 
 
 def most_state(problem: Problem, nodes: Reduction, upper: float) -> list[float]:
-    """The most bytes of state that so many devices hold within a bottleneck: by their number, from none on."""
+    """The most bytes of state that so many devices hold within a bottleneck: by their number, from
+    none on.
+    """
     state = state_of(problem, nodes)
     each: list[float] = []
     for alike in problem.alike_devices():

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
 
 PAIRS_PER_LAYER = 8
-"""With more independent pairs of layers than so many times the layers, devices are watched instead of pairs."""
+"""With more independent pairs of layers than so many times the layers, devices are watched instead
+of pairs."""
 
 
 def values_need_links(model: PlacementModel) -> None:
     """A value, and its gradient, passes only where there is a link."""
     problem, nodes = model.problem, model.nodes
     refused = set()
-    missing = [(a, b) for a, b in _pairs(model) if None in (problem.links[a][b], problem.links[b][a])]
+    missing = [
+        (a, b) for a, b in _pairs(model) if None in (problem.links[a][b], problem.links[b][a])
+    ]
     for value in problem.values if missing else ():
         source = nodes.node_of[value.source]
         for reader in nodes.of(value.readers) - {source}:
@@ -49,7 +52,9 @@ def loads(model: PlacementModel) -> None:
             model.cp.add(sum(compute[device] + send[device] + receive[device]) <= most)
 
 
-def load_parts(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
+def load_parts(
+    model: PlacementModel,
+) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
     """By device, the terms of its compute, of what it sends, and of what it receives."""
     compute = _compute(model)
     send, receive = _transfers(model)
@@ -68,7 +73,9 @@ def _compute(model: PlacementModel) -> list[list[Term]]:
 
 
 def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]]]:
-    """A value is sent once per device that reads it; its gradient comes back. Values with the same ends go together."""
+    """A value is sent once per device that reads it; its gradient comes back. Values with the same
+    ends go together.
+    """
     send: list[list[Term]] = [[] for _ in model.devices]
     receive: list[list[Term]] = [[] for _ in model.devices]
     one_link = model.problem.one_link
@@ -100,14 +107,18 @@ def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: 
     return taken
 
 
-def _given(model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term) -> Term:
+def _given(
+    model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term
+) -> Term:
     """If the source is on the device, how many other devices read its value: all takers."""
     if device not in model.x[source]:
         return 0
     here = model.x[source][device]
     cut = model.cp.new_bool_var("")
     for reader in readers:
-        model.cp.add_bool_or(~here, *([model.x[reader][device]] if device in model.x[reader] else []), cut)
+        model.cp.add_bool_or(
+            ~here, *([model.x[reader][device]] if device in model.x[reader] else []), cut
+        )
     most = min(len(readers), len(model.stages) - 1)
     if most < 2 or model.problem.multicast:
         return cut
@@ -177,21 +188,31 @@ _Delay = Callable[[Value, int, int], float | None]
 
 
 def latency(model: PlacementModel) -> None:
-    """The objective is at least the last finish forwards plus, in training, the last finish backwards."""
+    """The objective is at least the last finish forwards plus, in training, the last finish
+    backwards.
+    """
     problem = model.problem
     count = len(problem.layers)
     waits = [(value.source, reader, value) for value in problem.values for reader in value.readers]
 
     def forwards(value: Value, device: int, other: int) -> float | None:
-        return problem.send_ms(value, device, other) if problem.linked(value, device, other) else None
+        return (
+            problem.send_ms(value, device, other) if problem.linked(value, device, other) else None
+        )
 
     def backwards(value: Value, device: int, other: int) -> float | None:
-        return problem.gradient_ms(value, other, device) if problem.linked(value, other, device) else None
+        return (
+            problem.gradient_ms(value, other, device)
+            if problem.linked(value, other, device)
+            else None
+        )
 
     ends: list[Term] = [_makespan(model, range(count), problem.forward_ms, waits, forwards)]
     if problem.training:
         back = [(reader, source, value) for source, reader, value in waits if value.gradient_bytes]
-        ends.append(_makespan(model, range(count - 1, -1, -1), problem.backward_ms, back, backwards))
+        ends.append(
+            _makespan(model, range(count - 1, -1, -1), problem.backward_ms, back, backwards)
+        )
     model.cp.add(sum(ends) <= model.makespan)
 
 
@@ -202,7 +223,9 @@ def _makespan(
     waits: Sequence[tuple[int, int, Value]],
     delay_ms: _Delay,
 ) -> Term:
-    """The last finish of layers in a fixed order; one waits for another, with a delay if they are apart."""
+    """The last finish of layers in a fixed order; one waits for another, with a delay if they are
+    apart.
+    """
     inputs: dict[int, list[tuple[int, Value]]] = defaultdict(list)
     for before, after, value in waits:
         inputs[after].append((before, value))
@@ -212,7 +235,9 @@ def _makespan(
     for layer in order:
         node = model.nodes.node_of[layer]
         start[layer] = model.cp.new_int_var(0, model.upper, f"start{layer}")
-        finish[layer] = start[layer] + sum(model.steps(time_ms[layer][d]) * x for d, x in model.x[node].items())
+        finish[layer] = start[layer] + sum(
+            model.steps(time_ms[layer][d]) * x for d, x in model.x[node].items()
+        )
         model.cp.add(finish[layer] <= end)
         for before, value in inputs[layer]:
             delay = _delay(model, model.nodes.node_of[before], node, value, delay_ms)
@@ -228,13 +253,20 @@ def _one_at_a_time(
     start: dict[int, Term],
     finish: dict[int, Term],
 ) -> None:
-    """A device runs one layer at a time, in the order; layers that wait for each other anyway need no rule."""
+    """A device runs one layer at a time, in the order; layers that wait for each other anyway need
+    no rule.
+    """
     pairs = _independent(order, waits)
     if len(pairs) <= PAIRS_PER_LAYER * len(order):
         for before, after in pairs:
-            first, second = model.x[model.nodes.node_of[before]], model.x[model.nodes.node_of[after]]
+            first, second = (
+                model.x[model.nodes.node_of[before]],
+                model.x[model.nodes.node_of[after]],
+            )
             for device in first.keys() & second.keys():
-                model.cp.add(start[after] >= finish[before]).only_enforce_if(first[device], second[device])
+                model.cp.add(start[after] >= finish[before]).only_enforce_if(
+                    first[device], second[device]
+                )
         return
     free: list[Term] = [0] * len(model.devices)
     for layer in order:

@@ -1,4 +1,6 @@
-"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one function a rule."""
+"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one
+function a rule.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TERMS_A_RULE = 20
 
 
 def rules_a_device(problem: Problem) -> int:
-    """About how many rules say what a device holds: of steps and readers; in inference, of the values in sums, too."""
+    """About how many rules say what a device holds: of steps and readers; in inference, of the
+    values in sums, too.
+    """
     if problem.request.objective != "memory" and not can_bind(problem):
         return 0
     held = [value for value in problem.values if value.held_bytes]
@@ -34,7 +38,11 @@ def rules_a_device(problem: Problem) -> int:
 
 def memory(model: PlacementModel) -> None:
     """Every device stays within its limit, and, if memory is the objective, within the objective."""
-    if not model.relaxed and model.objective != "memory" and (not model.limited or not can_bind(model.problem)):
+    if (
+        not model.relaxed
+        and model.objective != "memory"
+        and (not model.limited or not can_bind(model.problem))
+    ):
         return
     moments = Moments(model.problem, model.nodes, model.byte_unit)
     for device in model.placed:
@@ -54,7 +62,9 @@ def can_bind(problem: Problem) -> bool:
 def holds_state_alone(problem: Problem) -> bool:
     """Whether nothing but the state of layers takes memory."""
     layers = problem.layers
-    passing = sum(la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers)
+    passing = sum(
+        la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers
+    )
     waiting = sum(value.held_bytes + value.waiting_bytes for value in problem.values)
     apart = (
         sum(problem.step_bytes)
@@ -66,7 +76,9 @@ def holds_state_alone(problem: Problem) -> bool:
 
 
 def use_of_all(problem: Problem) -> int:
-    """What no device holds more than, whatever is on it, with all micro-batches in flight, in bytes."""
+    """What no device holds more than, whatever is on it, with all micro-batches in flight, in
+    bytes.
+    """
     if holds_state_alone(problem):
         return sum(state_bytes(problem, layer) for layer in problem.layers)
     everything = Held(list(range(len(problem.layers))), list(problem.values))
@@ -83,11 +95,16 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     sizes += [*problem.weights_workspace_bytes, *problem.step_bytes]
     sizes += [shared.total_bytes for shared in problem.shared]
     for layer in problem.layers:
-        sizes += [state_bytes(problem, layer), layer.forward_workspace_bytes * (often if problem.recorded else 1)]
+        sizes += [
+            state_bytes(problem, layer),
+            layer.forward_workspace_bytes * (often if problem.recorded else 1),
+        ]
         if problem.training:
             sizes += [layer.backward_workspace_bytes, layer.saved_bytes * often]
     if problem.training:
-        sizes += [value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values]
+        sizes += [
+            value.gradient_bytes * (often if problem.recorded else 1) for value in problem.values
+        ]
         sizes += [value.rest_bytes for value in problem.values]
     return [size for size in sizes if size]
 
@@ -98,7 +115,9 @@ def state_bytes(problem: Problem, layer: Layer) -> int:
     return held + layer.grad_bytes + layer.optimizer_bytes if problem.training else held
 
 
-def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()) -> None:
+def _within(
+    model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()
+) -> None:
     """The use stays within the device's limit, at least where all of some literals hold."""
     limit = model.problem.devices[device].usable_bytes // model.byte_unit
     if model.relaxed:
@@ -111,11 +130,15 @@ def _within(model: PlacementModel, device: int, use: Term, given: Sequence[cp_mo
 
 
 def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a device, and copies."""
+    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a
+    device, and copies.
+    """
     terms: list[Term] = []
     most = 0
     for node, layers in enumerate(model.nodes.nodes):
-        size = sum(model.units(state_bytes(model.problem, model.problem.layers[layer])) for layer in layers)
+        size = sum(
+            model.units(state_bytes(model.problem, model.problem.layers[layer])) for layer in layers
+        )
         terms.append(size * model.on(node, device))
         most += size
     for number, shared in enumerate(model.problem.shared):
@@ -149,13 +172,22 @@ class _OnDevice:
         return self._model.on(node, self._device)
 
 
-def _training(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
-    """The state; what further micro-batches keep, and the worst moment of one, or what recorded passes have."""
+def _training(
+    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+) -> None:
+    """The state; what further micro-batches keep, and the worst moment of one, or what recorded
+    passes have.
+    """
     place = _OnDevice(model, device)
     if model.problem.recorded and model.problem.recompute[device] == "never":
         each, landing, shared = moments.recorded(place, limit_bytes)
         for flight, given in _in_flight(model, device):
-            _within(model, device, fixed + flight * (each + (landing if flight > 1 else 0)) + shared, given)
+            _within(
+                model,
+                device,
+                fixed + flight * (each + (landing if flight > 1 else 0)) + shared,
+                given,
+            )
         return
     kept, moment = moments.of_training(place, limit_bytes)
     for flight, given in _in_flight(model, device):
@@ -165,9 +197,9 @@ def _training(model: PlacementModel, moments: Moments, device: int, fixed: Term,
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
     """How many micro-batches a device holds, and the literals under which it does.
 
-    Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p + f - 1 is used.
-    Under zero-bubble it holds as many at the least. Where the device may recompute, one: what it keeps of others is
-    left to the evaluation of what is found.
+    Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p
+    + f - 1 is used. Under zero-bubble it holds as many at the least. Where the device may
+    recompute, one: what it keeps of others is left to the evaluation of what is found.
     """
     chunks, schedule = model.problem.request.chunks, model.problem.request.schedule
     if model.problem.recompute[device] != "never":
@@ -187,8 +219,12 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 # Inference
 
 
-def _inference(model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int) -> None:
-    """At every step the values that are live on a device, and the workspace of the layer that runs there, fit."""
+def _inference(
+    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+) -> None:
+    """At every step the values that are live on a device, and the workspace of the layer that runs
+    there, fit.
+    """
     _within(model, device, fixed)
     for use in moments.of_inference(_OnDevice(model, device), limit_bytes):
         _within(model, device, fixed + use)

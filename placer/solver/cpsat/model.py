@@ -4,8 +4,9 @@
     at[p, d]  stage p is device d            contiguous placements only
     y[n, p]   node n is at stage p or before contiguous placements only
 
-Where all devices are alike, stage p simply is device p. Times are whole numbers, rounded down, so what is proven about
-them holds for the true ones; bytes are exact (rounded down where they pass 2**50, with the same consequence).
+Where all devices are alike, stage p simply is device p. Times are whole numbers, rounded down, so
+what is proven about them holds for the true ones; bytes are exact (rounded down where they pass
+2**50, with the same consequence).
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ TIME_STEPS = 2**32
 BYTE_STEPS = 2**50
 
 MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may last."""
+"""A model with more rules than about so many would take longer to write down than most searches may
+last."""
 
 
 RULES_A_SECOND = 40_000
 """About so many are written down and looked through in a second."""
 
 
-def worth_building(problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES) -> bool:
-    """Whether the integer program of this problem is small enough to be written down, and solved, in this time.
+def worth_building(
+    problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES
+) -> bool:
+    """Whether the integer program of this problem is small enough to be written down, and solved,
+    in this time.
 
     Args:
         problem: what is asked.
@@ -50,20 +55,19 @@ def worth_building(problem: Problem, nodes: Reduction, time_s: float = inf, most
     """
     count, devices = len(nodes.nodes), len(problem.devices)
     pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
-    written = (count + len(problem.values)) * devices * pairs + memory_constraints.rules_a_device(problem) * devices
+    written = (count + len(problem.values)) * devices * pairs + memory_constraints.rules_a_device(
+        problem
+    ) * devices
     return written <= min(most, RULES_A_SECOND * time_s)
 
 
 class PlacementModel:
     """A CP-SAT model of one problem.
 
-    Args:
-        problem: what is asked.
-        nodes: its layers, joined where they must be together.
-        upper: the objective of a placement that is known; only placements at least as good are searched.
-        limited: whether memory limits hold.
-        relaxed: with it, limits may be passed, and the objective is the largest excess in bytes.
-        any_will_do: with it, there is no objective.
+    Args: problem: what is asked. nodes: its layers, joined where they must be together. upper: the
+        objective of a placement that is known; only placements at least as good are searched.
+        limited: whether memory limits hold. relaxed: with it, limits may be passed, and the
+        objective is the largest excess in bytes. any_will_do: with it, there is no objective.
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class PlacementModel:
     ) -> None:
         self.problem, self.nodes = problem, nodes
         self.limited, self.relaxed = limited, relaxed
-        self.objective = "excess" if relaxed else "none" if any_will_do else problem.request.objective
+        self.objective = (
+            "excess" if relaxed else "none" if any_will_do else problem.request.objective
+        )
         self.cp = cp_model.CpModel()
         self.devices = range(len(problem.devices))
         self.stages = range(problem.most_devices)
@@ -113,16 +119,27 @@ class PlacementModel:
         self.steps_per_ms = TIME_STEPS / largest if largest > 0 else 1.0
         sizes = memory_constraints.byte_sizes(self.problem, self.problem.request.chunks)
         single = memory_constraints.byte_sizes(self.problem, 1)
-        common = gcd(*single) if single and not self.relaxed else 1  # an excess need not be a multiple of it
+        # an excess need not be a multiple of it
+        common = gcd(*single) if single and not self.relaxed else 1
         self.byte_unit = max(common, -(-sum(sizes) // BYTE_STEPS), 1)
         if not timed:
-            self.upper = floor(upper / self.byte_unit) if upper is not None else sum(sizes) // self.byte_unit + 1
+            self.upper = (
+                floor(upper / self.byte_unit)
+                if upper is not None
+                else sum(sizes) // self.byte_unit + 1
+            )
         else:
             self.upper = floor(largest * self.steps_per_ms) + 1
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be possible."""
-        return min(floor(time_ms * self.steps_per_ms), self.upper + 1) if self.objective != "memory" else 0
+        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
+        possible.
+        """
+        return (
+            min(floor(time_ms * self.steps_per_ms), self.upper + 1)
+            if self.objective != "memory"
+            else 0
+        )
 
     def units(self, size_bytes: int) -> int:
         """Bytes in the model's unit, rounded down."""
@@ -137,7 +154,9 @@ class PlacementModel:
             first, last = self.windows[node]
             within = range(first, last + 1) if self.stage_is_device else self.devices
             open_devices = [device for device in sorted(devices) if device in within]
-            self.x.append({device: self.cp.new_bool_var(f"x{node},{device}") for device in open_devices})
+            self.x.append(
+                {device: self.cp.new_bool_var(f"x{node},{device}") for device in open_devices}
+            )
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
@@ -152,7 +171,8 @@ class PlacementModel:
             for p in self.stages[1:]:
                 self.cp.add_implication(self.y[node][p - 1], self.y[node][p])
                 self.cp.add_bool_or(self.y[node][p - 1], self.used[p])
-        for p in range(1, self.problem.least_devices):  # stages that must be used hold a node
+        # stages that must be used hold a node
+        for p in range(1, self.problem.least_devices):
             self.cp.add(self.used[p] == 1)
         for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
             self.cp.add(sum(row[p] - (row[p - 1] if p else 0) for row in self.y) >= 1)
@@ -187,7 +207,9 @@ class PlacementModel:
                     if device not in x:
                         self.cp.add_bool_or(*(~literal for literal in here), ~self.at[p][device])
                         continue
-                    self.cp.add_bool_or(*(~literal for literal in here), ~self.at[p][device], x[device])
+                    self.cp.add_bool_or(
+                        *(~literal for literal in here), ~self.at[p][device], x[device]
+                    )
                     for literal in here:
                         self.cp.add_bool_or(~x[device], ~self.at[p][device], literal)
             for device, literal in x.items():
@@ -204,7 +226,9 @@ class PlacementModel:
 
     @cached_property
     def stage_is_device(self) -> bool:
-        """Whether stage p may be taken to be device p: stages are asked for, and all devices are alike."""
+        """Whether stage p may be taken to be device p: stages are asked for, and all devices are
+        alike.
+        """
         return self.problem.contiguous and len(self.alike_devices) == 1
 
     @property
@@ -239,12 +263,18 @@ class PlacementModel:
         if most is None:
             return
         for device in self.placed:
-            layers = [len(layers) * self.on(node, device) for node, layers in enumerate(self.nodes.nodes)]
+            layers = [
+                len(layers) * self.on(node, device) for node, layers in enumerate(self.nodes.nodes)
+            ]
             self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
-        """Free: of alike devices, the second takes a node only if the first has one that weighs more."""
-        order = sorted(range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True)
+        """Free: of alike devices, the second takes a node only if the first has one that weighs
+        more.
+        """
+        order = sorted(
+            range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True
+        )
         for members in self.alike_devices:
             for first, second in pairwise(members):
                 opened: list[cp_model.IntVar] = []
@@ -326,9 +356,14 @@ class PlacementModel:
 
 
 def _weights(problem: Problem, nodes: Reduction) -> list[float]:
-    """By node, its work, and its transfers where links are alike: what weighs most is apart from most others."""
+    """By node, its work, and its transfers where links are alike: what weighs most is apart from
+    most others.
+    """
     devices = range(len(problem.devices))
-    weights = [min(sum(problem.compute_ms(n, d) for n in layers) for d in devices) for layers in nodes.nodes]
+    weights = [
+        min(sum(problem.compute_ms(n, d) for n in layers) for d in devices)
+        for layers in nodes.nodes
+    ]
     for net in joined_nets(problem, nodes) if problem.one_link is not None else ():
         for node in (net.source, *net.readers):
             weights[node] += net.there_ms + net.back_ms

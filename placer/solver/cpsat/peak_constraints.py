@@ -1,11 +1,13 @@
-"""The worst moment of a training step as constraints of an integer program, for one device or one stage.
+"""The worst moment of a training step as constraints of an integer program, for one device or one
+stage.
 
     kept[t]    what one micro-batch keeps there of the layers up to step t
     there[t]   kept[t], and the values that wait for a later reader
     back[t]    kept[t], and the gradients that wait for a later step backwards
     moment     at least there[t] + forward workspace and back[t] + backward workspace of every layer t that is there
 
-``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in layers and values.
+``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in
+layers and values.
 
 Recorded passes have memory of their own, so that forwards and backwards have a worst moment each:
 
@@ -64,7 +66,8 @@ class Moments:
         self._of_inference = cache(partial(rows_of_inference, problem))
 
     def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
-        """What one micro-batch keeps at a place, and what it needs there at its worst moment: at least, and in units.
+        """What one micro-batch keeps at a place, and what it needs there at its worst moment: at
+        least, and in units.
 
         Args:
             place: a device or a stage.
@@ -73,12 +76,13 @@ class Moments:
         return self._at(place).written(self._of_training(limit_bytes))
 
     def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
-        """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has it.
+        """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has
+        it.
 
         Arguments are those of ``of_training``.
 
-        Returns:
-            What each micro-batch has for itself; what it has beside where there are several; what they share.
+        Returns: What each micro-batch has for itself; what it has beside where there are several;
+            what they share.
         """
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
@@ -86,12 +90,14 @@ class Moments:
         back += _of_layers(place, nodes, problem.deferred_bytes, unit)
         shared = _of_layers(place, nodes, problem.step_bytes, unit)
         shared += _largest(place, nodes, [size // unit for size in problem.weights_workspace_bytes])
-        if problem.backwards(problem.request.chunks) > 1:  # each micro-batch in flight has memory for its own
+        # each micro-batch in flight has memory for its own
+        if problem.backwards(problem.request.chunks) > 1:
             return ahead + crossing + back, 0, shared
         return ahead + crossing, landing, shared + back
 
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
-        """What a place needs beside its state at each moment that may be its worst: at least, and in units.
+        """What a place needs beside its state at each moment that may be its worst: at least, and
+        in units.
 
         Arguments are those of ``of_training``.
         """
@@ -121,15 +127,23 @@ def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
 
 
 def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tuple[Term, Term]:
-    """What has its place beside passes, for one micro-batch: ``memory.crossing_bytes`` and ``landing_bytes``."""
+    """What has its place beside passes, for one micro-batch: ``memory.crossing_bytes`` and
+    ``landing_bytes``.
+    """
     crossing: Term = 0
     landing: Term = 0
     for value in problem.values:
         source = nodes.node_of[value.source]
         made = place.share(source)
-        read = [place.share(reader) for reader in sorted({nodes.node_of[one] for one in value.readers} - {source})]
+        read = [
+            place.share(reader)
+            for reader in sorted({nodes.node_of[one] for one in value.readers} - {source})
+        ]
         here, back = value.held_bytes // unit, value.arriving_bytes // unit
-        lands, waits = value.gradient_bytes // unit, (value.gradient_bytes - value.arriving_bytes) // unit
+        lands, waits = (
+            value.gradient_bytes // unit,
+            (value.gradient_bytes - value.arriving_bytes) // unit,
+        )
         comes = [one - made for one in read if not _is_never(one)]
         if comes and (here or lands):
             enters = _at_least(place, comes)
@@ -155,7 +169,9 @@ def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
 
 @dataclass
 class _Sum:
-    """A running sum: terms by the step at which they are added, and what they came to at the steps asked for."""
+    """A running sum: terms by the step at which they are added, and what they came to at the steps
+    asked for.
+    """
 
     cp: cp_model.CpModel
     terms: dict[int, list[Term]] = field(default_factory=dict)
@@ -173,7 +189,9 @@ class _Sum:
 
     def at(self, step: int) -> Term:
         """The sum of all terms at a step or before; steps must be asked for in order."""
-        news = [term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())]
+        news = [
+            term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())
+        ]
         self.done = max(self.done, step)
         if news:
             total = self.cp.new_int_var(self.least, self.most, "")
@@ -204,17 +222,27 @@ class _Moment:
             self._add_pieces(back, value.gradient_bytes, self._gradient(value))
             self._add_pieces(back, value.rest_bytes, self._rest(value))
             if value.keepers and value.held_bytes:
-                self._add_pieces(kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])])
+                self._add_pieces(
+                    kept, value.held_bytes, [(value.source, self._prefixes(value.keepers)[-1])]
+                )
         all_kept = kept.at(len(self._problem.layers))
         steps = [size // self._unit for size in self._problem.step_bytes]
-        most = there.most + back.most + max((row.workspace for row in rows), default=0) // self._unit + sum(steps)
+        most = (
+            there.most
+            + back.most
+            + max((row.workspace for row in rows), default=0) // self._unit
+            + sum(steps)
+        )
         if not most:
             return all_kept, 0
         moment = self._cp.new_int_var(0, most, "moment")
         self._cp.add(moment >= all_kept)
         if any(steps):  # of the optimizer, after all passes
             share = self._place.share
-            self._cp.add(moment >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps)))
+            self._cp.add(
+                moment
+                >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps))
+            )
         for row, here in self._able(rows):
             self._add_row(moment, row, here, (there if row.forwards else back).at(row.step))
         return all_kept, moment
@@ -223,7 +251,10 @@ class _Moment:
         """Two variables: the worst moment forwards, and that backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
-            kept, left = layer.saved_bytes // self._unit, self._problem.deferred_bytes[step] // self._unit
+            kept, left = (
+                layer.saved_bytes // self._unit,
+                self._problem.deferred_bytes[step] // self._unit,
+            )
             if kept:
                 there.add(step, kept, self._place.share(self._nodes.node_of[step]))
             if left:
@@ -239,13 +270,16 @@ class _Moment:
             moment = self._cp.new_int_var(0, most, "moment")
             for row, here in self._able(mine):
                 self._add_row(moment, row, here, held.at(row.step), may_fall=not forwards)
-            if forwards:  # what is kept, and what is sent, stays when the pass is over
+            # what is kept, and what is sent, stays when the pass is over
+            if forwards:
                 self._cp.add(moment >= held.at(len(self._problem.layers)))
             worst.append(moment)
         return worst[0], worst[1]
 
     def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
-        """What is live, and the workspace: at each step, wherever its layer is, as values arrive then."""
+        """What is live, and the workspace: at each step, wherever its layer is, as values arrive
+        then.
+        """
         changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
         for index, value in enumerate(self._problem.values):
             for step, literal in self._live(value) if value.held_bytes // self._unit else ():
@@ -272,16 +306,26 @@ class _Moment:
                 yield row, here
 
     def _add_row(
-        self, moment: cp_model.IntVar, row: Row, here: cp_model.IntVar, held: Term, may_fall: bool = False
+        self,
+        moment: cp_model.IntVar,
+        row: Row,
+        here: cp_model.IntVar,
+        held: Term,
+        may_fall: bool = False,
     ) -> None:
-        """If the layer is there, the moment is no less than what is held at its step and its workspace."""
+        """If the layer is there, the moment is no less than what is held at its step and its
+        workspace.
+        """
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
-        if row.waiting or may_fall:  # what is held at its step counts where the layer is
+        # what is held at its step counts where the layer is
+        if row.waiting or may_fall:
             self._cp.add(moment >= held + workspace).only_enforce_if(here)
         else:  # what is kept up to a step is never more than what is kept in all
             self._cp.add(moment >= held + workspace * self._place.share(node))
 
-    def _add_pieces(self, total: _Sum, size_bytes: int, pieces: Iterable[tuple[int, Literal]]) -> None:
+    def _add_pieces(
+        self, total: _Sum, size_bytes: int, pieces: Iterable[tuple[int, Literal]]
+    ) -> None:
         """Add a size to a sum while a literal holds: the literal of each piece from its step on."""
         size, before = size_bytes // self._unit, None
         for step, literal in pieces if size else ():
@@ -295,10 +339,14 @@ class _Moment:
     # What holds from a step on
 
     def _live(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """In inference: a reader that has yet to run is there, or the source, until the last one has run."""
+        """In inference: a reader that has yet to run is there, or the source, until the last one
+        has run.
+        """
         readers = value.readers
         *later, _ = self._prefixes((value.source, *reversed(readers)))[::-1]
-        yield from zip((value.source, *(reader + 1 for reader in readers)), (*later, None), strict=True)
+        yield from zip(
+            (value.source, *(reader + 1 for reader in readers)), (*later, None), strict=True
+        )
 
     def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
         """Forwards: a layer that keeps the value is there, or one that reads it later."""
@@ -312,7 +360,9 @@ class _Moment:
             yield step, self._any(keeper, waits)
 
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards, of recorded passes: the same where the value is made, or it is sent, until the pass is over."""
+        """Forwards, of recorded passes: the same where the value is made, or it is sent, until the
+        pass is over.
+        """
         source = self._here(value.source)
         if source is None:
             return
@@ -338,7 +388,9 @@ class _Moment:
         yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
 
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: a reader's gradient waits for the source, or is here for an earlier reader's to be added."""
+        """Backwards: a reader's gradient waits for the source, or is here for an earlier reader's
+        to be added.
+        """
         source, readers = self._here(value.source), value.readers
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
         if value.source + 1 < readers[0]:
@@ -348,15 +400,21 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: what the last reader's gradient is a slice of, while it waits here for the one before; or ties."""
+        """Backwards: what the last reader's gradient is a slice of, while it waits here for the one
+        before; or ties.
+        """
         *others, last = value.source, *value.readers
         yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: the gradient of a reader that is here waits for the source, or is to be sent after the pass."""
+        """Backwards: the gradient of a reader that is here waits for the source, or is to be sent
+        after the pass.
+        """
         before = value.source + 1
-        for reader, later in zip(value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True):
+        for reader, later in zip(
+            value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True
+        ):
             if before < reader:
                 yield before, later
             before = reader

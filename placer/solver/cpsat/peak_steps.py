@@ -1,4 +1,5 @@
-"""The steps at which a device may need the most, whatever is on it: only they have rules in an integer program.
+"""The steps at which a device may need the most, whatever is on it: only they have rules in an
+integer program.
 
 Each function leaves out the steps that keep a device within ``limit_bytes`` with all layers on it.
 """
@@ -35,7 +36,9 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
-    all_bytes = memory.footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
+    all_bytes = memory.footprint(problem, everything).total_bytes(
+        chunks, backwards=problem.backwards(chunks)
+    )
     all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
     waits = _may_wait(problem)
     rows = []
@@ -44,7 +47,8 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
         often = chunks if forwards else problem.backwards(chunks)
         beside = all_bytes - often * max(0, *map(sum, steps))
         before = [-1 if forwards else 0] * len(nodes.nodes)
-        # Of a node's steps the last one has kept the most forwards, the first one has the most to leave backwards.
+        # Of a node's steps the last one has kept the most forwards, the first one has the most to
+        # leave backwards.
         for step in reversed(range(len(steps))) if forwards else range(len(steps)):
             node, need = nodes.node_of[step], steps[step][1]
             wait = waits[not forwards][step]
@@ -68,11 +72,16 @@ def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> li
     for step in reversed(range(len(problem.layers))):
         layer, node = problem.layers[step], nodes.node_of[step]
         backwards = layer.backward_workspace_bytes
-        if problem.recorded:  # a device that may recompute may also not, and run recorded passes
+        # a device that may recompute may also not, and run recorded passes
+        if problem.recorded:
             backwards = min(backwards, problem.back_workspace_bytes[step])
         needs = (layer.forward_workspace_bytes, backwards)
         for forwards in (False, True):
-            there, need, wait = moments[step][not forwards], needs[not forwards], waits[not forwards][step]
+            there, need, wait = (
+                moments[step][not forwards],
+                needs[not forwards],
+                waits[not forwards][step],
+            )
             # A later step of the same node, or the other one of this, keeps no less.
             if need + wait > later[node] and beside + sum(there) > limit_bytes:
                 rows.append(Row(step, forwards, need, wait > 0))

@@ -55,14 +55,11 @@ class Meter:
 class Limits:
     """What a search may use.
 
-    Attributes:
-        time_s: the longest that it may take.
-        workers: cores.
-        seed: of its random choices; the same seed gives the same answer while the time does not run out.
-        stop: ends the search from another thread.
-        progress: called with each better placement and the bound at that time.
-        work: ends the search as well, in the measure of ``Meter``.
-        meter: counts the work of this search and of others; ends it when they have done all that they may.
+    Attributes: time_s: the longest that it may take. workers: cores. seed: of its random choices;
+        the same seed gives the same answer while the time does not run out. stop: ends the search
+        from another thread. progress: called with each better placement and the bound at that time.
+        work: ends the search as well, in the measure of ``Meter``. meter: counts the work of this
+        search and of others; ends it when they have done all that they may.
     """
 
     time_s: float
@@ -98,18 +95,24 @@ def run(program: Program, limits: Limits) -> Answer:
     if work < inf:
         solver.parameters.max_deterministic_time = work
     solver.parameters.num_workers = limits.workers
-    solver.parameters.interleave_search = limits.workers > 1  # else the answer depends on which worker is faster
+    # else the answer depends on which worker is faster
+    solver.parameters.interleave_search = limits.workers > 1
     solver.parameters.random_seed = limits.seed
-    solver.parameters.presolve_inclusion_work_limit = 0  # else 9.15 may prove too much (google/or-tools issue 5293)
+    # else 9.15 may prove too much (google/or-tools issue 5293)
+    solver.parameters.presolve_inclusion_work_limit = 0
     if limits.workers <= len(SUBSOLVERS):
         solver.parameters.subsolvers.extend(SUBSOLVERS)
     with _stopping(solver, limits.stop):
-        status = solver.solve(program.cp, _Progress(program, limits.progress) if limits.progress else None)
+        status = solver.solve(
+            program.cp, _Progress(program, limits.progress) if limits.progress else None
+        )
     limits.meter.done += solver.deterministic_time
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return Answer(
         devices=program.read(solver.value) if found else None,
-        bound=program.in_unit(solver.best_objective_bound) if status != cp_model.INFEASIBLE else 0.0,
+        bound=program.in_unit(solver.best_objective_bound)
+        if status != cp_model.INFEASIBLE
+        else 0.0,
         infeasible=status == cp_model.INFEASIBLE,
         complete=status in (cp_model.OPTIMAL, cp_model.INFEASIBLE),
     )
@@ -124,7 +127,9 @@ class _Progress(cp_model.CpSolverSolutionCallback):
 
     def on_solution_callback(self) -> None:
         """Called by the solver."""
-        self._report(self._program.read(self.value), self._program.in_unit(self.best_objective_bound))
+        self._report(
+            self._program.read(self.value), self._program.in_unit(self.best_objective_bound)
+        )
 
 
 class _stopping:
@@ -149,5 +154,6 @@ class _stopping:
         assert self._stop is not None
         while not self._over.is_set():
             if self._stop.wait(0.01):
-                self._solver.stop_search()  # asked again, as a search that has not begun does not hear it
+                # asked again, as a search that has not begun does not hear it
+                self._solver.stop_search()
                 self._over.wait(0.01)

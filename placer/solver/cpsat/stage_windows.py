@@ -1,4 +1,6 @@
-"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is known."""
+"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is
+known.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ MOST_NODES = 2_000
 def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
     """By node, the first and the last stage that it can be at in a contiguous placement.
 
-    All that a node depends on is at its stage or before, so it cannot be at stage p if that is more work than p + 1
-    stages do in ``upper_ms`` each, or more state than they hold; the same from the end. Work is reckoned on the fastest
-    device.
+    All that a node depends on is at its stage or before, so it cannot be at stage p if that is more
+    work than p + 1 stages do in ``upper_ms`` each, or more state than they hold; the same from the
+    end. Work is reckoned on the fastest device.
 
     Args:
         problem: what is asked.
@@ -47,7 +49,9 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
 
 
 def _stages_to_hold(size: float, room: Sequence[float]) -> int:
-    """How many stages it takes to hold so much state, by what so many can; one more than there are if none do."""
+    """How many stages it takes to hold so much state, by what so many can; one more than there are
+    if none do.
+    """
     return bisect_left(room, size * (1 - SLACK))
 
 
@@ -66,7 +70,9 @@ def _least_work(problem: Problem, layers: Sequence[int]) -> float:
 
 
 def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
-    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs first."""
+    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs
+    first.
+    """
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
         targets[source].append(target)

@@ -1,7 +1,8 @@
 """Every map tried, where maps are few and all else has left the question open.
 
-The integer programs know less than costs do: where devices may recompute, and of memory beyond 2**50 bytes, which they
-count in larger units. What a map costs is exact, so that the best of all is proven, or that none meets what is asked.
+The integer programs know less than costs do: where devices may recompute, and of memory beyond
+2**50 bytes, which they count in larger units. What a map costs is exact, so that the best of all is
+proven, or that none meets what is asked.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ METHOD = "every map"
 def try_all(search: Search) -> list[int] | None:
     """Offer every map where they are few, and prove the best of them.
 
-    Returns:
-        Where none is a placement the one that comes closest to the memory limits, by layer its device; empty if none
-        meets all else. None where there is a placement, or none is proven.
+    Returns: Where none is a placement the one that comes closest to the memory limits, by layer its
+        device; empty if none meets all else. None where there is a placement, or none is proven.
     """
     problem, proven = search.problem, True
     every = maps.few(problem, search.nodes)
@@ -32,8 +32,11 @@ def try_all(search: Search) -> list[int] | None:
         if result is None or result.objective_value > search.value:
             continue
         search.offer(devices, METHOD)
-        if result.objective_value < search.value:  # it does not fit, in this order of its stages
-            proven = proven and (not problem.training or maps.has_one_order(problem, devices, result.stages))
+        # it does not fit, in this order of its stages
+        if result.objective_value < search.value:
+            proven = proven and (
+                not problem.training or maps.has_one_order(problem, devices, result.stages)
+            )
             nearest = min(nearest, (maps.short_bytes(problem, devices), devices))
     if every is None or not proven:
         return None

@@ -1,10 +1,12 @@
-"""Every map of a question whose layers and devices are few, and how far a map is from what memory allows.
+"""Every map of a question whose layers and devices are few, and how far a map is from what memory
+allows.
 
-Where the model is no row, bounds know little: of few maps each is simulated, which proves the best one, or that there
-is none. Devices that are alike are taken in their order, as exchanging them changes nothing.
+Where the model is no row, bounds know little: of few maps each is simulated, which proves the best
+one, or that there is none. Devices that are alike are taken in their order, as exchanging them
+changes nothing.
 
-A map is what it costs in one order of its stages (see ``costs``). Where values allow another one, its step may be
-shorter in that, so that no bound is made of it.
+A map is what it costs in one order of its stages (see ``costs``). Where values allow another one,
+its step may be shorter in that, so that no bound is made of it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list
 
 
 def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterator[list[int]]:
-    """By node, its device; one with a device ``before`` it only where that is used by an earlier node."""
+    """By node, its device; one with a device ``before`` it only where that is used by an earlier
+    node.
+    """
     if len(taken) == len(nodes.nodes):
         yield taken
         return
@@ -60,7 +64,9 @@ def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[
 
 
 def short_bytes(problem: Problem, assignment: list[int]) -> float:
-    """What devices lack together for a map, in bytes; infinite if it breaks a requirement other than memory."""
+    """What devices lack together for a map, in bytes; infinite if it breaks a requirement other
+    than memory.
+    """
     result = costs.evaluate(problem, assignment) if costs.allowed(problem, assignment) else None
     if result is None:
         return inf

@@ -1,11 +1,14 @@
 """The smallest group of requirements that cannot hold together, in words.
 
-First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller group is looked for.
-Of a set of requirements it can be tried whether some placement meets them all. What a placement leaves unmet is a
-correction: every group that cannot hold has one of its requirements in it. So a smallest set that has one of every
-correction known is looked for; if no placement meets it, it is the group, else what meets it gives another correction.
+First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller
+group is looked for. Of a set of requirements it can be tried whether some placement meets them all.
+What a placement leaves unmet is a
+correction: every group that cannot hold has one of its requirements in it. So a smallest set that
+has one of every correction known is looked for; if no placement meets it, it is the group, else
+what meets it gives another correction.
 
-Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind: the ways.
+Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind:
+the ways.
 
     corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
 
@@ -48,9 +51,8 @@ Search = Callable[[PlacementModel], Answer]
 class Requirement:
     """One thing that is asked of a placement.
 
-    Attributes:
-        words: it, for people.
-        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``, ``layers``, ``links`` or
+    Attributes: words: it, for people. kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``,
+        ``most``, ``least``, ``layers``, ``links`` or
             ``bottleneck``.
         layers: the layers that it is about.
         device: the device that it is about; -1 for none.
@@ -76,7 +78,9 @@ def explained(
     conflict = Conflict(ways, search, over)
     group = conflict.irreducible()
     smallest = conflict.smallest(group) if group else None
-    words = tuple(conflict.all[number].words for number in sorted(group if smallest is None else smallest))
+    words = tuple(
+        conflict.all[number].words for number in sorted(group if smallest is None else smallest)
+    )
     if not words:
         return reason
     found = {"requirements": words, "smallest": smallest is not None}
@@ -87,9 +91,12 @@ def explained(
 
 def requirements(ways: Sequence[Problem]) -> list[Requirement]:
     """All that is asked of a placement, whatever the way, but what every placement meets."""
-    every = [[*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways]
+    every = [
+        [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways
+    ]
     asked = dict.fromkeys(itertools.chain(*every))
-    if not all(problem.contiguous for problem in ways):  # then it is a way's own, and nobody's rule
+    # then it is a way's own, and nobody's rule
+    if not all(problem.contiguous for problem in ways):
         return [requirement for requirement in asked if requirement.kind != "contiguous"]
     return list(asked)
 
@@ -99,12 +106,16 @@ def _of_layers(problem: Problem) -> Iterator[Requirement]:
     layer_of = {layer.name: index for index, layer in enumerate(problem.layers)}
     device_of = {device.name: index for index, device in enumerate(problem.devices)}
     for name, device in rules.pinned.items():
-        yield Requirement(f"layer {name!r} is pinned to {device!r}", "pin", (layer_of[name],), device_of[device])
+        yield Requirement(
+            f"layer {name!r} is pinned to {device!r}", "pin", (layer_of[name],), device_of[device]
+        )
     for name, banned in rules.forbidden.items():
         layers = tuple(layer_of.values()) if name == "*" else (layer_of[name],)
         subject = "every layer" if name == "*" else f"layer {name!r}"
         for device in dict.fromkeys(banned):
-            yield Requirement(f"{subject} is forbidden on {device!r}", "ban", layers, device_of[device])
+            yield Requirement(
+                f"{subject} is forbidden on {device!r}", "ban", layers, device_of[device]
+            )
     for group in (*problem.request.profile.colocated, *rules.colocated):
         if len(set(group)) > 1:
             layers = tuple(sorted({layer_of[name] for name in group}))
@@ -131,7 +142,12 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
     most = memory_constraints.use_of_all(problem)
     for index, device in enumerate(problem.devices):
         if device.usable_bytes < most:
-            yield Requirement(f"{device.name!r} holds at most {bytes_text(device.usable_bytes)}", "limit", (), index)
+            yield Requirement(
+                f"{device.name!r} holds at most {bytes_text(device.usable_bytes)}",
+                "limit",
+                (),
+                index,
+            )
 
 
 class Conflict:
@@ -149,7 +165,9 @@ class Conflict:
         self._corrections: list[Numbers] = []
 
     def irreducible(self) -> Numbers:
-        """A group of which none can be left out, as far as time allows; empty if all of it is not known to conflict."""
+        """A group of which none can be left out, as far as time allows; empty if all of it is not
+        known to conflict.
+        """
         group = self._everyone
         if self._met_with(group) != IMPOSSIBLE:
             return frozenset()
@@ -184,7 +202,9 @@ class Conflict:
     def _grown(self, met: Numbers) -> Numbers:
         """As many requirements as one placement can be found to meet, with these among them."""
         for number in sorted(self._everyone - met):
-            more = self._met_with(met | {number}) if number not in met and not self._over() else None
+            more = (
+                self._met_with(met | {number}) if number not in met and not self._over() else None
+            )
             met = met if more is None or more == IMPOSSIBLE else more
         return met
 
@@ -223,7 +243,8 @@ class Conflict:
         if answer.devices is None:
             return IMPOSSIBLE if answer.infeasible else None
         met = self._met_by(answer.devices, easier)
-        return met if met >= numbers else None  # where devices may recompute, the program allows too much
+        # where devices may recompute, the program allows too much
+        return met if met >= numbers else None
 
     @staticmethod
     def _quick(easier: Problem, nodes: Reduction) -> Iterator[list[int]]:
@@ -239,7 +260,9 @@ class Conflict:
         most_ms = easier.request.bottleneck_ms
         if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
             return PlacementModel(easier, nodes, any_will_do=True)
-        return PlacementModel(replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING))
+        return PlacementModel(
+            replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING)
+        )
 
     def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
         """The problem with no other requirements than these."""
@@ -253,7 +276,9 @@ class Conflict:
             allowed=_allowed(problem, asked),
             groups=closed_groups(_together(asked)),
             contiguous=contiguous,
-            most_devices=problem.most_devices if "most" in kinds else min(count, len(problem.layers)),
+            most_devices=problem.most_devices
+            if "most" in kinds
+            else min(count, len(problem.layers)),
             least_devices=problem.least_devices if "least" in kinds else 1,
             most_layers=problem.most_layers if "layers" in kinds else None,
             links=problem.links if "links" in kinds else ((FREE,) * count,) * count,
@@ -269,7 +294,8 @@ class Conflict:
         assert result is not None  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.least_memory]
         layers = Counter(devices).values()
-        problem = self._ways[0]  # what is asked of devices and layers is the same for all
+        # what is asked of devices and layers is the same for all
+        problem = self._ways[0]
         in_time = _in_time(easier, result)
         holds: dict[str, Callable[[Requirement], bool]] = {
             "pin": lambda r: devices[r.layers[0]] == r.device,
@@ -283,7 +309,9 @@ class Conflict:
             "bottleneck": lambda _: in_time,
             "limit": lambda r: use[r.device] <= problem.devices[r.device].usable_bytes,
         }
-        return frozenset(number for number, asked in enumerate(self.all) if holds[asked.kind](asked))
+        return frozenset(
+            number for number, asked in enumerate(self.all) if holds[asked.kind](asked)
+        )
 
 
 def _in_time(problem: Problem, result: costs.Costs) -> bool:
@@ -293,7 +321,9 @@ def _in_time(problem: Problem, result: costs.Costs) -> bool:
 
 
 def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
-    """Whether values pass over the links that there are; where all was in time without, in time over them."""
+    """Whether values pass over the links that there are; where all was in time without, in time
+    over them.
+    """
     result = costs.evaluate(problem, devices)
     return result is not None and (_in_time(problem, result) or not in_time)
 
@@ -304,7 +334,9 @@ def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[
     for requirement in asked:
         for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
             only = frozenset({requirement.device})
-            allowed[layer] = allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
+            allowed[layer] = (
+                allowed[layer] & only if requirement.kind == "pin" else allowed[layer] - only
+            )
     return tuple(allowed)
 
 
@@ -323,14 +355,19 @@ def _timed(problem: Problem) -> PlacementRequest:
 
 
 def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:
-    """A smallest set of numbers that has one of each set; of those the one with the smallest numbers."""
+    """A smallest set of numbers that has one of each set; of those the one with the smallest
+    numbers.
+    """
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in range(count)]
     for numbers in sets:
         model.add_bool_or([chosen[number] for number in sorted(numbers)])
-    model.minimize(sum(literal * ((count + 1) * count + number) for number, literal in enumerate(chosen)))
+    model.minimize(
+        sum(literal * ((count + 1) * count + number) for number, literal in enumerate(chosen))
+    )
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     status = solver.solve(model)
-    assert status == cp_model.OPTIMAL  # no set is empty: then everything would hold together
+    # no set is empty: then everything would hold together
+    assert status == cp_model.OPTIMAL
     return frozenset(number for number, literal in enumerate(chosen) if solver.value(literal))

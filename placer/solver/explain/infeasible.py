@@ -36,17 +36,36 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
         if not devices:
             name = problem.layers[layer].name
             pinned = problem.request.constraints.pinned.get(name)
-            where = f"pinned to {pinned!r}, which is forbidden for it" if pinned else "forbidden on every device"
+            where = (
+                f"pinned to {pinned!r}, which is forbidden for it"
+                if pinned
+                else "forbidden on every device"
+            )
             return Infeasibility(
-                reason=f"layer {name!r} is {where}", layers=(name,), devices=(pinned,) if pinned else ()
+                reason=f"layer {name!r} is {where}",
+                layers=(name,),
+                devices=(pinned,) if pinned else (),
             )
     for node, layers in enumerate(nodes.nodes):
         if not nodes.allowed[node]:
             names = _names(problem, layers)
-            ways = {problem.layers[layer].name: _device_names(problem, problem.allowed[layer]) for layer in layers}
-            bound = {name: devices for name, devices in ways.items() if len(devices) < len(problem.devices)}
-            each = "; ".join(f"{name!r} only on {listed(devices)}" for name, devices in list(bound.items())[:6])
-            why = "colocated" if _one_group(problem, layers) else "kept together by colocation and contiguity"
+            ways = {
+                problem.layers[layer].name: _device_names(problem, problem.allowed[layer])
+                for layer in layers
+            }
+            bound = {
+                name: devices
+                for name, devices in ways.items()
+                if len(devices) < len(problem.devices)
+            }
+            each = "; ".join(
+                f"{name!r} only on {listed(devices)}" for name, devices in list(bound.items())[:6]
+            )
+            why = (
+                "colocated"
+                if _one_group(problem, layers)
+                else "kept together by colocation and contiguity"
+            )
             return Infeasibility(
                 reason=f"layers {listed(names)} are {why}, but share no device: {each}",
                 layers=names,
@@ -56,10 +75,14 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
 
 
 def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or together."""
+    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or
+    together.
+    """
     least, most = problem.least_devices, problem.most_layers
     if least > len(nodes.nodes):
-        kept = "the colocated layers" + (", kept together by contiguity," if problem.contiguous else "")
+        kept = "the colocated layers" + (
+            ", kept together by contiguity," if problem.contiguous else ""
+        )
         return Infeasibility(
             reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts that can be on devices of their own"
         )
@@ -90,12 +113,22 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
         return None
     for node, need in enumerate(least_of_nodes(problem, nodes)):
         layers = nodes.nodes[node]
-        short = {device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]}
+        short = {
+            device: need - problem.devices[device].usable_bytes for device in nodes.allowed[node]
+        }
         if min(short.values()) > 0:
             nearest = min(short, key=lambda device: (short[device], device))
             names, device = _names(problem, layers), problem.devices[nearest]
-            subject = f"layer {names[0]!r} needs" if len(names) == 1 else f"layers {listed(names)}, kept together, need"
-            choice = "the largest limit" if len(short) == len(problem.devices) else "the largest limit allowed for it"
+            subject = (
+                f"layer {names[0]!r} needs"
+                if len(names) == 1
+                else f"layers {listed(names)}, kept together, need"
+            )
+            choice = (
+                "the largest limit"
+                if len(short) == len(problem.devices)
+                else "the largest limit allowed for it"
+            )
             return Infeasibility(
                 reason=f"{subject} {bytes_text(need)}; {choice} is {bytes_text(device.usable_bytes)} "
                 f"({device.name}): {bytes_text(short[nearest])} short",
@@ -109,7 +142,9 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
 def _too_large_together(problem: Problem) -> Infeasibility | None:
     """More state and saved activations than all the limits together."""
     need = least_of_all(problem)
-    able = sorted(frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d))
+    able = sorted(
+        frozenset.union(*problem.allowed), key=lambda d: (-problem.devices[d].usable_bytes, d)
+    )
     able = able[: problem.most_devices]
     there = sum(problem.devices[device].usable_bytes for device in able)
     if need <= there:
@@ -135,11 +170,15 @@ class Searcher:
 
     def __call__(self, model: PlacementModel) -> Answer:
         """Solve one model."""
-        return model.solve(Limits(self.time_left_s(), self.workers, self.seed, self.stop, meter=self.meter))
+        return model.solve(
+            Limits(self.time_left_s(), self.workers, self.seed, self.stop, meter=self.meter)
+        )
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
-    """How near to its memory limits a placement can be, or that the other requirements contradict each other."""
+    """How near to its memory limits a placement can be, or that the other requirements contradict
+    each other.
+    """
     return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
 
 
@@ -151,12 +190,22 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
         return None
     short = int(answer.bound)
     if answer.devices is None:
-        least = f": whatever the placement, some device is {bytes_text(short)} or more over its limit" if short else ""
-        return Infeasibility(reason=f"no placement keeps every device within its memory{least}", short_bytes=short)
-    return reason_of_closest(problem, answer.devices, short, "" if answer.complete else " that was found")
+        least = (
+            f": whatever the placement, some device is {bytes_text(short)} or more over its limit"
+            if short
+            else ""
+        )
+        return Infeasibility(
+            reason=f"no placement keeps every device within its memory{least}", short_bytes=short
+        )
+    return reason_of_closest(
+        problem, answer.devices, short, "" if answer.complete else " that was found"
+    )
 
 
-def reason_of_closest(problem: Problem, devices: list[int], short: int = 0, found: str = "") -> Infeasibility:
+def reason_of_closest(
+    problem: Problem, devices: list[int], short: int = 0, found: str = ""
+) -> Infeasibility:
     """By how much the placement that comes closest to the memory limits passes them.
 
     Args:
@@ -176,7 +225,11 @@ def reason_of_closest(problem: Problem, devices: list[int], short: int = 0, foun
     return Infeasibility(
         reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
         f"{bytes_text(excess[worst])} short",
-        layers=tuple(problem.layers[i].name for i, d in enumerate(devices) if problem.devices[d].name == worst),
+        layers=tuple(
+            problem.layers[i].name
+            for i, d in enumerate(devices)
+            if problem.devices[d].name == worst
+        ),
         devices=tuple(excess),
         short_bytes=short or excess[worst],
     )

@@ -1,11 +1,23 @@
-"""What limits a placement, and what would help: found by solving the changed question, never by a rule of thumb."""
+"""What limits a placement, and what would help: found by solving the changed question, never by a
+rule of thumb.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import monotonic
 
-from placer.schema import Cluster, Device, Help, Limiting, Limits, Link, Objective, Placement, PlacementRequest
+from placer.schema import (
+    Cluster,
+    Device,
+    Help,
+    Limiting,
+    Limits,
+    Link,
+    Objective,
+    Placement,
+    PlacementRequest,
+)
 from placer.utils.units import bytes_text, count_text
 
 Solve = Callable[[PlacementRequest], Placement]
@@ -24,7 +36,9 @@ AMPLE_BYTES = 2**60
 UNLIMITED = "memory without limits"
 
 
-def limits_of(request: PlacementRequest, placement: Placement, solve: Solve, time_left_s: float) -> Limits:
+def limits_of(
+    request: PlacementRequest, placement: Placement, solve: Solve, time_left_s: float
+) -> Limits:
     """What limits a placement, and what would help most.
 
     Args:
@@ -39,13 +53,17 @@ def limits_of(request: PlacementRequest, placement: Placement, solve: Solve, tim
     for number, (words, changed) in enumerate(changes):
         left_s = (until - monotonic()) / (len(changes) - number)
         if left_s > 0.01:
-            asked = changed.model_copy(update={"explain": False, "break_ties": False, "time_limit_s": left_s})
+            asked = changed.model_copy(
+                update={"explain": False, "break_ties": False, "time_limit_s": left_s}
+            )
             value = solve(asked).objective_value
             if value is not None:
                 values[words] = value
     unlimited = values.pop(UNLIMITED, None)
     helps = [_help(placement, words, value) for words, value in values.items()]
-    worth = sorted((help for help in helps if help.speedup > 1 + WORTH), key=lambda help: -help.speedup)
+    worth = sorted(
+        (help for help in helps if help.speedup > 1 + WORTH), key=lambda help: -help.speedup
+    )
     kind, what = _named(request, placement, unlimited)
     return Limits(kind=kind, what=what, helps=tuple(worth))
 
@@ -56,7 +74,9 @@ def _help(placement: Placement, words: str, value: float) -> Help:
     return Help(change=words, objective_value=value, speedup=speedup)
 
 
-def _named(request: PlacementRequest, placement: Placement, unlimited: float | None) -> tuple[Limiting, str]:
+def _named(
+    request: PlacementRequest, placement: Placement, unlimited: float | None
+) -> tuple[Limiting, str]:
     """The kind of what limits, and its words: memory, if the answer is better without its limits."""
     before = placement.objective_value or 0.0
     if unlimited is not None and unlimited < before * (1 - WORTH):
@@ -73,7 +93,10 @@ def _named(request: PlacementRequest, placement: Placement, unlimited: float | N
     mine = [name for name, device in placement.layer_devices.items() if device == busiest.device]
     if len(mine) == 1:
         return "layer", f"layer {mine[0]!r} on {busiest.device}: {busiest.compute_ms:.4g} ms alone"
-    return "work", f"the work of {len(mine)} layers on {busiest.device}: {busiest.compute_ms:.4g} ms"
+    return (
+        "work",
+        f"the work of {len(mine)} layers on {busiest.device}: {busiest.compute_ms:.4g} ms",
+    )
 
 
 def _fullest(placement: Placement) -> str:
@@ -102,22 +125,31 @@ def _value_text(objective: Objective, value: float) -> str:
     return f"{value:.4g}" + ("" if objective == "devices" else " ms")
 
 
-def _changes(request: PlacementRequest, placement: Placement) -> Iterator[tuple[str, PlacementRequest]]:
+def _changes(
+    request: PlacementRequest, placement: Placement
+) -> Iterator[tuple[str, PlacementRequest]]:
     """In words and as a request, every change that is tried."""
     yield from _of_memory(request, placement)
     yield from _of_cluster(request)
     yield from _of_rules(request, placement)
 
 
-def _of_memory(request: PlacementRequest, placement: Placement) -> Iterator[tuple[str, PlacementRequest]]:
+def _of_memory(
+    request: PlacementRequest, placement: Placement
+) -> Iterator[tuple[str, PlacementRequest]]:
     """No limits at all, more memory where it may be short, and recomputing."""
     cluster = request.placed_on
-    ample = tuple(device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices)
+    ample = tuple(
+        device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices
+    )
     yield UNLIMITED, _with(request, cluster.model_copy(update={"devices": ample}))
     for number, load in enumerate(placement.devices):
         if load.memory.total_bytes > load.limit_bytes / 2:
             more = int(cluster.devices[number].memory_bytes * MORE_MEMORY)
-            yield f"{bytes_text(more)} more on {load.device}", _with(request, _roomier(cluster, number, more))
+            yield (
+                f"{bytes_text(more)} more on {load.device}",
+                _with(request, _roomier(cluster, number, more)),
+            )
     if placement.training and request.constraints.recompute != "auto":
         yield "recompute allowed", _ruled(request, recompute="auto")
 
@@ -134,7 +166,9 @@ def _of_cluster(request: PlacementRequest) -> Iterator[tuple[str, PlacementReque
         yield "links twice as fast", _with(request, cluster.model_copy(update={"links": fast}))
 
 
-def _of_rules(request: PlacementRequest, placement: Placement) -> Iterator[tuple[str, PlacementRequest]]:
+def _of_rules(
+    request: PlacementRequest, placement: Placement
+) -> Iterator[tuple[str, PlacementRequest]]:
     """Rules that are not there."""
     rules = request.constraints
     if rules.pinned:
@@ -145,15 +179,22 @@ def _of_rules(request: PlacementRequest, placement: Placement) -> Iterator[tuple
         yield "stages that need not be contiguous", _ruled(request, contiguous=False)
     if request.bottleneck_ms is not None:
         longer_ms = request.bottleneck_ms * LONGER
-        yield f"bottleneck_ms = {longer_ms:.4g}", request.model_copy(update={"bottleneck_ms": longer_ms})
+        yield (
+            f"bottleneck_ms = {longer_ms:.4g}",
+            request.model_copy(update={"bottleneck_ms": longer_ms}),
+        )
 
 
 def _may_be_free(request: PlacementRequest) -> bool:
-    """Whether contiguity is a rule that can be left out: under objective ``step``, where it was asked for."""
+    """Whether contiguity is a rule that can be left out: under objective ``step``, where it was
+    asked for.
+    """
     if request.objective != "step":
         return True
     return (
-        request.constraints.contiguous is True and request.is_training and request.schedule in ("auto", "interleaved")
+        request.constraints.contiguous is True
+        and request.is_training
+        and request.schedule in ("auto", "interleaved")
     )
 
 
@@ -172,24 +213,34 @@ def _faster(link: Link) -> Link:
 def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
     device = cluster.devices[number]
     roomy = device.model_copy(update={"memory_bytes": device.memory_bytes + more})
-    return cluster.model_copy(update={"devices": (*cluster.devices[:number], roomy, *cluster.devices[number + 1 :])})
+    return cluster.model_copy(
+        update={"devices": (*cluster.devices[:number], roomy, *cluster.devices[number + 1 :])}
+    )
 
 
 def _one_more(cluster: Cluster) -> Cluster:
     """A copy of the last device, linked as it is, and with it over the first of its links."""
     old = cluster.devices[-1]
     names = {device.name for device in cluster.devices}
-    name = next(name for i in range(len(names) + 1) if (name := f"{old.name} copy {i}") not in names)
+    name = next(
+        name for i in range(len(names) + 1) if (name := f"{old.name} copy {i}") not in names
+    )
     links = list(cluster.links)
     for link in cluster.links:
         if old.name in (link.source, link.target):
             ends = {"source": link.source, "target": link.target}
-            links.append(link.model_copy(update={key: name if end == old.name else end for key, end in ends.items()}))
+            links.append(
+                link.model_copy(
+                    update={key: name if end == old.name else end for key, end in ends.items()}
+                )
+            )
     between = next((link for link in cluster.links if old.name in (link.source, link.target)), None)
     if between is not None:
         links.append(between.model_copy(update={"source": old.name, "target": name}))
         links.append(between.model_copy(update={"source": name, "target": old.name}))
-    return cluster.model_copy(update={"devices": (*cluster.devices, _named_as(old, name)), "links": tuple(links)})
+    return cluster.model_copy(
+        update={"devices": (*cluster.devices, _named_as(old, name)), "links": tuple(links)}
+    )
 
 
 def _named_as(device: Device, name: str) -> Device:

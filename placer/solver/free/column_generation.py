@@ -5,21 +5,24 @@ The others hold the rest. Let n(k) of these be of kind k, and let shares u(k) ad
 
     sum of n(k) u(k) over kinds k = sum of all prices - C
 
-Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at least the least load
-of such sets, of any kind: the least load(S) of one kind alone where all devices are alike. ``subset_sweep.py`` finds it,
-however the sets lie; shares are as what devices of the kinds can hold within a bottleneck that is tried. The prices are
-the duals of the set-covering program
+Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at
+least the least load of such sets, of any kind: the least load(S) of one kind alone where all
+devices are alike. ``subset_sweep.py`` finds it, however the sets lie; shares are as what devices of
+the kinds can hold within a bottleneck that is tried. The prices are the duals of the set-covering
+program
 
-    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each kind alike
+    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each
+    kind alike
 
-solved by column generation: the set that is worth most by the prices joins the program, which gives new prices. These
-are kept near the best ones so far, in a box, or they would swing from end to end. The set is looked for among few, and
-among all only where none of the few is worth its share: then the prices may prove something. Where sets for K devices
-suffice for a bottleneck, as far as fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are
-rounded to whole ones (``integer_prices.py``), which prove at once what the program's own come near to.
+solved by column generation: the set that is worth most by the prices joins the program, which gives
+new prices. These are kept near the best ones so far, in a box, or they would swing from end to end.
+The set is looked for among few, and among all only where none of the few is worth its share: then
+the prices may prove something. Where sets for K devices suffice for a bottleneck, as far as
+fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are rounded to whole
+ones (``integer_prices.py``), which prove at once what the program's own come near to.
 
-Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du Merle, Villeneuve,
-Desrosiers and Hansen, "Stabilized column generation", 1999.
+Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du
+Merle, Villeneuve, Desrosiers and Hansen, "Stabilized column generation", 1999.
 """
 
 from __future__ import annotations
@@ -41,21 +44,25 @@ from placer.solver.reduce import Reduction
 SLACK = 1e-9
 CLOSE = 1e-4
 NEAR, NEARER = 0.002, 0.0005
-"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller groups are tried."""
+"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller
+groups are tried."""
 
 FIRST_STRIDE = 0.04
-"""By which share of what may be the least bottleneck more than is known is tried at first; twice as much if proven."""
+"""By which share of what may be the least bottleneck more than is known is tried at first; twice as
+much if proven."""
 
 GROUPS = 8
 """So many groups of nodes for each device in the beginning."""
 
 LITTLE, LEAST_SHARE = 0.02, 0.0201
-"""Sets that are worth no more than the one are not told apart; so shares are more, also of much slower devices."""
+"""Sets that are worth no more than the one are not told apart; so shares are more, also of much
+slower devices."""
 
 ALMOST = 0.98
 FEW_LABELS = 2_000
 FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
-"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning, and at the most."""
+"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning,
+and at the most."""
 
 LABELS_KEPT = 30_000_000
 """No more labels in all are kept at a time."""
@@ -108,11 +115,12 @@ def share_bound(
 class _Tried:
     """Prices, and what a search by them says.
 
-    Attributes:
-        prices: by node; a set is worth about one, on average of all devices.
-        count: sets of the load allowed that are needed to hold all nodes, as far as is known; no more than there are
+    Attributes: prices: by node; a set is worth about one, on average of all devices. count: sets of
+        the load allowed that are needed to hold all nodes, as far as is known; no more than there
+        are
             devices prove nothing.
-        sets: those that are worth most, and for each device that pays for no transfer what it would hold.
+        sets: those that are worth most, and for each device that pays for no transfer what it would
+            hold.
     """
 
     prices: list[float]
@@ -159,27 +167,46 @@ class _Shares:
         return self.known
 
     def _prices_of_work(self) -> list[float]:
-        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and all end together."""
+        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and
+        all end together.
+        """
         owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
-        """The bottleneck within which devices could just hold all that is worth something, at no cost of cutting."""
+        """The bottleneck within which devices could just hold all that is worth something, at no
+        cost of cutting.
+        """
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            room = sum(kind.devices * self._held(prices, kind.work_ms, middle)[0] for kind in self.graph.kinds)
+            room = sum(
+                kind.devices * self._held(prices, kind.work_ms, middle)[0]
+                for kind in self.graph.kinds
+            )
             room += sum(self._held(prices, time_ms, middle)[0] for time_ms in self.graph.free_ms)
             low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
         return low
 
     def _go_on(self, prices: list[float]) -> None:
-        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in smaller groups."""
+        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in
+        smaller groups.
+        """
         scaled, whole, _ = self._scaled(prices, self.upper)
-        self.most_worth = [max(LITTLE, self._held(scaled, kind.work_ms, self.upper)[0]) for kind in self.graph.kinds]
-        self._weighed(self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS)
+        self.most_worth = [
+            max(LITTLE, self._held(scaled, kind.work_ms, self.upper)[0])
+            for kind in self.graph.kinds
+        ]
+        self._weighed(
+            self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS
+        )
         self._try_whole([price * self.devices / self._in_all(self.most_worth) for price in scaled])
-        count, ceiling, tried, stride = self.groups[0] * self.devices, self.upper, False, FIRST_STRIDE
+        count, ceiling, tried, stride = (
+            self.groups[0] * self.devices,
+            self.upper,
+            False,
+            FIRST_STRIDE,
+        )
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
             near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
@@ -188,7 +215,9 @@ class _Shares:
                     return
                 count, ceiling, tried = 2 * count, self.upper, False
                 continue
-            target = ceiling if near else min((ceiling + self.known) / 2, self.known + stride * ceiling)
+            target = (
+                ceiling if near else min((ceiling + self.known) / 2, self.known + stride * ceiling)
+            )
             prices, able = self._generate(target, prices, self._groups(prices, count))
             self._try_whole(prices)
             if able:
@@ -197,7 +226,9 @@ class _Shares:
                 stride *= 2
 
     def _try_whole(self, prices: Sequence[float]) -> None:
-        """Round prices to whole ones, and keep what those prove by which no light set of the pool is worth a share."""
+        """Round prices to whole ones, and keep what those prove by which no light set of the pool
+        is worth a share.
+        """
         shares = list(zip(self.counts, self._shares(self.devices), strict=True))
         rounded = list(whole_prices(prices, shares, self._free_worth))
         searches, tries = self._subsets(self.upper), 0
@@ -215,18 +246,29 @@ class _Shares:
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
     def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
-        """No more than this is proven by whole prices: the load of the lightest set known that is worth enough."""
-        loads = (load for (kind, nodes), load in self.pool.items() if whole[list(nodes)].sum() >= least[kind])
+        """No more than this is proven by whole prices: the load of the lightest set known that is
+        worth enough.
+        """
+        loads = (
+            load
+            for (kind, nodes), load in self.pool.items()
+            if whole[list(nodes)].sum() >= least[kind]
+        )
         return min(loads, default=self.upper)
 
     def _free_worth(self, whole: Whole) -> int:
         """What devices that pay for no transfer hold of whole prices, at the most."""
-        held = (self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms)
+        held = (
+            self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms
+        )
         return sum(map(whole_part, held))
 
     def _subsets(self, most_ms: float) -> list[Subsets]:
         """A search for each kind."""
-        return [Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0)) for kind in self.graph.kinds]
+        return [
+            Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0))
+            for kind in self.graph.kinds
+        ]
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
         """Runs of the sweep that cost about the same."""
@@ -242,7 +284,9 @@ class _Shares:
     def _generate(
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
-        """Better and better prices for a bottleneck: the best, and whether sets of so much load suffice by group."""
+        """Better and better prices for a bottleneck: the best, and whether sets of so much load
+        suffice by group.
+        """
         searches = self._subsets(target)
         fresh = best = self._tried(searches, prices, target)
         base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
@@ -251,7 +295,8 @@ class _Shares:
         new = True
         while self.known < target and not self.over(0.0):
             solved = program.solve()
-            if solved is None:  # in all of the box some set of the pool is worth more than one
+            # in all of the box some set of the pool is worth more than one
+            if solved is None:
                 if not program.widen():
                     break
                 continue
@@ -260,7 +305,10 @@ class _Shares:
             if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
                 if not leans or not program.widen():
                     break
-            mixed = [STEP_BACK * old + (1 - STEP_BACK) * dual for old, dual in zip(best.prices, duals, strict=True)]
+            mixed = [
+                STEP_BACK * old + (1 - STEP_BACK) * dual
+                for old, dual in zip(best.prices, duals, strict=True)
+            ]
             fresh = self._tried(searches, mixed, target)
             if fresh.count > best.count:
                 best = fresh
@@ -280,7 +328,10 @@ class _Shares:
         shares = self._shares(whole)
         if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - SLACK):
             every = self._weighed(searches, scaled, shares, target, self.labels)
-            while any(self._unreal(kind, one.nodes, target) for kind, one in every) and self.labels < MOST_LABELS:
+            while (
+                any(self._unreal(kind, one.nodes, target) for kind, one in every)
+                and self.labels < MOST_LABELS
+            ):
                 self.labels *= 2
                 every = self._weighed(searches, scaled, shares, target, self.labels)
             for kind, found in every:
@@ -310,8 +361,12 @@ class _Shares:
             self.known = max(self.known, min(target, *(one.least_ms for _, one in found)))
         return found
 
-    def _scaled(self, prices: Sequence[float], target: float) -> tuple[list[float], float, list[Owned]]:
-        """Prices by which a share is about one; what is left by devices without transfers, and the sets these hold."""
+    def _scaled(
+        self, prices: Sequence[float], target: float
+    ) -> tuple[list[float], float, list[Owned]]:
+        """Prices by which a share is about one; what is left by devices without transfers, and the
+        sets these hold.
+        """
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
@@ -319,13 +374,20 @@ class _Shares:
         return [price / unit for price in prices], rest / unit, owned
 
     def _shares(self, whole: float) -> list[float]:
-        """By kind, the share of a device, as sets were worth at the most; where that is little, a bit more."""
+        """By kind, the share of a device, as sets were worth at the most; where that is little, a
+        bit more.
+        """
         slow = [most <= LEAST_SHARE for most in self.most_worth]
         if all(slow):
             return [whole / self.devices] * len(slow)
         rest = whole - LEAST_SHARE * sum(compress(self.counts, slow))
-        fast = self._in_all([0.0 if one else most for one, most in zip(slow, self.most_worth, strict=True)])
-        return [LEAST_SHARE if one else rest * most / fast for one, most in zip(slow, self.most_worth, strict=True)]
+        fast = self._in_all(
+            [0.0 if one else most for one, most in zip(slow, self.most_worth, strict=True)]
+        )
+        return [
+            LEAST_SHARE if one else rest * most / fast
+            for one, most in zip(slow, self.most_worth, strict=True)
+        ]
 
     def _in_all(self, worth: Sequence[float]) -> float:
         return sum(count * most for count, most in zip(self.counts, worth, strict=True))
@@ -336,7 +398,9 @@ class _Shares:
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
-        """The set, in the pool from now on; none if there is none, or it is heavier than the target."""
+        """The set, in the pool from now on; none if there is none, or it is heavier than the
+        target.
+        """
         load = self.graph.kinds[kind].load(nodes)
         if not nodes or load > target:
             return []
@@ -346,11 +410,19 @@ class _Shares:
     def _unreal(self, kind: int, nodes: frozenset[int], target: float) -> bool:
         return bool(nodes) and self.graph.kinds[kind].load(nodes) > target
 
-    def _held(self, prices: Sequence[float], time_ms: Sequence[float], target: float) -> tuple[float, frozenset[int]]:
-        """The most that a device without transfers can hold, in parts of nodes, and the whole ones among them."""
+    def _held(
+        self, prices: Sequence[float], time_ms: Sequence[float], target: float
+    ) -> tuple[float, frozenset[int]]:
+        """The most that a device without transfers can hold, in parts of nodes, and the whole ones
+        among them.
+        """
         worth, left = 0.0, target
         nodes: list[int] = []
-        wanted = [node for node, price in enumerate(prices) if price > 0 and time_ms[node] <= target * (1 + SLACK)]
+        wanted = [
+            node
+            for node, price in enumerate(prices)
+            if price > 0 and time_ms[node] <= target * (1 + SLACK)
+        ]
         for node in sorted(wanted, key=lambda node: time_ms[node] / prices[node]):
             if time_ms[node] > left:
                 return (worth + prices[node] * left / time_ms[node]) * (1 + SLACK), frozenset(nodes)

@@ -1,4 +1,5 @@
-"""Counting: of many heavy nodes some device holds several, and with them what it would cost to cut them off.
+"""Counting: of many heavy nodes some device holds several, and with them what it would cost to cut
+them off.
 
 Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all sets with so many of
 them, the lightest first among what else is in such a set::
@@ -6,8 +7,9 @@ them, the lightest first among what else is in such a set::
     ●──●──○──●──●──○──●──●──○──●     7 heavy nodes (●) on 3 devices: one holds 3 of them,
        └─────────────┘               and pays for what it cuts off
 
-``subset_sweep.py`` tells it; a worth that is a whole number makes few labels. Of devices that pay for no transfer it is
-counted how many of the nodes they can hold within a bottleneck that is known: there are so many nodes more.
+``subset_sweep.py`` tells it; a worth that is a whole number makes few labels. Of devices that pay
+for no transfer it is counted how many of the nodes they can hold within a bottleneck that is known:
+there are so many nodes more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MOST_HELD = 8
 """So many of the heavy nodes are looked for on a device, at the most."""
 
 LABELS_A_WORK, LABELS_A_SEARCH = 2_000_000, 20_000
-"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a search does besides."""
+"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a search does
+besides."""
 
 Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
@@ -59,11 +62,17 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
     return bound
 
 
-def _enough(graph: SetGraph, heavy: Sequence[int], least: int, upper: float) -> frozenset[int] | None:
-    """So many heavy nodes that devices which pay for transfers hold ``least`` of them; None if there are too few."""
+def _enough(
+    graph: SetGraph, heavy: Sequence[int], least: int, upper: float
+) -> frozenset[int] | None:
+    """So many heavy nodes that devices which pay for transfers hold ``least`` of them; None if
+    there are too few.
+    """
     count = least
     while count <= len(heavy):
-        missing = least + sum(_most_held(times, heavy[:count], upper) for times in graph.free_ms) - count
+        missing = (
+            least + sum(_most_held(times, heavy[:count], upper) for times in graph.free_ms) - count
+        )
         if missing <= 0:
             return frozenset(heavy[:count])
         count += missing

@@ -1,9 +1,10 @@
 """What devices have room for: by sizes that add up, and beside them what the last look found.
 
-State adds up, node by node, and so does what micro-batches in flight keep for their backward passes. What a device
-holds at its worst moment does not: workspaces, values that arrive, values that two layers keep. So a device has room
-for as much as it had the last time that ``memory.footprint`` was asked, which also has the last word on whether a
-placement fits. Where nothing but state takes memory, sizes say all.
+State adds up, node by node, and so does what micro-batches in flight keep for their backward
+passes. What a device holds at its worst moment does not: workspaces, values that arrive, values
+that two layers keep. So a device has room for as much as it had the last time that
+``memory.footprint`` was asked, which also has the last word on whether a placement fits. Where
+nothing but state takes memory, sizes say all.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Room:
         self._known: dict[tuple[bool, frozenset[int]], int] = {}
 
     def _add_what_stays(self, sizes: list[int]) -> None:
-        """Add to layers what micro-batches in flight leave there; values count with the first that keeps them."""
+        """Add to layers what micro-batches in flight leave there; values count with the first that
+        keeps them.
+        """
         flight = self._problem.request.chunks if self._problem.training else 0
         for index, layer in enumerate(self._problem.layers):
             sizes[index] += flight * layer.saved_bytes
@@ -57,7 +60,8 @@ class Room:
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
-        """Whether a placement fits; where sizes do not say so, it is told and what devices have room for is known anew.
+        """Whether a placement fits; where sizes do not say so, it is told and what devices have
+        room for is known anew.
 
         Args:
             devices: by node.
@@ -83,7 +87,9 @@ class Room:
         if key not in self._known:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            held = held_with(self._problem, (layer for node in nodes for layer in self._nodes.nodes[node]))
+            held = held_with(
+                self._problem, (layer for node in nodes for layer in self._nodes.nodes[node])
+            )
             chunks = self._problem.request.chunks
             use = footprint(self._problem, held)
             self._known[key] = use.total_bytes(chunks, again, self._problem.backwards(chunks))

@@ -6,8 +6,9 @@ a bound   better by dividing  by small moves  a bound   a first look       for l
           parts, better by dividing anew what a few hold, and shares ◀─ integer program, a round
                                                                    └──▶ its other rounds
 
-Where pairs cannot be told, parts come after local search too. Of few nodes, what pairs found is mostly the best: it is
-tried to be proven before local search, which has no end but that of its patience.
+Where pairs cannot be told, parts come after local search too. Of few nodes, what pairs found is
+mostly the best: it is tried to be proven before local search, which has no end but that of its
+patience.
 """
 
 from __future__ import annotations
@@ -38,23 +39,29 @@ LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
 """The same of local search, and where nodes are many and pairs have been divided."""
 
 PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
-"""The same of the search that divides anew what a few devices hold: before the integer program, between its rounds."""
+"""The same of the search that divides anew what a few devices hold: before the integer program,
+between its rounds."""
 
 COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
-"""The same of the search for a bound by prices of large groups, of pairs that go on, and of the search for a bound."""
+"""The same of the search for a bound by prices of large groups, of pairs that go on, and of the
+search for a bound."""
 
 IDLE = 5
-"""So many rounds in a row that brought nothing better say that the search that divides pairs finds no more."""
+"""So many rounds in a row that brought nothing better say that the search that divides pairs finds
+no more."""
 
 COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
 """How many groups of nodes there are for each device, in the beginning and in the end."""
 
 BRIEF_SHARE, BRIEF_WORK = 0.1, 3.0
-"""How much of what is left of the time, or of the work, a first look of the integer program takes; the most work."""
+"""How much of what is left of the time, or of the work, a first look of the integer program takes;
+the most work."""
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: a bound, pairs divided anew, small moves where there is time left, a better bound."""
+    """Go on from the best start: a bound, pairs divided anew, small moves where there is time left,
+    a better bound.
+    """
     _count(search)
     pairs, many = _pairs(search), neighbourhood_search.many(search.problem, search.nodes)
     if many:
@@ -78,12 +85,18 @@ def before_the_program(search: Search) -> None:
 
 def _pairs(search: Search) -> PairSearch | None:
     """The search that divides what two devices hold, where it can judge that."""
-    if search.best is None or not search.open() or not pair_search.applies(search.problem, search.nodes):
+    if (
+        search.best is None
+        or not search.open()
+        or not pair_search.applies(search.problem, search.nodes)
+    ):
         return None
     return PairSearch(search.problem, reduced(search.problem, search.value))
 
 
-def _divide_pairs(search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0) -> bool:
+def _divide_pairs(
+    search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0
+) -> bool:
     """What two devices hold, divided between them as well as can be; whether that could be told.
 
     Args:
@@ -115,50 +128,73 @@ def move_layers(search: Search, share: float) -> None:
         return search.over(share)
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    search.offer(local_search.improved(search.problem, search.nodes, search.best, over, enough), "local search")
+    search.offer(
+        local_search.improved(search.problem, search.nodes, search.best, over, enough),
+        "local search",
+    )
 
 
 def _count(search: Search) -> None:
     """Prove a bound by heavy nodes of which some device holds several."""
     if _may_share(search, PAIRS_SHARE):
         upper = search.value
-        search.prove(count_bound(search.problem, reduced(search.problem, upper), upper, _told(search, PAIRS_SHARE)))
+        search.prove(
+            count_bound(
+                search.problem, reduced(search.problem, upper), upper, _told(search, PAIRS_SHARE)
+            )
+        )
 
 
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
-    """Prove a bound, or that nothing is better than the best, by so many groups of nodes for each device."""
+    """Prove a bound, or that nothing is better than the best, by so many groups of nodes for each
+    device.
+    """
     if _may_share(search, share):
         upper, over = search.better(), _told(search, share)
-        bound = share_bound(search.problem, reduced(search.problem, upper), upper, search.bound, over, groups)
+        bound = share_bound(
+            search.problem, reduced(search.problem, upper), upper, search.bound, over, groups
+        )
         search.prove(search.nothing_below() if bound >= upper else bound)
 
 
 def _look_at_few(search: Search) -> None:
-    """The integer program for a short time, where nodes are so few that it mostly proves what there is to be proven."""
-    if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(search.problem, search.nodes):
+    """The integer program for a short time, where nodes are so few that it mostly proves what there
+    is to be proven.
+    """
+    if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(
+        search.problem, search.nodes
+    ):
         look(search)
 
 
 def _look_briefly(search: Search) -> None:
-    """The integer program for a short time: it proves in a second what takes prices long, and the other way round."""
+    """The integer program for a short time: it proves in a second what takes prices long, and the
+    other way round.
+    """
     if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
         look(search)
 
 
 def look(search: Search) -> None:
-    """A tenth of what is left of the time for the integer program, or less if it is done with its work before."""
+    """A tenth of what is left of the time for the integer program, or less if it is done with its
+    work before.
+    """
     upper, nodes = search.better(), reduced(search.problem, search.value)
     time_s = BRIEF_SHARE * search.left_s()
     if worth_building(search.problem, nodes, time_s):
         limits = search.limits(min(BRIEF_WORK, BRIEF_SHARE * search.meter.left))
-        result = PlacementModel(search.problem, nodes, upper=upper).solve(replace(limits, time_s=time_s))
+        result = PlacementModel(search.problem, nodes, upper=upper).solve(
+            replace(limits, time_s=time_s)
+        )
         search.prove(search.nothing_below() if result.infeasible else result.bound)
         search.offer(result.devices, "integer program")
 
 
 def _may_share(search: Search, share: float) -> bool:
     """Whether something is to be proven by the sets that devices could hold, and there is time."""
-    possible = set_graph.applies(search.problem) and set_graph.worth_looking(search.problem, search.nodes)
+    possible = set_graph.applies(search.problem) and set_graph.worth_looking(
+        search.problem, search.nodes
+    )
     return possible and _may_prove(search, share)
 
 
@@ -178,14 +214,24 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
 
 
 def divide_anew(search: Search) -> None:
-    """Between rounds of the program: parts are divided anew, and shares may prove what is better by now."""
+    """Between rounds of the program: parts are divided anew, and shares may prove what is better by
+    now.
+    """
     _divide(search, BETWEEN_SHARE)
     _share_out(search, COARSE, SHARES_SHARE)
     _share_out(search, FINE, SHARES_SHARE)
 
 
 def _divide(search: Search, share: float) -> None:
-    """What a few devices hold, divided among them as well as can be, until a share of the time or the work is over."""
-    if search.best is not None and search.enough is None and neighbourhood_search.applies(search.problem):
-        found = neighbourhood_search.improved(search.problem, search.best, search.quietly, lambda: search.over(share))
+    """What a few devices hold, divided among them as well as can be, until a share of the time or
+    the work is over.
+    """
+    if (
+        search.best is not None
+        and search.enough is None
+        and neighbourhood_search.applies(search.problem)
+    ):
+        found = neighbourhood_search.improved(
+            search.problem, search.best, search.quietly, lambda: search.over(share)
+        )
         search.offer(found, "local search")

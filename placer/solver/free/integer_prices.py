@@ -1,11 +1,13 @@
-"""Whole prices: those of nodes rounded to whole numbers, so that a share of them is the next whole number.
+"""Whole prices: those of nodes rounded to whole numbers, so that a share of them is the next whole
+number.
 
-Where prices are whole, so is what a set is worth: of a sum of 31, with 6 devices, some device holds not 5.17 but 6. So
-a sum of one more than a multiple of the devices proves most, and prices are rounded to that. Searches by whole prices
-also keep few labels, as few sets differ in worth: what they say is exact.
+Where prices are whole, so is what a set is worth: of a sum of 31, with 6 devices, some device holds
+not 5.17 but 6. So a sum of one more than a multiple of the devices proves most, and prices are
+rounded to that. Searches by whole prices also keep few labels, as few sets differ in worth: what
+they say is exact.
 
-Source: Chvátal, "Edmonds polytopes and a hierarchy of combinatorial problems", 1973; Fekete and Schepers, "New classes
-of fast lower bounds for bin packing problems", 2001 (of rounded sizes).
+Source: Chvátal, "Edmonds polytopes and a hierarchy of combinatorial problems", 1973; Fekete and
+Schepers, "New classes of fast lower bounds for bin packing problems", 2001 (of rounded sizes).
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ Whole = NDArray[np.int64]
 def whole_prices(
     prices: Sequence[float], shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
 ) -> Iterator[tuple[Whole, list[int]]]:
-    """Prices rounded in several ways, and by kind what a device holds of them at the least, of some kind.
+    """Prices rounded in several ways, and by kind what a device holds of them at the least, of some
+    kind.
 
-    Args:
-        prices: by node; a set of the most load is worth about one.
-        shares: by kind of the devices that pay for transfers, how many there are, and what each holds at the most.
-        free: what the other devices hold of whole prices at the most.
+    Args: prices: by node; a set of the most load is worth about one. shares: by kind of the devices
+        that pay for transfers, how many there are, and what each holds at the most. free: what the
+        other devices hold of whole prices at the most.
     """
     for scale in range(1, MOST_SCALE + 1):
         scaled = np.maximum(0.0, np.array(prices) * scale)
@@ -45,7 +47,8 @@ def whole_prices(
 def _less_than_all(
     whole: Whole, shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
 ) -> tuple[list[int], int]:
-    """By kind, what each device may hold so that all hold less than there is; and by how much it is more than one less.
+    """By kind, what each device may hold so that all hold less than there is; and by how much it is
+    more than one less.
 
     What is left over is negative where nothing needs to be held.
     """

@@ -1,4 +1,6 @@
-"""What nodes and nets load devices with, where a placement is judged by that (see ``local.applies``)."""
+"""What nodes and nets load devices with, where a placement is judged by that (see
+``local.applies``).
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,9 @@ class Loads:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
 
-    Attributes:
-        nets: what nodes exchange, with the times over some link.
-        nets_of: by node, the nets that begin or end there, by their places in ``nets``.
-        each_ms: by net, device of its source and another one, what a copy for that one costs both of them.
-        work_ms: by node and device.
+    Attributes: nets: what nodes exchange, with the times over some link. nets_of: by node, the nets
+        that begin or end there, by their places in ``nets``. each_ms: by net, device of its source
+        and another one, what a copy for that one costs both of them. work_ms: by node and device.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -38,7 +38,8 @@ class Loads:
                 self.nets_of[node].append(place)
         devices = range(len(problem.devices))
         self.work_ms = [
-            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices] for layers in nodes.nodes
+            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
+            for layers in nodes.nodes
         ]
 
     def by_device(self, devices: Sequence[int]) -> list[float]:
@@ -63,11 +64,15 @@ class Loads:
     def sent_ms(self, net: int, source: int, takers: Collection[int]) -> float:
         """What a net that some other devices read costs its source's."""
         copies_ms = sum(self.each_ms[net][source][taker] for taker in takers)
-        return copies_ms - self.nets[net].there_ms * max(0, len(takers) - 1) * self._problem.multicast
+        return (
+            copies_ms - self.nets[net].there_ms * max(0, len(takers) - 1) * self._problem.multicast
+        )
 
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
-    """The nets, with times over some link, and by net, device of the source and of the reader, those of a copy."""
+    """The nets, with times over some link, and by net, device of the source and of the reader,
+    those of a copy.
+    """
     links = {_way(link): link for row in problem.links for link in row if link is not None}
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
@@ -77,7 +82,10 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
     nets, each_ms = [], []
     for number, alike in enumerate(zip(*over.values(), strict=True)):
         if any(net.there_ms or net.back_ms for net in alike):
-            copy_ms = [over[a][number].there_ms + over[b][number].back_ms if a and b else inf for a, b in kinds]
+            copy_ms = [
+                over[a][number].there_ms + over[b][number].back_ms if a and b else inf
+                for a, b in kinds
+            ]
             nets.append(alike[0])
             if problem.one_link is None:
                 each_ms.append([[copy_ms[kind] for kind in row] for row in places])
@@ -89,7 +97,10 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
 def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:
     """By device and another one, the way there and that back."""
     ways = [[None if link is None else _way(link) for link in row] for row in problem.links]
-    return [list(zip(there, back, strict=True)) for there, back in zip(ways, zip(*ways, strict=True), strict=True)]
+    return [
+        list(zip(there, back, strict=True))
+        for there, back in zip(ways, zip(*ways, strict=True), strict=True)
+    ]
 
 
 def _way(link: Link) -> Way:

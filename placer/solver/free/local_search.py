@@ -1,7 +1,9 @@
-"""Local search for placements that need not be contiguous: nodes move to another device, one or a few together.
+"""Local search for placements that need not be contiguous: nodes move to another device, one or a
+few together.
 
-A move is judged by a high norm of the loads, which falls with the busiest device's load and sees the others too; worse
-ones are taken with a chance that falls to nothing (simulated annealing), round after round, warmer and cooler in turn.
+A move is judged by a high norm of the loads, which falls with the busiest device's load and sees
+the others too; worse ones are taken with a chance that falls to nothing (simulated annealing),
+round after round, warmer and cooler in turn.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983.
 """
@@ -32,17 +34,21 @@ PATIENCE = (8, 64)
 
 NORM = 16
 COOL = 4
-"""The first so many rounds of ``WARM`` begin with the best so far, as does the next, hot one; the others go on."""
+"""The first so many rounds of ``WARM`` begin with the best so far, as does the next, hot one; the
+others go on."""
 
 WARM = (0.03, 0.01, 0.003, 0.001, 0.3, 0.1, 0.03, 0.01)
-"""By round in turn: at first a move that makes the norm worse by this share is taken with a chance of 1/e."""
+"""By round in turn: at first a move that makes the norm worse by this share is taken with a chance
+of 1/e."""
 
 TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
 """How many nodes move at once: any of these, with those that they exchange values with."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads, and by what devices may hold: transfers added, all linked."""
+    """Whether moves can be judged by loads, and by what devices may hold: transfers added, all
+    linked.
+    """
     request = problem.request
     numbers = range(len(problem.devices))
     linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
@@ -56,7 +62,11 @@ def applies(problem: Problem) -> bool:
 
 
 def improved(
-    problem: Problem, nodes: Reduction, start: Sequence[int], over: Callable[[], bool], enough: float = 0.0
+    problem: Problem,
+    nodes: Reduction,
+    start: Sequence[int],
+    over: Callable[[], bool],
+    enough: float = 0.0,
 ) -> list[int]:
     """The best assignment met on the way from one.
 
@@ -88,7 +98,9 @@ def improved(
     return nodes.spread(best)
 
 
-def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]) -> tuple[list[int], float, bool]:
+def _anneal(
+    state: _State, random: Random, warm: float, over: Callable[[], bool]
+) -> tuple[list[int], float, bool]:
     """One round: the best devices met, the busiest load there, and whether time is over."""
     best, best_load = list(state.device), max(state.load) if state.fits() else inf
     moves = min(MOVES, MOVES_AN_OPTION * len(state.device) * len(state.load))
@@ -116,7 +128,9 @@ def _anneal(state: _State, random: Random, warm: float, over: Callable[[], bool]
 class _State:
     """An assignment of nodes and the loads that it makes, kept up to date move by move."""
 
-    def __init__(self, problem: Problem, nodes: Reduction, loads: Loads, room: Room, device: list[int]) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, loads: Loads, room: Room, device: list[int]
+    ) -> None:
         self.device = device
         self._untaxed = problem.untaxed
         self._able = [sorted(devices) for devices in nodes.allowed]
@@ -135,7 +149,11 @@ class _State:
     def norm(self) -> float:
         """A high norm of the loads."""
         top = max(self.load)
-        return float(top * sum((load / top) ** NORM for load in self.load) ** (1 / NORM)) if top > 0 else 0.0
+        return (
+            float(top * sum((load / top) ** NORM for load in self.load) ** (1 / NORM))
+            if top > 0
+            else 0.0
+        )
 
     def pick(self, random: Random) -> tuple[int, int | None]:
         """A node, and a device for it: mostly that of a node that it exchanges values with."""
@@ -148,7 +166,9 @@ class _State:
         return node, device if device != self.device[node] and device in able else None
 
     def together(self, node: int, device: int, most: int) -> list[int]:
-        """A node with others that are where it is, may be on a device too, and exchange values with it or with them."""
+        """A node with others that are where it is, may be on a device too, and exchange values with
+        it or with them.
+        """
         found, old = [node], self.device[node]
         for one in found:
             for net in self._of[one] if len(found) < most else ():
@@ -159,7 +179,9 @@ class _State:
         return found
 
     def may_hold(self, nodes: Sequence[int], device: int) -> bool:
-        """Whether a device may hold some nodes of another one more, by the numbers of devices and of their layers."""
+        """Whether a device may hold some nodes of another one more, by the numbers of devices and
+        of their layers.
+        """
         more = sum(self._layers_of[node] for node in nodes)
         opened, emptied = not self._layers[device], self._layers[self.device[nodes[0]]] == more
         used = len(self._layers) - self._layers.count(0) + opened - emptied

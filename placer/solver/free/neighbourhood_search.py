@@ -1,11 +1,13 @@
-"""Large neighbourhood search for free placements: what two or three devices hold is divided anew, exactly.
+"""Large neighbourhood search for free placements: what two or three devices hold is divided anew,
+exactly.
 
-Of an assignment the nodes on a few devices, the busiest among them, may move among these; all others stay. The
-integer program makes the busiest of the few less busy, and keeps the others within the bottleneck that is known. An
-assignment is taken if its loads, the largest first, are smaller than before: so one that only frees a device that is
-nearly as busy as another is a step too.
+Of an assignment the nodes on a few devices, the busiest among them, may move among these; all
+others stay. The integer program makes the busiest of the few less busy, and keeps the others within
+the bottleneck that is known. An assignment is taken if its loads, the largest first, are smaller
+than before: so one that only frees a device that is nearly as busy as another is a step too.
 
-Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", 1998.
+Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
+problems", 1998.
 """
 
 from __future__ import annotations
@@ -44,12 +46,17 @@ def applies(problem: Problem) -> bool:
 
 
 def many(problem: Problem, nodes: Reduction) -> bool:
-    """Whether it comes before the integer program of all devices, which takes long for so many nodes."""
+    """Whether it comes before the integer program of all devices, which takes long for so many
+    nodes.
+    """
     return len(nodes.nodes) * len(problem.devices) >= MANY
 
 
 def improved(
-    problem: Problem, start: Sequence[int], limits: Callable[[float], Limits], over: Callable[[], bool]
+    problem: Problem,
+    start: Sequence[int],
+    limits: Callable[[float], Limits],
+    over: Callable[[], bool],
 ) -> list[int]:
     """The best assignment met on the way from one.
 
@@ -70,7 +77,9 @@ def improved(
         if few is None:
             break
         found = _divided_anew(problem, best, few, loads, limits(WORK))
-        if found is not None and sorted(_loads(problem, found), reverse=True) < sorted(loads, reverse=True):
+        if found is not None and sorted(_loads(problem, found), reverse=True) < sorted(
+            loads, reverse=True
+        ):
             best, loads = found, _loads(problem, found)
             untried = _choices(loads, random)
     return best
@@ -88,22 +97,32 @@ def _choices(loads: Sequence[float], random: Random) -> Iterator[frozenset[int]]
 
 
 def _divided_anew(
-    problem: Problem, best: Sequence[int], few: frozenset[int], loads: Sequence[float], limits: Limits
+    problem: Problem,
+    best: Sequence[int],
+    few: frozenset[int],
+    loads: Sequence[float],
+    limits: Limits,
 ) -> list[int] | None:
-    """An assignment in which the busiest of a few devices is less busy, as nodes move among them; None if none."""
+    """An assignment in which the busiest of a few devices is less busy, as nodes move among them;
+    None if none.
+    """
     allowed = tuple(
-        devices & few if here in few else frozenset({here}) for here, devices in zip(best, problem.allowed, strict=True)
+        devices & few if here in few else frozenset({here})
+        for here, devices in zip(best, problem.allowed, strict=True)
     )
     part = replace(problem, allowed=allowed)
     nodes = reduced(part, max(loads))
     if not worth_building(part, nodes):
         return None
-    model = _PartModel(part, nodes, max(loads), few, max(loads[device] for device in few) * (1 - BETTER))
+    model = _PartModel(
+        part, nodes, max(loads), few, max(loads[device] for device in few) * (1 - BETTER)
+    )
     return model.solve(limits).devices
 
 
 class _PartModel(PlacementModel):
-    """Placements in which some devices are less busy than so long, and the others than what is known.
+    """Placements in which some devices are less busy than so long, and the others than what is
+    known.
 
     Args:
         problem: what is asked, with most nodes where they are.
@@ -113,7 +132,9 @@ class _PartModel(PlacementModel):
         most_ms: no more than this.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, upper: float, few: frozenset[int], most_ms: float) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, upper: float, few: frozenset[int], most_ms: float
+    ) -> None:
         self._few, self._most_ms = few, most_ms
         super().__init__(problem, nodes, upper=upper)
 

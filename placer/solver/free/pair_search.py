@@ -1,8 +1,9 @@
 """Local search for free placements whose step is large: two devices divide anew all that they hold.
 
-The busiest device does so with another one, so that both take less than it took, until it cannot with any. Then a few
-random pairs divide what they hold in some way, within a little more than the best known, and it goes on from there; far
-from the best it comes back. ``pair_sweep.py`` finds the ways.
+The busiest device does so with another one, so that both take less than it took, until it cannot
+with any. Then a few random pairs divide what they hold in some way, within a little more than the
+best known, and it goes on from there; far from the best it comes back. ``pair_sweep.py`` finds the
+ways.
 
 Source: Lourenço, Martin and Stützle, "Iterated local search", 2003.
 """
@@ -24,7 +25,8 @@ from placer.solver.reduce import Reduction
 MOST_NODES = 1_500
 
 LABELS, FEW_LABELS = 2_000, 500
-"""Labels at a step: where the busiest device is to take less, and where pairs are divided at random."""
+"""Labels at a step: where the busiest device is to take less, and where pairs are divided at
+random."""
 
 BETTER = 1e-6
 """By which share the busiest device must take less."""
@@ -36,7 +38,8 @@ RANDOM_PAIRS = (1, 1, 2, 3)
 """So many divide what they hold before the busiest device is looked at again."""
 
 NOISE = 2.0
-"""How far a way may be from the best by the weights of the moment: so many times what pairs may take more."""
+"""How far a way may be from the best by the weights of the moment: so many times what pairs may
+take more."""
 
 LOOKS = 3
 """So often a division is looked for that fits, each time knowing more of what there is room for."""
@@ -45,14 +48,17 @@ PATIENCE = (20, 150)
 """So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
 
 LABELS_A_WORK, LABELS_A_WAY = 2_000_000, 20_000
-"""Labels that are looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a division does besides."""
+"""Labels that are looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a
+division does besides."""
 
 Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether a division can be judged by loads, and by what devices have room for; whatever number they hold."""
+    """Whether a division can be judged by loads, and by what devices have room for; whatever number
+    they hold.
+    """
     any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
     judged = local_search.applies(problem) and any_number and problem.most_layers is None
     return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
@@ -96,7 +102,8 @@ class PairSearch:
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
-        """The best assignment met on the way from one, or from where it was stopped if that was no worse.
+        """The best assignment met on the way from one, or from where it was stopped if that was no
+        worse.
 
         Args:
             start: by layer, its device; it meets all requirements.
@@ -170,14 +177,26 @@ class PairSearch:
             most_ms = best_ms * (1 + worse * self._random.random())
             within = (max(most_ms, loads[one]), max(most_ms, loads[other]))
             noise_ms = NOISE * worse * best_ms
-            found = None if self._ended else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+            found = (
+                None
+                if self._ended
+                else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+            )
             devices = devices if found is None else found
         return devices
 
     def _divided(
-        self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
+        self,
+        devices: list[int],
+        one: int,
+        other: int,
+        most_ms: tuple[float, float],
+        labels: int,
+        noise_ms: float,
     ) -> list[int] | None:
-        """What two devices hold divided as evenly as can be; or at random, by some weights, with noise."""
+        """What two devices hold divided as evenly as can be; or at random, by some weights, with
+        noise.
+        """
         for _ in range(LOOKS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
             if found is None or self._pairs.room.holds(found):
@@ -186,7 +205,13 @@ class PairSearch:
         return None
 
     def _division(
-        self, devices: list[int], one: int, other: int, most_ms: tuple[float, float], labels: int, noise_ms: float
+        self,
+        devices: list[int],
+        one: int,
+        other: int,
+        most_ms: tuple[float, float],
+        labels: int,
+        noise_ms: float,
     ) -> list[int] | None:
         """The same, if sizes that add up were all that counts."""
         ways = self._pairs.ways(devices, one, other, most_ms, labels)

@@ -5,9 +5,10 @@ are open alone, as in ``sweep_orders.py``, and by the load of each device so far
 
     nodes taken ──▶ │ border │ ──▶ nodes to come       label: state of the border, load of the one, load of the other
 
-Of two labels in the same state, one that is no less in both loads is dropped, and so is one that cannot end within what
-the devices may take: what the rest adds at the least, weighted by some rates, a plain dynamic program tells beforehand.
-Where labels are too many, one is kept of those that load the one device about the same. All other nodes stay where they
+Of two labels in the same state, one that is no less in both loads is dropped, and so is one that
+cannot end within what the devices may take: what the rest adds at the least, weighted by some
+rates, a plain dynamic program tells beforehand. Where labels are too many, one is kept of those
+that load the one device about the same. All other nodes stay where they
 are: what is found is a placement, and no proof.
 """
 
@@ -34,7 +35,8 @@ RATES = np.array([0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
 """By these the load of the one device is weighted, and by what is left of 1 that of the other."""
 
 ONE, OTHER, MADE_BY_ONE = 1, 2, 4
-"""Of a net: the one device has a pin of it, the other has, the one has its source; twice the last, the other has."""
+"""Of a net: the one device has a pin of it, the other has, the one has its source; twice the last,
+the other has."""
 
 BANNED_MS = 1e15
 """The time of a node where it may not be."""
@@ -50,7 +52,8 @@ class TooWide(Exception):
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to divide some nodes between two devices, none of them better in one load but worse in the other.
+    """Ways to divide some nodes between two devices, none of them better in one load but worse in
+    the other.
 
     Attributes:
         one_ms: by way, the load of the one device.
@@ -116,7 +119,12 @@ class Pairs:
         self._order = order_of(len(nodes.nodes), pins)
 
     def ways(
-        self, devices: Sequence[int], one: int, other: int, most_ms: tuple[float, float], most_labels: int
+        self,
+        devices: Sequence[int],
+        one: int,
+        other: int,
+        most_ms: tuple[float, float],
+        most_labels: int,
     ) -> Ways | None:
         """The ways to divide what two devices hold; None if none is found.
 
@@ -137,7 +145,9 @@ class Pairs:
         room = [self.room.of(device) for device in (one, other)] if self.room.limited else None
         return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
 
-    def _steps(self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int) -> list[_Step]:
+    def _steps(
+        self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int
+    ) -> list[_Step]:
         """The steps of the sweep."""
         paid = _Paid(self, devices, one, other)
         left = Counter(net for node in nodes for net in self.loads.nets_of[node])
@@ -148,7 +158,9 @@ class Pairs:
             known: dict[Border, int] = {}
             after, added = np.zeros((len(borders), 2), np.int64), np.zeros((2, len(borders), 2))
             for column, device in enumerate((one, other)):
-                work_ms = self.loads.work_ms[node][device] if device in self._allowed[node] else BANNED_MS
+                work_ms = (
+                    self.loads.work_ms[node][device] if device in self._allowed[node] else BANNED_MS
+                )
                 bits = [(net, paid.bits(node, net, column)) for net in self.loads.nets_of[node]]
                 for state, border in enumerate(borders):
                     sides, cost = dict(border), [0.0, 0.0]
@@ -162,7 +174,9 @@ class Pairs:
                         if not left[net]:
                             del sides[net]
                     cost[column] += work_ms
-                    after[state, column] = known.setdefault(tuple(sorted(sides.items())), len(known))
+                    after[state, column] = known.setdefault(
+                        tuple(sorted(sides.items())), len(known)
+                    )
                     added[:, state, column] = cost
             borders = list(known)
             if len(borders) > MOST_STATES:
@@ -194,7 +208,9 @@ class _Paid:
         return (ONE | (MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
-        """What a net costs each of them, from what is known of it; at the least where its source is not known."""
+        """What a net costs each of them, from what is known of it; at the least where its source is
+        not known.
+        """
         key = net, bits
         if key not in self._known:
             paid = self._paid(net, bits)
@@ -205,12 +221,18 @@ class _Paid:
         has_one, has_other = bool(bits & ONE), bool(bits & OTHER)
         one, other = self._two
         source = self._devices[self._loads.nets[net].source]
-        away = {self._devices[reader] for reader in self._loads.nets[net].readers}.difference(self._two)
+        away = {self._devices[reader] for reader in self._loads.nets[net].readers}.difference(
+            self._two
+        )
         each_ms = self._loads.each_ms[net]
         if source in self._two and bits & MADE_BY_ONE:
-            return self._loads.sent_ms(net, one, away | {other} if has_other else away), each_ms[one][other] * has_other
+            return self._loads.sent_ms(net, one, away | {other} if has_other else away), each_ms[
+                one
+            ][other] * has_other
         if source in self._two and bits & MADE_BY_ONE << 1:
-            return each_ms[other][one] * has_one, self._loads.sent_ms(net, other, away | {one} if has_one else away)
+            return each_ms[other][one] * has_one, self._loads.sent_ms(
+                net, other, away | {one} if has_one else away
+            )
         if source not in self._two:
             return each_ms[source][one] * has_one, each_ms[source][other] * has_other
         cut = (has_one and has_other) or bool(away)
@@ -239,7 +261,10 @@ class _Search:
     def ways(self) -> Ways | None:
         """What is left at the end; None if nothing."""
         rests = self._rests()
-        rates, most = RATES[:, None], (RATES * self.most_ms[0] + (1 - RATES) * self.most_ms[1])[:, None]
+        rates, most = (
+            RATES[:, None],
+            (RATES * self.most_ms[0] + (1 - RATES) * self.most_ms[1])[:, None],
+        )
         state = np.zeros(1, np.int64)
         load, held = np.zeros((2, 1)), np.zeros((2, 1))
         came, looked_at = [], 0
@@ -255,7 +280,11 @@ class _Search:
             chosen = self._thinned(state, load, _undominated(state, load, np.flatnonzero(able)))
             if not len(chosen):
                 return None
-            state, load, held = state[chosen], load[:, chosen], held[:, chosen] if self.room is not None else held
+            state, load, held = (
+                state[chosen],
+                load[:, chosen],
+                held[:, chosen] if self.room is not None else held,
+            )
             came.append(2 * origin[chosen] + column[chosen])
             looked_at += len(origin)
         return Ways(load[0], load[1], looked_at, self.nodes, came)
@@ -265,18 +294,24 @@ class _Search:
         rates = RATES[:, None, None]
         found = [np.zeros((len(RATES), 1))]
         for step in reversed(self.steps[1:]):
-            ways = rates * step.added_ms[0] + (1 - rates) * step.added_ms[1] + found[-1][:, step.after]
+            ways = (
+                rates * step.added_ms[0] + (1 - rates) * step.added_ms[1] + found[-1][:, step.after]
+            )
             found.append(ways.min(axis=2))
         return found[::-1]
 
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
-        """So many labels as may be: of those that load the one device about the same, that which loads it most.
+        """So many labels as may be: of those that load the one device about the same, that which
+        loads it most.
 
-        It loads the other one least, as none is left that is worse in both. One of each state is kept, however many.
+        It loads the other one least, as none is left that is worse in both. One of each state is
+        kept, however many.
         """
         width = self.most_ms[0] / self.most_labels
         while len(some) > self.most_labels:
-            run = state[some] * (int(self.most_ms[0] / width) + 2) + (load[0, some] / width).astype(np.int64)
+            run = state[some] * (int(self.most_ms[0] / width) + 2) + (load[0, some] / width).astype(
+                np.int64
+            )
             last = np.append(run[1:] != run[:-1], True)
             if last.sum() <= self.most_labels or width > self.most_ms[0]:
                 return np.asarray(some[last])
@@ -285,12 +320,15 @@ class _Search:
 
 
 def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
-    """Of the able labels those with none of their state that is no more in both loads; by state and load of the one."""
+    """Of the able labels those with none of their state that is no more in both loads; by state and
+    load of the one.
+    """
     if not len(able):
         return able
     able = able[np.lexsort((load[1, able], load[0, able], state[able]))]
     other = load[1, able]
-    ranked = state[able] * (float(other.max()) + 1.0) - other  # all of a state above all of the one before
+    # all of a state above all of the one before
+    ranked = state[able] * (float(other.max()) + 1.0) - other
     kept = np.ones(len(able), bool)
     kept[1:] = ranked[1:] > np.maximum.accumulate(ranked)[:-1]
     return np.asarray(able[kept])

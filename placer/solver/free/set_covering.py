@@ -1,4 +1,6 @@
-"""The set-covering program of ``column_generation.py``: few sets that hold all nodes, with its duals kept in a box."""
+"""The set-covering program of ``column_generation.py``: few sets that hold all nodes, with its
+duals kept in a box.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,22 @@ FIRST_HALF = 0.15
 class Covering:
     """A linear program that sets join.
 
-    Nodes are in groups, a row each: what sets hold of a group, by the prices of its nodes, comes to the whole of it; or
-    a slack adds to it at the upper end of the group's box, or takes off at the lower end. So duals lie in the box.
+    Nodes are in groups, a row each: what sets hold of a group, by the prices of its nodes, comes to
+    the whole of it; or a slack adds to it at the upper end of the group's box, or takes off at the
+    lower end. So duals lie in the box.
 
-    Args:
-        groups: the nodes of each.
-        prices: by node, above 0; of the groups they are the middle of the box.
-        counts: how many devices there are of each kind. All kinds grow alike: sets of one come to its share of all.
-        free: how many devices pay for no transfer: each holds one set at no cost.
+    Args: groups: the nodes of each. prices: by node, above 0; of the groups they are the middle of
+        the box. counts: how many devices there are of each kind. All kinds grow alike: sets of one
+        come to its share of all. free: how many devices pay for no transfer: each holds one set at
+        no cost.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[int]], prices: Sequence[float], counts: Sequence[int], free: int
+        self,
+        groups: Sequence[Sequence[int]],
+        prices: Sequence[float],
+        counts: Sequence[int],
+        free: int,
     ) -> None:
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._ends = self._solver.infinity()
@@ -77,7 +83,9 @@ class Covering:
         return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
 
     def join(self, sets: Iterable[Owned]) -> bool:
-        """Add sets, each with its owner: a kind, or behind those a device that pays for no transfer; if any is new."""
+        """Add sets, each with its owner: a kind, or behind those a device that pays for no
+        transfer; if any is new.
+        """
         fresh = [one for one in sets if one[1] and one not in self._known]
         for owner, nodes in fresh:
             parts: dict[int, float] = defaultdict(float)
@@ -88,11 +96,15 @@ class Covering:
         return bool(fresh)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The least number of sets, in fractions of them, and the prices that the duals make; None where it fails."""
+        """The least number of sets, in fractions of them, and the prices that the duals make; None
+        where it fails.
+        """
         if self._solver.Solve() != self._solver.OPTIMAL:
             return None
         duals = [row.dual_value() for row in self._rows]
-        prices = [duals[self._group_of[node]] * self._share[node] for node in range(len(self._share))]
+        prices = [
+            duals[self._group_of[node]] * self._share[node] for node in range(len(self._share))
+        ]
         return self._goal.Value(), prices
 
     def _column(self, parts: Mapping[int, float]) -> pywraplp.Variable:

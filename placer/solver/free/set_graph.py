@@ -1,4 +1,6 @@
-"""A problem of free placements as one of sets: each device holds a set of nodes, and pays for the nets that it cuts."""
+"""A problem of free placements as one of sets: each device holds a set of nodes, and pays for the
+nets that it cuts.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class Kind:
 
     def load(self, nodes: frozenset[int]) -> float:
         """What a set loads one of them with, in milliseconds."""
-        cut = sum(cost for pins, cost in self.nets.items() if 0 < sum(pin in nodes for pin in pins) < len(pins))
+        cut = sum(
+            cost
+            for pins, cost in self.nets.items()
+            if 0 < sum(pin in nodes for pin in pins) < len(pins)
+        )
         return cut + sum(self.work_ms[node] for node in nodes)
 
 
@@ -49,8 +55,8 @@ class Kind:
 class SetGraph:
     """What a device's load is at the least, by the set that it holds.
 
-    Limits of memory are left out of account, and so is that links of a device differ: these are more sets than there
-    are.
+    Limits of memory are left out of account, and so is that links of a device differ: these are
+    more sets than there are.
 
     Attributes:
         kinds: the devices that pay for transfers.
@@ -66,7 +72,11 @@ class SetGraph:
 def applies(problem: Problem) -> bool:
     """Whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
     request = problem.request
-    return not problem.contiguous and request.objective == "throughput" and request.transfers == "added"
+    return (
+        not problem.contiguous
+        and request.objective == "throughput"
+        and request.transfers == "added"
+    )
 
 
 def worth_looking(problem: Problem, nodes: Reduction) -> bool:
@@ -75,7 +85,8 @@ def worth_looking(problem: Problem, nodes: Reduction) -> bool:
 
 
 def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
-    """The sets of a problem that ``applies`` names; None if there are too many nodes, or none does any work.
+    """The sets of a problem that ``applies`` names; None if there are too many nodes, or none does
+    any work.
 
     Args:
         problem: what is asked.
@@ -87,13 +98,19 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     if best is None or len(nodes.nodes) > MOST_NODES:
         return None
     cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
-    work = [[_work(problem, layers, device) for layers in nodes.nodes] for device in range(len(problem.devices))]
+    work = [
+        [_work(problem, layers, device) for layers in nodes.nodes]
+        for device in range(len(problem.devices))
+    ]
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
     alike: dict[tuple[Link | None, tuple[float, ...]], int] = defaultdict(int)
     for device in paying:
-        able = (time if device in may else inf for time, may in zip(work[device], nodes.allowed, strict=True))
+        able = (
+            time if device in may else inf
+            for time, may in zip(work[device], nodes.allowed, strict=True)
+        )
         alike[links[device], tuple(able)] += 1
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
     told_apart = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
@@ -107,13 +124,18 @@ def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
     links = [
         link
         for source, target in permutations(range(len(problem.devices)), 2)
-        if (source in devices or target in devices) and (link := problem.links[source][target]) is not None
+        if (source in devices or target in devices)
+        and (link := problem.links[source][target]) is not None
     ]
     return best_link(links) if links else None
 
 
-def _cuts(problem: Problem, nodes: Reduction, link: Link | None) -> tuple[list[Step], dict[Pins, float]]:
-    """The sweep, and by pins what it costs to cut nets over a link; none where they have too many states."""
+def _cuts(
+    problem: Problem, nodes: Reduction, link: Link | None
+) -> tuple[list[Step], dict[Pins, float]]:
+    """The sweep, and by pins what it costs to cut nets over a link; none where they have too many
+    states.
+    """
     nets: dict[Pins, float] = defaultdict(float)
     for net in joined_nets(problem, nodes, link) if link is not None else ():
         nets[tuple(sorted((net.source, *net.readers)))] += net.there_ms + net.back_ms

@@ -1,15 +1,18 @@
-"""The sets of nodes that a device could hold, gone through by a sweep: which is worth most, and which is lightest.
+"""The sets of nodes that a device could hold, gone through by a sweep: which is worth most, and
+which is lightest.
 
     load(S)  = sum of work(n) over n in S + sum of cost(e) over nets e with a pin in S and a pin outside
     worth(S) = sum of price(n) over n in S
 
-Of two sets in the same state the one that is lighter and worth more will do: of these pairs, ``labels``, all are kept
-that can still lead to a set of enough worth within the load allowed. How much worth the rest of the nodes can add is
-told by Lagrange's multipliers: worth less a rate times the load has a plain dynamic program. Where labels are too many,
-neighbours become one, with the lesser load and the greater worth: what is found then bounds the true answer.
-Loads are whole numbers rounded down, worths rounded up, so nothing is lost.
+Of two sets in the same state the one that is lighter and worth more will do: of these pairs,
+``labels``, all are kept that can still lead to a set of enough worth within the load allowed. How
+much worth the rest of the nodes can add is told by Lagrange's multipliers: worth less a rate times
+the load has a plain dynamic program. Where labels are too many, neighbours become one, with the
+lesser load and the greater worth: what is found then bounds the true answer. Loads are whole
+numbers rounded down, worths rounded up, so nothing is lost.
 
-Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005; sets instead of paths.
+Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005; sets
+instead of paths.
 """
 
 from __future__ import annotations
@@ -40,11 +43,10 @@ Row = NDArray[np.float64]
 class Found:
     """What a search through all sets says of those that are worth enough and are light enough.
 
-    Attributes:
-        least_ms: none is lighter; the most load that was allowed, if there is none at all.
+    Attributes: least_ms: none is lighter; the most load that was allowed, if there is none at all.
         most_worth: none is worth more; the least worth that was asked for, if there is none at all.
-        nodes: the one that is worth most, if labels were not made one on the way to it; else near that.
-        labels: how many were looked at.
+        nodes: the one that is worth most, if labels were not made one on the way to it; else near
+        that. labels: how many were looked at.
     """
 
     least_ms: float
@@ -68,26 +70,35 @@ class Subsets:
     """
 
     def __init__(
-        self, steps: Sequence[Step], work_ms: Sequence[float], most_ms: float, over: Callable[[], bool] = lambda: False
+        self,
+        steps: Sequence[Step],
+        work_ms: Sequence[float],
+        most_ms: float,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._steps, self._most_ms, self._rates, self._over = steps, most_ms, FIRST_RATES, over
         self._costs: list[Numbers] = []
         for step in steps:
             cost = step.cut_ms.copy()
             cost[:, 0] += work_ms[step.node]
-            scaled = np.minimum(np.floor(cost * (LOAD_STEPS / most_ms * (1 - 1e-12))), LOAD_STEPS + 1)
+            scaled = np.minimum(
+                np.floor(cost * (LOAD_STEPS / most_ms * (1 - 1e-12))), LOAD_STEPS + 1
+            )
             self._costs.append(scaled.astype(np.int64))
 
     def search(
-        self, prices: Sequence[float], enough: float, most_labels: int = MOST_LABELS, real: bool = False
+        self,
+        prices: Sequence[float],
+        enough: float,
+        most_labels: int = MOST_LABELS,
+        real: bool = False,
     ) -> Found:
         """Look for sets whose prices come to ``enough``.
 
-        Args:
-            prices: by node; about 1 or less in all for a set of the most load, as they are rounded to 2**-30.
-            enough: the least worth.
-            most_labels: where there are more at a step, neighbours become one.
-            real: or all of them but the one that is worth most are left out, so that a set is what it seems to be, and
+        Args: prices: by node; about 1 or less in all for a set of the most load, as they are
+            rounded to 2**-30. enough: the least worth. most_labels: where there are more at a step,
+            neighbours become one. real: or all of them but the one that is worth most are left out,
+            so that a set is what it seems to be, and
                 what is said of all sets holds for those alone that were looked at.
 
         Raises:
@@ -102,10 +113,15 @@ class Subsets:
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
-        """Good rates, and by step, rate and state the most that the rest can add in worth less the rate times load."""
+        """Good rates, and by step, rate and state the most that the rest can add in worth less the
+        rate times load.
+        """
         rates = self._rates[:, None, None]
-        rest = [np.ones((len(self._rates), 1))]  # more than what floats round off on the way
-        for step, cost, gain in zip(reversed(self._steps), reversed(self._costs), reversed(worth), strict=True):
+        # more than what floats round off on the way
+        rest = [np.ones((len(self._rates), 1))]
+        for step, cost, gain in zip(
+            reversed(self._steps), reversed(self._costs), reversed(worth), strict=True
+        ):
             self._stop_if_over()
             ways = rest[-1][:, step.after] - rates * cost
             ways[:, :, 0] += gain
@@ -117,13 +133,20 @@ class Subsets:
         return kept, [one[order] for one in reversed(rest)]
 
     def _labelled(
-        self, worth: Sequence[int], least: int, rests: tuple[Row, list[Row]], most_labels: int, real: bool
+        self,
+        worth: Sequence[int],
+        least: int,
+        rests: tuple[Row, list[Row]],
+        most_labels: int,
+        real: bool,
     ) -> Found | None:
         rates, rest = rests[0][:, None], rests[1]
         state, load, value = np.zeros((3, 1), np.int64)
         came: list[NDArray[np.int32]] = []
         total, width = 0, LOAD_STEPS // most_labels
-        for index, (step, cost, gain) in enumerate(zip(self._steps, self._costs, worth, strict=True)):
+        for index, (step, cost, gain) in enumerate(
+            zip(self._steps, self._costs, worth, strict=True)
+        ):
             self._stop_if_over()
             labels = np.arange(len(state))
             origin, column = np.concatenate([labels, labels]), np.repeat([0, 1], len(state))
@@ -137,7 +160,12 @@ class Subsets:
             way = 2 * origin[chosen] + column[chosen]
             if len(chosen) > most_labels:
                 first, last, width = _neighbours(state, load, most_labels, max(1, width // 2))
-                state, load, value, way = state[last], load[last if real else first], value[last], way[last]
+                state, load, value, way = (
+                    state[last],
+                    load[last if real else first],
+                    value[last],
+                    way[last],
+                )
             if not len(state):
                 return None
             came.append(way.astype(np.int32))
@@ -165,27 +193,35 @@ class Subsets:
 
 
 def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -> Numbers:
-    """Of the able labels those with no lighter one of their state that is worth as much, by state and load."""
+    """Of the able labels those with no lighter one of their state that is worth as much, by state
+    and load.
+    """
     if not len(able):
         return able
     place = state[able] * (LOAD_STEPS + 1) + load[able]
-    order = np.argsort(place, kind="stable")  # quick on runs, which labels are, inside and outside
+    # quick on runs, which labels are, inside and outside
+    order = np.argsort(place, kind="stable")
     able, place = able[order], place[order]
     worth = value[able]
-    ranked = worth + state[able] * (int(worth.max() - worth.min()) + 1)  # all of a state above all of the one before
+    # all of a state above all of the one before
+    ranked = worth + state[able] * (int(worth.max() - worth.min()) + 1)
     most = np.maximum.accumulate(ranked)
     kept = np.ones(len(able), bool)
     kept[1:] = ranked[1:] > most[:-1]
     able, place = able[kept], place[kept]
-    found: Numbers = able[np.append(place[1:] != place[:-1], True)]  # of as heavy ones the last is worth most
+    # of as heavy ones the last is worth most
+    found: Numbers = able[np.append(place[1:] != place[:-1], True)]
     return found
 
 
-def _neighbours(state: Numbers, load: Numbers, most: int, width: int) -> tuple[Numbers, Numbers, int]:
-    """The first and the last label of each run whose loads are about the same, by state, and how much the same.
+def _neighbours(
+    state: Numbers, load: Numbers, most: int, width: int
+) -> tuple[Numbers, Numbers, int]:
+    """The first and the last label of each run whose loads are about the same, by state, and how
+    much the same.
 
-    Runs are as short as may be for so many, beginning with a width that is likely too small: most labels can be of few
-    states.
+    Runs are as short as may be for so many, beginning with a width that is likely too small: most
+    labels can be of few states.
     """
     while True:
         run = state * (LOAD_STEPS // width + 2) + load // width

@@ -1,4 +1,5 @@
-"""Orders of the nodes in which few nets are open at a time, so that all sets of nodes can be gone through.
+"""Orders of the nodes in which few nets are open at a time, so that all sets of nodes can be gone
+through.
 
 A sweep takes the nodes one by one, each into a set or out of it. Of what was decided only one thing matters later: of
 the nets with pins on both sides of the border, which have a pin inside, outside, or both. These are the states::
@@ -93,7 +94,9 @@ class _Sweep:
             found.append(Step(node, len(borders), after, cut_ms))
         return found
 
-    def _crossed(self, border: Border, node: int, side: int, index: int, last: Sequence[int]) -> tuple[Border, float]:
+    def _crossed(
+        self, border: Border, node: int, side: int, index: int, last: Sequence[int]
+    ) -> tuple[Border, float]:
         """The border behind a node that is on one side, and what is cut."""
         sides, cost_ms = dict(border), 0.0
         for net in self.of[node]:
@@ -117,7 +120,9 @@ class _Sweep:
         order: list[int] = []
         most = total = width = 0
         while waiting:
-            node = min(near or [next(iter(waiting))], key=lambda one: (*self._opened(one, left), one))
+            node = min(
+                near or [next(iter(waiting))], key=lambda one: (*self._opened(one, left), one)
+            )
             width += self._opened(node, left)[0]
             most, total = max(most, width), total + width
             order.append(node)
@@ -130,9 +135,13 @@ class _Sweep:
         return (most, total), order
 
     def _opened(self, node: int, left: Sequence[int]) -> tuple[int, int]:
-        """How many nets a node opens less those that it closes, and how many it goes on with, less than none."""
+        """How many nets a node opens less those that it closes, and how many it goes on with, less
+        than none.
+        """
         fresh = [left[net] == self._sizes[net] for net in self.of[node]]
-        closed = sum(left[net] == 1 for net, new in zip(self.of[node], fresh, strict=True) if not new)
+        closed = sum(
+            left[net] == 1 for net, new in zip(self.of[node], fresh, strict=True) if not new
+        )
         return sum(fresh) - closed, sum(fresh) - len(fresh)
 
     @cached_property

@@ -1,11 +1,14 @@
-"""Local search for a small latency: layers move, or swap devices, and both passes tell what that takes.
+"""Local search for a small latency: layers move, or swap devices, and both passes tell what that
+takes.
 
-Half of the moves begin at a layer that the last finish waits for. Contiguous placements move layers with all that
-reads from them on their device, or all that they read from, so that devices do not wait for each other. Moves that
-take longer are taken with a chance that falls to nothing (simulated annealing), round after round.
+Half of the moves begin at a layer that the last finish waits for. Contiguous placements move layers
+with all that reads from them on their device, or all that they read from, so that devices do not
+wait for each other. Moves that take longer are taken with a chance that falls to nothing (simulated
+annealing), round after round.
 
-Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983; van Laarhoven, Aarts and Lenstra,
-"Job shop scheduling by simulated annealing", 1992, for moves on the critical path.
+Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983; van Laarhoven,
+Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992, for moves on the critical
+path.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ WORK = 0.01
 """Of so many layers, in the measure of ``cpsat.Meter``."""
 
 WARM = (0.003, 0.01, 0.001, 0.03)
-"""By round in turn: at first a move that makes the latency longer by this share is taken with a chance of 1/e."""
+"""By round in turn: at first a move that makes the latency longer by this share is taken with a
+chance of 1/e."""
 
 TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
 """How many nodes move at once: any of these, with those that they exchange values with."""
@@ -81,8 +85,12 @@ def improved(
             yield nodes.spread(best)
 
 
-def _anneal(state: _State, random: Random, warm: float, over: Callable[[float], bool]) -> tuple[list[int] | None, bool]:
-    """One round: the best devices met, by node, if they are better than the first; and whether time is over."""
+def _anneal(
+    state: _State, random: Random, warm: float, over: Callable[[float], bool]
+) -> tuple[list[int] | None, bool]:
+    """One round: the best devices met, by node, if they are better than the first; and whether time
+    is over.
+    """
     best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
     most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
     told = 0
@@ -114,13 +122,15 @@ class _State:
         self._able = [sorted(devices) for devices in nodes.allowed]
         self.options, self.layers = sum(map(len, self._able)), len(problem.layers)
         self._near = [
-            [*before, *after] for before, after in zip(self._quotient.before, self._quotient.after, strict=True)
+            [*before, *after]
+            for before, after in zip(self._quotient.before, self._quotient.after, strict=True)
         ]
         self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
         for node, place in enumerate(device):
             self._bytes[place] += room.size_bytes[node]
             self._layers[place] += len(nodes.nodes[node])
-        self._holds = room.holds(device)  # without recomputing, and with all micro-batches in flight
+        # without recomputing, and with all micro-batches in flight
+        self._holds = room.holds(device)
         self._least_room = [0] * len(problem.devices) if self._holds else list(self._bytes)
         ways, layers = Ways.of(problem), nodes.spread(device)
         self._there = Pass.forwards(problem, ways, layers)
@@ -136,21 +146,37 @@ class _State:
     @property
     def looked_at(self) -> int:
         """So many layers have been reckoned, or as long was worked, until now."""
-        return self._there.looked_at + (self._back.looked_at if self._back else 0) + LAYERS_A_MOVE * self._moves
+        return (
+            self._there.looked_at
+            + (self._back.looked_at if self._back else 0)
+            + LAYERS_A_MOVE * self._moves
+        )
 
     def pick(self, random: Random) -> dict[int, int]:
         """By node that moves, its device; none where there is no such move."""
-        layer = random.choice(self._critical) if random.random() < 0.5 else random.randrange(self.layers)
+        layer = (
+            random.choice(self._critical)
+            if random.random() < 0.5
+            else random.randrange(self.layers)
+        )
         node = self._nodes.node_of[layer]
         old, near = self.device[node], self._near[node]
-        device = self.device[random.choice(near)] if near and random.random() < 0.5 else random.choice(self._able[node])
+        device = (
+            self.device[random.choice(near)]
+            if near and random.random() < 0.5
+            else random.choice(self._able[node])
+        )
         moved = [node]
         if device == old:
             return {}
         kind = random.random()
         if kind < 0.25 and self._there.held[device]:
             other = self._nodes.node_of[random.choice(self._there.held[device])]
-            return {node: device, other: old} if self._may(node, device) and self._may(other, old) else {}
+            return (
+                {node: device, other: old}
+                if self._may(node, device) and self._may(other, old)
+                else {}
+            )
         if kind < 0.6 and self._problem.contiguous:
             way = random.choice((self._quotient.before, self._quotient.after))
             moved = self._quotient.closed(node, way)
@@ -159,7 +185,9 @@ class _State:
         return dict.fromkeys(moved, device) if all(self._may(one, device) for one in moved) else {}
 
     def move(self, devices: Mapping[int, int], most_ms: float) -> bool:
-        """Bring nodes to devices if that meets the requirements and takes no longer; whether it does."""
+        """Bring nodes to devices if that meets the requirements and takes no longer; whether it
+        does.
+        """
         self._moves += 1
         before = {node: self.device[node] for node in devices}
         self._put(devices)
@@ -177,7 +205,9 @@ class _State:
             return self._room.holds(self.device)
         self._moves += self.layers  # it takes as long
         result = costs.judged(self._problem, self._nodes.spread(self.device))
-        return result is not None and all(self._problem.recompute[device] == "always" for device in result.recompute)
+        return result is not None and all(
+            self._problem.recompute[device] == "always" for device in result.recompute
+        )
 
     def _trace(self) -> None:
         """Look up what the last finish waits for, forwards and backwards."""
@@ -193,13 +223,21 @@ class _State:
         found = [node]
         for one in found:
             for other in self._near[one] if len(found) < most else ():
-                if self.device[other] == self.device[node] and other not in found and len(found) < most:
+                if (
+                    self.device[other] == self.device[node]
+                    and other not in found
+                    and len(found) < most
+                ):
                     found.append(other)
         return found
 
     def _put(self, devices: Mapping[int, int]) -> None:
         for node, device in devices.items():
-            old, size, count = self.device[node], self._room.size_bytes[node], len(self._nodes.nodes[node])
+            old, size, count = (
+                self.device[node],
+                self._room.size_bytes[node],
+                len(self._nodes.nodes[node]),
+            )
             self._bytes[old] -= size
             self._layers[old] -= count
             self._bytes[device] += size
@@ -207,19 +245,26 @@ class _State:
             self._quotient.move(node, device)
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
-        """Whether the devices that get nodes have room, the numbers are right, and none waits for itself."""
+        """Whether the devices that get nodes have room, the numbers are right, and none waits for
+        itself.
+        """
         problem, room = self._problem, self._room
         used = len(self._layers) - self._layers.count(0)
         return (
             problem.least_devices <= used <= problem.most_devices
             and (problem.most_layers is None or max(self._layers) <= problem.most_layers)
-            and all(not room.limited or self._bytes[d] <= max(room.of(d), self._least_room[d]) for d in targets)
+            and all(
+                not room.limited or self._bytes[d] <= max(room.of(d), self._least_room[d])
+                for d in targets
+            )
             and (not problem.contiguous or self._quotient.is_acyclic())
         )
 
     def _is_short(self, devices: Mapping[int, int], most_ms: float) -> bool:
         """Whether both passes together take no longer with these nodes there; if so they keep that."""
-        layers = {layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]}
+        layers = {
+            layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]
+        }
         there = self._there.moved(layers, most_ms - (self._back.least_ms if self._back else 0.0))
         if there is None:
             return False

@@ -1,6 +1,7 @@
 """Objective latency: the search around the integer program.
 
-list schedules ─▶ of few nodes, a first look of the program ─▶ local search ─▶ integer program ─▶ local search
+list schedules ─▶ of few nodes, a first look of the program ─▶ local search ─▶ integer program ─▶
+local search
                                                                                if worth building   if not
 """
 
@@ -16,7 +17,8 @@ from placer.solver.latency.list_schedule import list_schedules
 from placer.solver.search import Search
 
 LISTS_SHARE, MOVES_SHARE = 0.1, 0.6
-"""How much of the time, or of the work, may be over when list schedules end, and local search before the program."""
+"""How much of the time, or of the work, may be over when list schedules end, and local search
+before the program."""
 
 PATIENCE = 8
 """After so many rounds of local search that brought nothing better the integer program comes."""
@@ -31,7 +33,9 @@ END_WORK = 1e-6
 def start(search: Search) -> None:
     """Offer list schedules."""
     problem = search.problem
-    ends = len(problem.devices) * (len(problem.layers) + sum(len(value.readers) for value in problem.values))
+    ends = len(problem.devices) * (
+        len(problem.layers) + sum(len(value.readers) for value in problem.values)
+    )
     for devices in list_schedules(problem, search.nodes) if ends <= MOST_ENDS else ():
         search.offer(devices, "list schedule")
         search.meter.done += END_WORK * ends
@@ -58,5 +62,7 @@ def _move_layers(search: Search, share: float, patience: float = inf) -> None:
         return search.over(share)
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    for devices in latency_moves.improved(search.problem, search.nodes, search.best, over, enough, patience):
+    for devices in latency_moves.improved(
+        search.problem, search.nodes, search.best, over, enough, patience
+    ):
         search.offer(devices, "local search")

@@ -9,8 +9,9 @@ longest first. What a block takes is what it takes forwards and backwards, and s
 
 Contiguous ones leave out devices that would wait for each other.
 
-Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for heterogeneous
-computing", 2002 (HEFT, without insertion); Graham, "Bounds on multiprocessing timing anomalies", 1969 (LPT).
+Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
+heterogeneous computing", 2002 (HEFT, without insertion); Graham, "Bounds on multiprocessing timing
+anomalies", 1969 (LPT).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
 
 TRIES = 3
-"""So often a list is scheduled, each time by what the last one's devices took of memory beside their layers' sizes."""
+"""So often a list is scheduled, each time by what the last one's devices took of memory beside
+their layers' sizes."""
 
 
 def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
@@ -53,7 +55,9 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
 
 
 def _numbers_of_devices(problem: Problem) -> list[int]:
-    """How many devices a schedule may use: where they must not wait for each other, what comes late finds few."""
+    """How many devices a schedule may use: where they must not wait for each other, what comes late
+    finds few.
+    """
     numbers = [problem.most_devices]
     while problem.contiguous and numbers[-1] // 2 >= max(2, problem.least_devices):
         numbers.append(numbers[-1] // 2)
@@ -63,7 +67,9 @@ def _numbers_of_devices(problem: Problem) -> list[int]:
 def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
     """The layers in blocks: nodes, rows of them, and what hangs together; each partition once."""
     yield nodes
-    arcs = nodes.arcs((value.source, reader) for value in problem.values for reader in value.readers)
+    arcs = nodes.arcs(
+        (value.source, reader) for value in problem.values for reader in value.readers
+    )
     readers = Counter(source for source, _ in arcs)
     sources = Counter(reader for _, reader in arcs)
     fewest = len(nodes.nodes)
@@ -90,7 +96,8 @@ class _Listing:
         self._ways = Ways.of(problem)
         devices = range(len(problem.devices))
         self._work_ms = [
-            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices] for layers in blocks.nodes
+            [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
+            for layers in blocks.nodes
         ]
         self._size_bytes = [0] * len(blocks.nodes)
         for layers, size in zip(nodes.nodes, room.size_bytes, strict=True):
@@ -103,16 +110,27 @@ class _Listing:
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
-        """The blocks by the longest way from their begin to the end, in a topological order where there is one."""
+        """The blocks by the longest way from their begin to the end, in a topological order where
+        there is one.
+        """
         work = [
-            sum(row[d] for d in able) / len(able) for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
+            sum(row[d] for d in able) / len(able)
+            for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
         ]
-        arcs = [(source, block) for block, inputs in enumerate(self._inputs) for source, *_ in inputs if source < block]
-        ways = longest_paths(range(len(work) - 1, -1, -1), work, [(block, source) for source, block in arcs])
+        arcs = [
+            (source, block)
+            for block, inputs in enumerate(self._inputs)
+            for source, *_ in inputs
+            if source < block
+        ]
+        ways = longest_paths(
+            range(len(work) - 1, -1, -1), work, [(block, source) for source, block in arcs]
+        )
         return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
-        """By block, the device on which it is done first, as they come; None if there is none for one of them.
+        """By block, the device on which it is done first, as they come; None if there is none for
+        one of them.
 
         Args:
             order: of the blocks.
@@ -142,7 +160,9 @@ class _Listing:
         return place
 
     def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
-        """When values are on a device, by what holds each, when that is done, its bytes and those that come back."""
+        """When values are on a device, by what holds each, when that is done, its bytes and those
+        that come back.
+        """
         latency, byte = self._ways.latency_ms, self._ways.byte_ms
         last = 0.0
         for at, done, there, back in inputs:
@@ -168,14 +188,21 @@ class _Held:
         self._bytes, self._layers = [0] * len(problem.devices), [0] * len(problem.devices)
         self._used: set[int] = set()
         self._waiting: list[set[int]] = [set() for _ in problem.devices]
-        """By device, those that wait for it, directly or not, where they must not wait for each other."""
+        """By device, those that wait for it, directly or not, where they must not wait for each
+        other."""
 
-    def takes(self, device: int, sources: set[int], size_bytes: int, layers: int, most: int) -> bool:
-        """Whether a device may hold a block more that reads from these devices, and be one of so many."""
+    def takes(
+        self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
+    ) -> bool:
+        """Whether a device may hold a block more that reads from these devices, and be one of so
+        many.
+        """
         problem, room = self._problem, self._room
         return (
             (device in self._used or len(self._used) < most)
-            and (problem.most_layers is None or self._layers[device] + layers <= problem.most_layers)
+            and (
+                problem.most_layers is None or self._layers[device] + layers <= problem.most_layers
+            )
             and (not room.limited or self._bytes[device] + size_bytes <= room.of(device))
             and not (problem.contiguous and sources & self._waiting[device])
         )

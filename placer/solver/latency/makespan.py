@@ -1,7 +1,8 @@
 """A pass over all layers in their order, kept up to date as layers move to other devices.
 
-The formulas are those of ``costs.py``. What comes before the first layer that moves stays as it is; a move that is no
-good is given up as soon as a finish, and the longest way from there to the end, is over what is wanted.
+The formulas are those of ``costs.py``. What comes before the first layer that moves stays as it is;
+a move that is no good is given up as soon as a finish, and the longest way from there to the end,
+is over what is wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Inputs = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Ways:
-    """What a transfer takes, by the devices that it passes between; infinitely long where there is no link.
+    """What a transfer takes, by the devices that it passes between; infinitely long where there is
+    no link.
 
     Attributes:
         latency_ms: whatever its size.
@@ -37,8 +39,14 @@ class Ways:
         """Those of a problem's links."""
         rows = list(enumerate(problem.links))
         return cls(
-            [[_latency_ms(link, device == other) for other, link in enumerate(row)] for device, row in rows],
-            [[1e3 / link.bandwidth_bytes_per_s if link else 0.0 for link in row] for _, row in rows],
+            [
+                [_latency_ms(link, device == other) for other, link in enumerate(row)]
+                for device, row in rows
+            ],
+            [
+                [1e3 / link.bandwidth_bytes_per_s if link else 0.0 for link in row]
+                for _, row in rows
+            ],
         )
 
     def ms(self, device: int, other: int, size: int) -> float:
@@ -94,7 +102,9 @@ class Pass:
         for value in problem.values:
             for reader in value.readers:
                 inputs[reader].append((value.source, value.bytes))
-        return cls(ways, problem.forward_ms, fastest_ms(problem, problem.forward_ms), inputs, devices)
+        return cls(
+            ways, problem.forward_ms, fastest_ms(problem, problem.forward_ms), inputs, devices
+        )
 
     @classmethod
     def backwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
@@ -113,7 +123,9 @@ class Pass:
         return max(self.finish)
 
     def moved(self, places: Mapping[int, int], most_ms: float) -> list[float] | None:
-        """By place, its finish where some go to other devices; None where the last is later than is wanted."""
+        """By place, its finish where some go to other devices; None where the last is later than is
+        wanted.
+        """
         before = {place: self._device[place] for place in places}
         self._put(places)
         finish = self._run(min(places), most_ms)
@@ -139,7 +151,12 @@ class Pass:
             index = bisect_left(row, place)
             awaited = [(self.finish[row[index - 1]], row[index - 1])] if index else []
             for source, size in self._inputs[place]:
-                awaited.append((self.finish[source] + self._ways.ms(self._device[source], device, size), source))
+                awaited.append(
+                    (
+                        self.finish[source] + self._ways.ms(self._device[source], device, size),
+                        source,
+                    )
+                )
             if not awaited:
                 return found
             place = max(awaited)[1]
@@ -152,8 +169,16 @@ class Pass:
     def _run(self, first: int, most_ms: float) -> list[float] | None:
         """By place, its finish, where those before the first stay as they are."""
         finish, devices, tails = self.finish.copy(), self._device, self._tail_ms
-        latency, byte, times, inputs = self._ways.latency_ms, self._ways.byte_ms, self._time_ms, self._inputs
-        free = [finish[held[index - 1]] if (index := bisect_left(held, first)) else 0.0 for held in self.held]
+        latency, byte, times, inputs = (
+            self._ways.latency_ms,
+            self._ways.byte_ms,
+            self._time_ms,
+            self._inputs,
+        )
+        free = [
+            finish[held[index - 1]] if (index := bisect_left(held, first)) else 0.0
+            for held in self.held
+        ]
         for place in range(first, len(finish)):
             device = devices[place]
             start = free[device]

@@ -1,4 +1,6 @@
-"""Which devices wait for which, kept up to date as nodes move: contiguous placements have no cycle of them."""
+"""Which devices wait for which, kept up to date as nodes move: contiguous placements have no cycle
+of them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Quotient:
     def is_acyclic(self) -> bool:
         """Whether no device waits for itself by way of others."""
         waiting = [
-            sum(1 << other for other, arcs in enumerate(row) if arcs and other != d) for d, row in enumerate(self._arcs)
+            sum(1 << other for other, arcs in enumerate(row) if arcs and other != d)
+            for d, row in enumerate(self._arcs)
         ]
         left, last = (1 << len(waiting)) - 1, -1
         while left != last:

@@ -1,4 +1,6 @@
-"""The referee's own reading of latency: layers one after another, as in the docstring of ``costs.py``."""
+"""The referee's own reading of latency: layers one after another, as in the docstring of
+``costs.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ Where = Mapping[str, str]
 
 
 def latency_ms(request: PlacementRequest, where: Where) -> float:
-    """One micro-batch's way through the model, forwards and, in training, backwards, in milliseconds."""
+    """One micro-batch's way through the model, forwards and, in training, backwards, in
+    milliseconds.
+    """
     links = {(link.source, link.target): link for link in request.placed_on.links}
     kinds = {device.name: device.type for device in request.devices}
     names = [layer.name for layer in request.profile.layers]
@@ -23,9 +27,13 @@ def latency_ms(request: PlacementRequest, where: Where) -> float:
         return 0.0 if source == target else links[target, source].transfer_ms(edge.gradient_bytes)
 
     arrows = [
-        (e.source, t, forward_delay(e, where[e.source], where[t])) for e in request.profile.edges for t in e.targets
+        (e.source, t, forward_delay(e, where[e.source], where[t]))
+        for e in request.profile.edges
+        for t in e.targets
     ]
-    total = _last_finish(names, where, arrows, lambda name: layers[name].forward_ms[kinds[where[name]]])
+    total = _last_finish(
+        names, where, arrows, lambda name: layers[name].forward_ms[kinds[where[name]]]
+    )
     if request.is_training:
         arrows = [
             (t, e.source, backward_delay(e, where[e.source], where[t]))
@@ -33,12 +41,17 @@ def latency_ms(request: PlacementRequest, where: Where) -> float:
             for t in e.targets
             if e.gradient_bytes
         ]
-        total += _last_finish(names[::-1], where, arrows, lambda name: layers[name].backward_ms[kinds[where[name]]])
+        total += _last_finish(
+            names[::-1], where, arrows, lambda name: layers[name].backward_ms[kinds[where[name]]]
+        )
     return total
 
 
 def _last_finish(
-    names: list[str], where: Where, arrows: list[tuple[str, str, float]], time: Callable[[str], float]
+    names: list[str],
+    where: Where,
+    arrows: list[tuple[str, str, float]],
+    time: Callable[[str], float],
 ) -> float:
     waits: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
     for before, after, delay in arrows:

@@ -1,6 +1,7 @@
 """The referee's own reading of what devices do: one pass over layers, one over what crosses.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``, read a second time.
+Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
+read a second time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards, device by device.
+"""The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards,
+device by device.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``memory.py``, read a second time.
+Nothing here is shared with the solver; the formulas are those of the docstring of ``memory.py``,
+read a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Memory:
         contiguous: whether each device has one stage.
     """
 
-    def __init__(self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool) -> None:
+    def __init__(
+        self, request: PlacementRequest, where: Mapping[str, str], contiguous: bool
+    ) -> None:
         self._contiguous = contiguous
         self._request, self._training, self._where = request, request.is_training, where
         self._step_share = request.profile.optimizer_step_share
@@ -45,32 +49,45 @@ class Memory:
             for device in {where[name] for name in (edge.source, *edge.targets)}:
                 self._edges[device].append(edge)
 
-    def total(self, device: str, flight: Flight, again: bool = False, backwards: int | None = None) -> int:
+    def total(
+        self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
+    ) -> int:
         """Return all bytes on a device at the worst moment.
 
-        Args:
-            device: its name.
-            flight: the micro-batches in flight.
-            again: whether the device recomputes.
-            backwards: for how many of them backward passes have memory of their own; the fewest if None.
+        Args: device: its name. flight: the micro-batches in flight. again: whether the device
+            recomputes. backwards: for how many of them backward passes have memory of their own;
+            the fewest if None.
         """
         mine = self._layers[device]
-        state = sum(layer.param_bytes + layer.buffer_bytes for layer in mine) + self.copies(device)[0]
+        state = (
+            sum(layer.param_bytes + layer.buffer_bytes for layer in mine) + self.copies(device)[0]
+        )
         if self._training:
-            state += sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine) + self.copies(device)[1]
+            state += (
+                sum(layer.grad_bytes + layer.optimizer_bytes for layer in mine)
+                + self.copies(device)[1]
+            )
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
     def copies(self, device: str) -> tuple[int, int]:
-        """The copies of shared parameters on a device, and their gradients. The original is with the first layer."""
+        """The copies of shared parameters on a device, and their gradients. The original is with
+        the first layer.
+        """
         copied = []
         for tie in self._shared:
             home = self._where[min(tie.layers, key=self._order.__getitem__)]
             if home != device and device in {self._where[layer] for layer in tie.layers}:
                 copied.append(tie)
-        return sum(tie.param_bytes or tie.gradient_bytes for tie in copied), sum(tie.gradient_bytes for tie in copied)
+        return sum(tie.param_bytes or tie.gradient_bytes for tie in copied), sum(
+            tie.gradient_bytes for tie in copied
+        )
 
-    def splits(self, device: str, flight: Flight, again: bool = False, backwards: int | None = None) -> set[Split]:
-        """Return the activations and the workspace at each of the worst moments; arguments are those of ``total``."""
+    def splits(
+        self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
+    ) -> set[Split]:
+        """Return the activations and the workspace at each of the worst moments; arguments are
+        those of ``total``.
+        """
         if not self._training:
             return _largest(self._inference(device))
         if self._recorded and not again and isinstance(flight, int):
@@ -79,10 +96,16 @@ class Memory:
         further = self._further(device, flight, again)
         moments = [*self._forwards(device), *self._backwards(device), (0, self._step(device))]
         found = {(held + further, workspace) for held, workspace in _largest(moments)}
-        return found if isinstance(flight, int) else _largest([*found, self._of_segments(device, flight)])
+        return (
+            found
+            if isinstance(flight, int)
+            else _largest([*found, self._of_segments(device, flight)])
+        )
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep; what comes from other devices, if all else is computed again."""
+        """What micro-batches beside the first keep; what comes from other devices, if all else is
+        computed again.
+        """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
             return (flight - 1) * sum(edge.bytes for edge in foreign)
@@ -99,10 +122,14 @@ class Memory:
 
     def _edges_at(self, device: str, own: bool) -> list[Edge]:
         """All edges of a device, or those that it makes itself."""
-        return [edge for edge in self._edges[device] if not own or self._where[edge.source] == device]
+        return [
+            edge for edge in self._edges[device] if not own or self._where[edge.source] == device
+        ]
 
     def _kept_at(self, device: str, own: bool = False) -> dict[int, int]:
-        """By step, what is kept from then on; of values, perhaps those alone that the device makes itself."""
+        """By step, what is kept from then on; of values, perhaps those alone that the device makes
+        itself.
+        """
         kept: dict[int, int] = defaultdict(int)
         for layer in self._layers[device]:
             kept[self._order[layer.name]] += layer.saved_bytes
@@ -112,9 +139,11 @@ class Memory:
         return kept
 
     def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
-        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was read for good.
+        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was
+        read for good.
 
-        Of recorded passes, which are told of their own values alone, one that others read as well never goes.
+        Of recorded passes, which are told of their own values alone, one that others read as well
+        never goes.
         """
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
@@ -137,10 +166,11 @@ class Memory:
             yield kept + waiting, 0
 
     def _backwards(self, device: str) -> Iterator[Split]:
-        """Play the backward pass: a gradient arrives after its first reader, and goes with its source or is sent.
+        """Play the backward pass: a gradient arrives after its first reader, and goes with its
+        source or is sent.
 
-        That of the last reader may be a slice, and the rest of its storage waits with it for the reader before; one of
-        tied parameters waits from the last layer that has them to the first.
+        That of the last reader may be a slice, and the rest of its storage waits with it for the
+        reader before; one of tied parameters waits from the last layer that has them to the first.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
@@ -154,8 +184,14 @@ class Memory:
                 arriving[readers[-1]] += edge.gradient_bytes
                 sent[readers[0]] += edge.gradient_bytes
             before, last = sorted({-1, *(self._order[name] for name in edge.targets)})[-2:]
-            if edge.rest_bytes and last in readers and (len(readers) > 1 or self._where[edge.source] == device):
-                arriving[self._order[edge.rest_until] if edge.rest_until else last] += edge.rest_bytes
+            if (
+                edge.rest_bytes
+                and last in readers
+                and (len(readers) > 1 or self._where[edge.source] == device)
+            ):
+                arriving[self._order[edge.rest_until] if edge.rest_until else last] += (
+                    edge.rest_bytes
+                )
                 sent[before] += edge.rest_bytes
         for tie in self._ties:
             sharing = self._here(tie.layers, device)
@@ -174,7 +210,9 @@ class Memory:
     def _of_passes(self, device: str, flight: int, backwards: int) -> Split:
         """Return what passes keep for each micro-batch, and what the last pass of all works in."""
         mine = self._layers[device]
-        each = max((held + workspace for held, workspace in self._forwards(device, own=True)), default=0)
+        each = max(
+            (held + workspace for held, workspace in self._forwards(device, own=True)), default=0
+        )
         each += self._places(device) + (self._landing(device) if flight > backwards else 0)
         if not self._apart:
             return flight * each, self._backward_pass(device) + self._step(device)
@@ -182,18 +220,28 @@ class Memory:
         return flight * each + backwards * self._backward_pass(device), weights + self._step(device)
 
     def _landing(self, device: str) -> int:
-        """Gradients that have a place out of the memory that backward passes share, for one micro-batch."""
+        """Gradients that have a place out of the memory that backward passes share, for one
+        micro-batch.
+        """
         sent = [edge for edge in self._edges[device] if self._where[edge.source] != device]
-        waiting = [edge for edge in self._edges[device] if edge not in sent and self._waits_where_it_comes(edge)]
+        waiting = [
+            edge
+            for edge in self._edges[device]
+            if edge not in sent and self._waits_where_it_comes(edge)
+        ]
         return sum(edge.gradient_bytes for edge in (*sent, *waiting))
 
     def _waits_where_it_comes(self, edge: Edge) -> bool:
-        """Whether the gradient of a value that is sent is what a weight pass waits with, where there is one reader."""
+        """Whether the gradient of a value that is sent is what a weight pass waits with, where
+        there is one reader.
+        """
         sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
         return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 
     def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
-        """The same of segments that each have passes of their own, as if they were on devices of their own."""
+        """The same of segments that each have passes of their own, as if they were on devices of
+        their own.
+        """
         held = workspace = 0
         for name, layers in self._segments._layers.items():
             if self._where[layers[0].name] == device:
@@ -205,7 +253,11 @@ class Memory:
     def _segments(self) -> Memory:
         """The same layers, each run of them on a device of its own."""
         runs = itertools.groupby(self._where, key=self._where.__getitem__)
-        apart = {layer: f"{device} {number}" for number, (device, layers) in enumerate(runs) for layer in layers}
+        apart = {
+            layer: f"{device} {number}"
+            for number, (device, layers) in enumerate(runs)
+            for layer in layers
+        }
         return Memory(self._request, apart, contiguous=True)
 
     def _places(self, device: str) -> int:
@@ -223,7 +275,9 @@ class Memory:
         return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
     def _backward_pass(self, device: str) -> int:
-        """Play a backward pass, or its input half: what that leaves stays, and so do gradients that are to be sent."""
+        """Play a backward pass, or its input half: what that leaves stays, and so do gradients that
+        are to be sent.
+        """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
         for edge in self._edges[device]:
@@ -252,9 +306,13 @@ class Memory:
         for edge in self._edges[device]:
             arriving[self._order[edge.source]] += edge.bytes
             made_here = self._where[edge.source] == device
-            leaving[max(self._order[name] for name in edge.targets if made_here or self._where[name] == device)] += (
-                edge.bytes
-            )
+            leaving[
+                max(
+                    self._order[name]
+                    for name in edge.targets
+                    if made_here or self._where[name] == device
+                )
+            ] += edge.bytes
         layer_at = self._layer_at(device)
         held = 0
         for step in sorted({*arriving, *leaving, *layer_at}):

@@ -1,4 +1,6 @@
-"""The referee's own reading of devices that recompute: they run forwards once more before each backward pass."""
+"""The referee's own reading of devices that recompute: they run forwards once more before each
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,12 @@ from placer.schema import Device, Layer, PlacementRequest
 from placer.solver.referee.memory import Flight, Memory
 
 
-def repeated(request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]) -> PlacementRequest:
-    """The question as it is for a map whose layers on some devices take a forward pass more backwards."""
+def repeated(
+    request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]
+) -> PlacementRequest:
+    """The question as it is for a map whose layers on some devices take a forward pass more
+    backwards.
+    """
     if not devices:
         return request
     types = {device.name: device.type for device in request.devices}
@@ -17,7 +23,9 @@ def repeated(request: PlacementRequest, where: Mapping[str, str], devices: Colle
         _slower(layer, types[where[layer.name]]) if where[layer.name] in devices else layer
         for layer in request.profile.layers
     )
-    return request.model_copy(update={"profile": request.profile.model_copy(update={"layers": layers})})
+    return request.model_copy(
+        update={"profile": request.profile.model_copy(update={"layers": layers})}
+    )
 
 
 def _slower(layer: Layer, kind: str) -> Layer:
@@ -36,16 +44,24 @@ def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight
 
 
 def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Flight) -> bool:
-    """Whether a device with all layers recomputes: it must, or it helps and memory is short, or all that counts."""
+    """Whether a device with all layers recomputes: it must, or it helps and memory is short, or all
+    that counts.
+    """
     if must(request, device.name):
         return True
     need = memory.total(device.name, flight)
     short = request.objective == "memory" or need > device.usable_bytes
-    return may(request, device.name, flight) and short and memory.total(device.name, flight, again=True) < need
+    return (
+        may(request, device.name, flight)
+        and short
+        and memory.total(device.name, flight, again=True) < need
+    )
 
 
 def may(request: PlacementRequest, device: str, flight: Flight) -> bool:
-    """Whether a device may recompute: in training, if asked for, and where a device's stages are counted as one."""
+    """Whether a device may recompute: in training, if asked for, and where a device's stages are
+    counted as one.
+    """
     return request.is_training and rule(request, device) != "never" and isinstance(flight, int)
 
 

@@ -1,10 +1,11 @@
-"""The referee's reading of steps in a row: the chain of events that each step repeats, the longest one.
+"""The referee's reading of steps in a row: the chain of events that each step repeats, the longest
+one.
 
-Events wait for others of their step, and for some of the step before. A chain of events, each of which waits for the
-next, that comes back to where it began after k steps holds each step up by a k-th of its time, and the longest one does
-so in fact. It is found by improvement: from a mean that some chain has, the longest ways are followed, a step forward
-costing that mean; where they grow for ever they go round a longer chain, whose mean is the next. When they do not,
-there is none.
+Events wait for others of their step, and for some of the step before. A chain of events, each of
+which waits for the next, that comes back to where it began after k steps holds each step up by a
+k-th of its time, and the longest one does so in fact. It is found by improvement: from a mean that
+some chain has, the longest ways are followed, a step forward costing that mean; where they grow for
+ever they go round a longer chain, whose mean is the next. When they do not, there is none.
 
 Source: Lawler, "Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
 """
@@ -42,7 +43,10 @@ class _Search:
         order = list(TopologicalSorter(waits).static_order())
         self._time = {event: duration(event) for event in order}
         self._before = {
-            event: [*((one, 0) for one in waits.get(event, ())), *((one, 1) for one in carried.get(event, ()))]
+            event: [
+                *((one, 0) for one in waits.get(event, ())),
+                *((one, 1) for one in carried.get(event, ())),
+            ]
             for event in order
         }
         self._way = dict.fromkeys(order, 0.0)

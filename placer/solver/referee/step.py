@@ -1,8 +1,10 @@
-"""The referee's own reading of a step: every pass and transfer an event, the step the longest path through them.
+"""The referee's own reading of a step: every pass and transfer an event, the step the longest path
+through them.
 
-A step in a row is the longest chain of events that each of them repeats (see ``in_a_row.py``). The order of passes
-is ``placer.schedule``'s, which is data that execution follows too; nothing else here is shared with the solver. The
-formulas are those of the docstrings of ``costs.py`` and ``placer.schedule``, read a second time.
+A step in a row is the longest chain of events that each of them repeats (see ``in_a_row.py``). The
+order of passes is ``placer.schedule``'s, which is data that execution follows too; nothing else
+here is shared with the solver. The formulas are those of the docstrings of ``costs.py`` and
+``placer.schedule``, read a second time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest 
     """The question with what the placement chose; None if it may not choose so."""
     for asked in choices(request):
         same = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
-        if same == (asked.profile.batch_size, asked.chunks, asked.schedule, asked.constraints.contiguous):
+        if same == (
+            asked.profile.batch_size,
+            asked.chunks,
+            asked.schedule,
+            asked.constraints.contiguous,
+        ):
             return asked
     return None
 
@@ -37,8 +44,13 @@ def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest 
 def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
     """The question once for every micro-batch size, schedule and kind of placement that fits it."""
     whole = request.batch_size or request.chunks * request.profile.batch_size
-    contiguous_too = ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
-    kinds = [(order, True) for order in (contiguous_too if request.schedule == "auto" else [request.schedule])]
+    contiguous_too = (
+        ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
+    )
+    kinds = [
+        (order, True)
+        for order in (contiguous_too if request.schedule == "auto" else [request.schedule])
+    ]
     always = any(recompute.must(request, device.name) for device in request.devices)
     if request.is_training and request.schedule in ("auto", "interleaved") and not always:
         kinds += [("interleaved", False)] * (request.constraints.contiguous is not True)
@@ -47,33 +59,41 @@ def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
             continue
         for order, contiguous in kinds:
             rules = request.constraints.model_copy(update={"contiguous": contiguous})
-            given = {"profile": profile, "chunks": whole // profile.batch_size, "cluster": request.placed_on}
+            given = {
+                "profile": profile,
+                "chunks": whole // profile.batch_size,
+                "cluster": request.placed_on,
+            }
             yield request.model_copy(update=given | {"schedule": order, "constraints": rules})
 
 
 class StepReading:
     """One placement's step, event by event.
 
-    Args:
-        request: the question, with all but the map chosen.
-        where: by layer, its device.
-        stages: the devices in pipeline order.
-        held: for how many micro-batches each stage has room, where the schedule leaves a choice: under
-            ``zero-bubble``, and where a device has several stages under ``interleaved``, for the order that holds so
-            many. None for the order of ``placer.schedule.plan``.
+    Args: request: the question, with all but the map chosen. where: by layer, its device. stages:
+        the devices in pipeline order. held: for how many micro-batches each stage has room, where
+        the schedule leaves a choice: under
+            ``zero-bubble``, and where a device has several stages under ``interleaved``, for the
+            order that holds so many. None for the order of ``placer.schedule.plan``.
 
     Raises:
         PlacementError: no order holds so many.
     """
 
     def __init__(
-        self, request: PlacementRequest, where: Where, stages: Sequence[str], held: Sequence[int] | None = None
+        self,
+        request: PlacementRequest,
+        where: Where,
+        stages: Sequence[str],
+        held: Sequence[int] | None = None,
     ) -> None:
         self._request, self._where = request, where
         self._types = {device.name: device.type for device in request.devices}
         self._links = {(link.source, link.target): link for link in request.placed_on.links}
         self.stage_of, self._devices = self._stages(stages)
-        self._passes = {kind: self._sums(kind) for kind in ("forward", "backward", "weights", "optimizer")}
+        self._passes = {
+            kind: self._sums(kind) for kind in ("forward", "backward", "weights", "optimizer")
+        }
         self._values, self._gradients = self._crossings()
         self.plan = self._plan(held)
         self._optimizer_ms: dict[str, float] = defaultdict(float)
@@ -82,7 +102,9 @@ class StepReading:
 
     def _stages(self, stages: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         if self._request.constraints.contiguous:
-            return {layer: stages.index(device) for layer, device in self._where.items()}, list(stages)
+            return {layer: stages.index(device) for layer, device in self._where.items()}, list(
+                stages
+            )
         stage_of: dict[str, int] = {}
         devices: list[str] = []
         for layer, device in self._where.items():
@@ -97,9 +119,12 @@ class StepReading:
             device_type = self._types[self._where[layer.name]]
             backward = layer.backward_ms[device_type] if self._request.is_training else 0.0
             times = {"forward": layer.forward_ms[device_type], "backward": backward}
-            untold = backward / 2 if layer.grad_bytes else 0.0  # what has no parameters to train has no such half
+            # what has no parameters to train has no such half
+            untold = backward / 2 if layer.grad_bytes else 0.0
             times["weights"] = min(backward, layer.weights_ms.get(device_type, untold))
-            times["optimizer"] = layer.optimizer_ms.get(device_type, 0.0) if self._request.is_training else 0.0
+            times["optimizer"] = (
+                layer.optimizer_ms.get(device_type, 0.0) if self._request.is_training else 0.0
+            )
             total[self.stage_of[layer.name]] += times[kind]
         return total
 
@@ -109,9 +134,16 @@ class StepReading:
         whole = self.pipeline
         places = whole.places
         if held is not None and schedule == "interleaved" and len(set(places)) < len(places):
-            alike = [one for one in roomy_plans(whole, self._request.chunks) if one.in_flight == tuple(held)]
+            alike = [
+                one
+                for one in roomy_plans(whole, self._request.chunks)
+                if one.in_flight == tuple(held)
+            ]
             require(bool(alike), f"in_flight is {tuple(held)}, which no order of these stages has")
-            return min(alike, key=partial(in_a_row_ms if self._request.steps == "in-a-row" else step_ms, whole))
+            return min(
+                alike,
+                key=partial(in_a_row_ms if self._request.steps == "in-a-row" else step_ms, whole),
+            )
         return plan(
             schedule,
             places,
@@ -120,7 +152,9 @@ class StepReading:
             backward_ms=whole.backward_ms,
             weights_ms=whole.weights_ms,
             transfers=whole.transfers,
-            room=held if schedule == "zero-bubble" and held is not None and len(held) == len(places) else None,
+            room=held
+            if schedule == "zero-bubble" and held is not None and len(held) == len(places)
+            else None,
             training=self._request.is_training,
         )
 
@@ -130,7 +164,10 @@ class StepReading:
         names = [device.name for device in self._request.devices]
         forward, backward, weights, optimizer = (tuple(times) for times in self._passes.values())
         places = tuple(names.index(device) for device in self._devices)
-        crossings = [Transfer(*pair, there, self._gradients.get(pair)) for pair, there in sorted(self._values.items())]
+        crossings = [
+            Transfer(*pair, there, self._gradients.get(pair))
+            for pair, there in sorted(self._values.items())
+        ]
         return Pipeline(places, forward, backward, weights, tuple(crossings), optimizer)
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
@@ -140,9 +177,13 @@ class StepReading:
         for edge in self._request.profile.edges:
             for device in {self._where[name] for name in edge.targets} - {self._where[edge.source]}:
                 pair = self.stage_of[edge.source], self._first_reader(edge, device)
-                values[pair] += self._links[self._where[edge.source], device].transfer_ms(edge.bytes)
+                values[pair] += self._links[self._where[edge.source], device].transfer_ms(
+                    edge.bytes
+                )
                 if self._request.is_training and edge.gradient_bytes:
-                    gradients[pair] += self._links[device, self._where[edge.source]].transfer_ms(edge.gradient_bytes)
+                    gradients[pair] += self._links[device, self._where[edge.source]].transfer_ms(
+                        edge.gradient_bytes
+                    )
         return values, gradients
 
     def _first_reader(self, edge: Edge, device: str) -> int:
@@ -165,14 +206,18 @@ class StepReading:
     @cached_property
     def in_a_row_ms(self) -> float:
         """How long it takes after another."""
-        return steady_state.longest_mean(self._waits | self._optimizers(), self._carried(), self._duration)
+        return steady_state.longest_mean(
+            self._waits | self._optimizers(), self._carried(), self._duration
+        )
 
     @cached_property
     def alone_ms(self) -> float:
         """How long it takes from idle devices to idle devices."""
         end: dict[Event, float] = {}
         for event in TopologicalSorter(self._waits).static_order():
-            end[event] = max((end[before] for before in self._waits[event]), default=0.0) + self._duration(event)
+            end[event] = max(
+                (end[before] for before in self._waits[event]), default=0.0
+            ) + self._duration(event)
         last = max(end[tuple(item)] for item in self.plan.issue)
         return last + self.optimizer_ms()
 
@@ -189,7 +234,11 @@ class StepReading:
             return self._gradients[event[1]]
         stage, phase, _ = event
         whole = self._passes[phase][stage]
-        return whole - self._passes["weights"][stage] if self.plan.split and phase == "backward" else whole
+        return (
+            whole - self._passes["weights"][stage]
+            if self.plan.split and phase == "backward"
+            else whole
+        )
 
     def _lanes(self) -> list[list[Event]]:
         """What goes through each lane, in order."""
@@ -240,7 +289,9 @@ class StepReading:
         return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
 
     def _carried(self) -> dict[Event, set[Event]]:
-        """By event, those of the step before that it waits for: its device, its lane, and what had its buffer."""
+        """By event, those of the step before that it waits for: its device, its lane, and what had
+        its buffer.
+        """
         carried: dict[Event, set[Event]] = defaultdict(set)
         for device, passes in self._of_device().items():
             carried[passes[0]].add(("optimizer", device))
@@ -250,7 +301,8 @@ class StepReading:
         for pair in self._values if self.plan.training else ():
             held = self.plan.in_flight[pair[1]]
             for batch in range(held):
-                latest = range(batch, self._request.chunks, held)[-1]  # of those that have the same buffer
+                # of those that have the same buffer
+                latest = range(batch, self._request.chunks, held)[-1]
                 carried["values", pair, batch].add((pair[1], last, latest))
         return carried
 
@@ -261,8 +313,12 @@ class StepReading:
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
 
 
-def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[str]) -> list[dict[str, int]]:
-    """By layer, what its segment has in flight, by each order that there is, where a device may have several stages."""
+def possible_flights(
+    request: PlacementRequest, where: Where, stages: Sequence[str]
+) -> list[dict[str, int]]:
+    """By layer, what its segment has in flight, by each order that there is, where a device may
+    have several stages.
+    """
     reading = StepReading(request, where, stages)
     whole = reading.pipeline
     if len(set(whole.places)) == len(whole.places):
@@ -271,7 +327,8 @@ def possible_flights(request: PlacementRequest, where: Where, stages: Sequence[s
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
-    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all, both times.
+    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all,
+    both times.
 
     Args:
         request: the question.
@@ -298,4 +355,7 @@ def check_said(request: PlacementRequest, reading: StepReading, placement: Place
     found = [one.objective_value for one in step.choices if one.objective_value is not None]
     near("the best of step.choices", min(found), value)
     bounds = [one.bound for one in step.choices if one.bound is not None]
-    require((placement.bound or 0.0) <= min(bounds), f"bound {placement.bound} is above that of a choice")
+    require(
+        (placement.bound or 0.0) <= min(bounds),
+        f"bound {placement.bound} is above that of a choice",
+    )

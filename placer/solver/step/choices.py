@@ -1,4 +1,6 @@
-"""What objective ``step`` chooses among, beside the map: micro-batch sizes, schedules and kinds of placements."""
+"""What objective ``step`` chooses among, beside the map: micro-batch sizes, schedules and kinds of
+placements.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from placer.schema import Infeasibility, Link, Placement, PlacementRequest, Profile, Schedule, StepChoice
+from placer.schema import (
+    Infeasibility,
+    Link,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Schedule,
+    StepChoice,
+)
 from placer.solver import costs
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
@@ -17,24 +27,22 @@ TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
 """The schedules of contiguous placements."""
 
 LIKELY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "fill-drain")
-"""All of them, what holds least and what is mostly shortest first: the others may then be told soon to be longer."""
+"""All of them, what holds least and what is mostly shortest first: the others may then be told soon
+to be longer."""
 
 INSTANT_BYTES_PER_S = 1e18
-"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to speak of."""
+"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to
+speak of."""
 
 
 @dataclass
 class Choice:
     """One micro-batch size, schedule and kind of placement.
 
-    Attributes:
-        problem: the question with these.
-        nodes: its layers in nodes.
-        bound: no step of it is shorter, in ms.
-        devices: by layer, the device in the best placement found.
-        value: its step, in ms.
-        reason: why there is none, where that is proven.
-        cuts: those of a row that were not looked at yet, with their bounds; None where the model is none.
+    Attributes: problem: the question with these. nodes: its layers in nodes. bound: no step of it
+        is shorter, in ms. devices: by layer, the device in the best placement found. value: its
+        step, in ms. reason: why there is none, where that is proven. cuts: those of a row that were
+        not looked at yet, with their bounds; None where the model is none.
     """
 
     problem: Problem
@@ -52,11 +60,11 @@ class Choice:
 
 
 def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
-    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed for.
+    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed
+    for.
 
-    Args:
-        problem: what is asked.
-        held: where micro-batches in flight are counted segment by segment, how many each is taken to hold. At least
+    Args: problem: what is asked. held: where micro-batches in flight are counted segment by
+        segment, how many each is taken to hold. At least
             one is: what cannot be with one cannot be at all. What can be with all of them can be.
     """
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
@@ -67,15 +75,22 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
 
 
 def with_few_crossings(problem: Problem) -> Problem:
-    """The same question where transfers add to the bottleneck: each delays a step, though nobody works on it."""
+    """The same question where transfers add to the bottleneck: each delays a step, though nobody
+    works on it.
+    """
     return replace(problem, request=problem.request.model_copy(update={"transfers": "added"}))
 
 
 def work_alone(problem: Problem) -> Problem:
-    """The same question where transfers take no time: several lanes may carry those of a device at once."""
+    """The same question where transfers take no time: several lanes may carry those of a device at
+    once.
+    """
     link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
     numbers = range(len(problem.devices))
-    links = tuple(tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers) for a in numbers)
+    links = tuple(
+        tuple(link if a != b and problem.links[a][b] is not None else None for b in numbers)
+        for a in numbers
+    )
     return replace(problem, links=links)
 
 
@@ -85,7 +100,9 @@ def by_segment(problem: Problem) -> bool:
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a time."""
+    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a
+    time.
+    """
     for profile, chunks in request.micro_batches():
         for contiguous, order in _kinds(request):
             yield question(request, profile, chunks, order, contiguous)
@@ -111,12 +128,11 @@ def question(
 def question_of(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
     """Return the question with everything but the map chosen as in a placement.
 
-    ``best_for`` is no substitute: the search may have stopped before it tried the placement's map under other choices,
-    one of which may be shorter.
+    ``best_for`` is no substitute: the search may have stopped before it tried the placement's map
+    under other choices, one of which may be shorter.
 
-    Args:
-        request: the question that the placement answers.
-        placement: its micro-batches, schedule and contiguity are the choice. Only objective ``step`` leaves one.
+    Args: request: the question that the placement answers. placement: its micro-batches, schedule
+        and contiguity are the choice. Only objective ``step`` leaves one.
 
     Returns:
         The question, or None if the request does not allow this choice.
@@ -125,13 +141,19 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
         return request
     choice = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
     for asked in questions(request):
-        if choice == (asked.profile.batch_size, asked.chunks, asked.schedule, asked.constraints.contiguous):
+        if choice == (
+            asked.profile.batch_size,
+            asked.chunks,
+            asked.schedule,
+            asked.constraints.contiguous,
+        ):
             return asked
     return None
 
 
 def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
-    """What is asked, with the micro-batches and the schedule chosen that make the step of a map shortest.
+    """What is asked, with the micro-batches and the schedule chosen that make the step of a map
+    shortest.
 
     Args:
         request: the question.
@@ -142,7 +164,11 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
         problem = Problem.from_request(asked)
         index = {device.name: number for number, device in enumerate(problem.devices)}
         result = costs.evaluate(problem, [index[where[layer.name]] for layer in problem.layers])
-        return (True, inf) if result is None else (not costs.fits(problem, result), result.objective_value)
+        return (
+            (True, inf)
+            if result is None
+            else (not costs.fits(problem, result), result.objective_value)
+        )
 
     return min(questions(request), key=rank)
 
@@ -150,7 +176,9 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
     """Whether placements are contiguous, and the schedule."""
     asked = request.schedule
-    by_rule = any(request.constraints.recompute_on(device.name) == "always" for device in request.devices)
+    by_rule = any(
+        request.constraints.recompute_on(device.name) == "always" for device in request.devices
+    )
     may_be_free = request.constraints.contiguous is not True and not by_rule
     if not request.is_training:
         yield True, "fill-drain" if asked == "auto" else asked
@@ -180,7 +208,9 @@ def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
-    """As they are searched: the micro-batches with the lowest bound first, and of their schedules the likely ones."""
+    """As they are searched: the micro-batches with the lowest bound first, and of their schedules
+    the likely ones.
+    """
     by_chunks: dict[int, list[Choice]] = defaultdict(list)
     for choice in sorted(choices, key=_likely):
         by_chunks[choice.problem.request.chunks].append(choice)

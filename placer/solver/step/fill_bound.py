@@ -1,4 +1,5 @@
-r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to fill the pipeline.
+r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to
+fill the pipeline.
 
 In the topological order of the nodes some come behind all that are before them, and before all that are behind them.
 They cut the graph into blocks, whatever arcs go past them::
@@ -17,8 +18,9 @@ and, if gradients come back the same way, waits in between, for what is behind t
 
     way(k) + n * work + wait  <=  step                         see ``wait_ms``
 
-So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can hold all work, one
-after the other. Times are those of the fastest devices, transfers are left out. Passes of its own shorten a stage's
+So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
+hold all work, one after the other. Times are those of the fastest devices, transfers are left out.
+Passes of its own shorten a stage's
 wait: of these as many are taken as its blocks have, at their slowest.
 """
 
@@ -47,7 +49,8 @@ MOST_BLOCKS = 400
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others behind them.
+    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others
+    behind them.
 
     Args:
         problem: what is asked.
@@ -59,7 +62,8 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
         return 0.0
     block_of = _joined(_blocks(arcs, count))
     forward, backward, awaited = (
-        _by_node(nodes, fastest_ms(problem, times)) for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
+        _by_node(nodes, fastest_ms(problem, times))
+        for times in (problem.forward_ms, problem.backward_ms, awaited_ms)
     )
     back = nodes.arcs(gradient_arcs(problem))
     there_ms = _least_from(block_of, _before(arcs, forward))
@@ -75,7 +79,8 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
-    """How long a stage has nothing to do between its first pass of a step and its last, at the least, in milliseconds.
+    """How long a stage has nothing to do between its first pass of a step and its last, at the
+    least, in milliseconds.
 
     Args:
         problem: what is asked.
@@ -99,26 +104,39 @@ def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backw
 
 def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
     """Values that have gradients, by source and reader."""
-    return [(value.source, reader) for value in problem.values if value.gradient_bytes for reader in value.readers]
+    return [
+        (value.source, reader)
+        for value in problem.values
+        if value.gradient_bytes
+        for reader in value.readers
+    ]
 
 
 def _has_two_ends(arcs: Arcs, count: int) -> bool:
     """Whether each node but the first reads something, and something reads each but the last."""
-    return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(range(count - 1))
+    return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(
+        range(count - 1)
+    )
 
 
 def _blocks(arcs: Arcs, count: int) -> list[int]:
-    """By node, its block; a node that comes behind all before it, and before all behind it, is one of its own.
+    """By node, its block; a node that comes behind all before it, and before all behind it, is one
+    of its own.
 
-    All nodes before one lead to it if each is read by one that is no farther; of those behind it likewise.
+    All nodes before one lead to it if each is read by one that is no farther; of those behind it
+    likewise.
     """
     reader_of, source_of = [count] * count, [-1] * count  # the nearest ones
     for source, reader in arcs:
         reader_of[source] = min(reader_of[source], reader)
         source_of[reader] = max(source_of[reader], source)
     farthest = accumulate(reader_of[:-1], max, initial=0)  # of all before a node
-    earliest = reversed([*accumulate(source_of[:0:-1], min, initial=count)])  # of all behind it
-    alone = [there <= node <= back for node, (there, back) in enumerate(zip(farthest, earliest, strict=True))]
+    # of all behind it
+    earliest = reversed([*accumulate(source_of[:0:-1], min, initial=count)])
+    alone = [
+        there <= node <= back
+        for node, (there, back) in enumerate(zip(farthest, earliest, strict=True))
+    ]
     begins = [here or before for here, before in pairwise([False, *alone])]
     return list(accumulate(map(int, begins[1:]), initial=0))
 
@@ -161,11 +179,18 @@ def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
     return _least_from([last - block for block in reversed(block_of)], way_ms[::-1])[::-1]
 
 
-def _waits(problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector) -> list[Any]:
-    """Stage by stage, by its first block and its last, how long it waits at the least for what is behind it."""
+def _waits(
+    problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector
+) -> list[Any]:
+    """Stage by stage, by its first block and its last, how long it waits at the least for what is
+    behind it.
+    """
 
     def of_blocks(time_ms: Matrix) -> Vector:
-        slowest = [max(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)]
+        slowest = [
+            max(row[device] for device in problem.allowed[layer])
+            for layer, row in enumerate(time_ms)
+        ]
         return _from_to(_by_block(block_of, _by_node(nodes, slowest)))
 
     forward, backward = of_blocks(problem.forward_ms), of_blocks(problem.backward_ms)
@@ -184,14 +209,14 @@ def _from_to(time_ms: Vector) -> Vector:
 class _Row:
     """Stages along the blocks.
 
-    Args:
-        work_ms: by block.
-        way_ms: by block, of a stage that begins there.
-        waits: stage by stage; None if nothing is known of them, so that it is all the same where they end.
-        problem: what is asked.
+    Args: work_ms: by block. way_ms: by block, of a stage that begins there. waits: stage by stage;
+        None if nothing is known of them, so that it is all the same where they end. problem: what
+        is asked.
     """
 
-    def __init__(self, work_ms: Vector, way_ms: Vector, waits: list[Any] | None, problem: Problem) -> None:
+    def __init__(
+        self, work_ms: Vector, way_ms: Vector, waits: list[Any] | None, problem: Problem
+    ) -> None:
         self._chunks = problem.request.chunks
         self._ends = np.cumsum(work_ms)
         self._starts = self._ends - work_ms
@@ -202,7 +227,10 @@ class _Row:
         else:
             forwards = np.tri(len(work_ms), dtype=bool).T
             self._lost = [np.where(forwards, way_ms[:, None] + wait, np.inf) for wait in waits]
-            self._least, self._most = self._starts[None, :] - ROUNDING * self._ends[-1], self._ends[None, :]
+            self._least, self._most = (
+                self._starts[None, :] - ROUNDING * self._ends[-1],
+                self._ends[None, :],
+            )
 
     def least_step(self) -> float:
         """The smallest step for which the stages can hold the work of all blocks."""
@@ -216,12 +244,17 @@ class _Row:
         return low
 
     def _reach(self, step_ms: float) -> float:
-        """How much work the stages can hold at the most: each begins where the one before ends, or earlier."""
+        """How much work the stages can hold at the most: each begins where the one before ends, or
+        earlier.
+        """
         reached = 0.0
         for lost in self._lost:
-            first = int(np.searchsorted(self._starts, reached, side="right"))  # blocks that it may begin in
+            # blocks that it may begin in
+            first = int(np.searchsorted(self._starts, reached, side="right"))
             begins = np.minimum(reached, self._ends[:first])[:, None]
             further = begins + (step_ms - lost[:first]) / self._chunks
             possible = (lost[:first] <= step_ms) & (further >= self._least)
-            reached = float(np.max(np.minimum(further, self._most), where=possible, initial=reached))
+            reached = float(
+                np.max(np.minimum(further, self._most), where=possible, initial=reached)
+            )
         return reached

@@ -1,8 +1,9 @@
 """The best step so far, and what is left of the time and the work for a better one.
 
-An answer is told of and checked once it is found, which takes the longer the more passes its step has, and the more
-layers and devices there are. Time for that is set aside, and a map is tried only where there is about as much left: of
-thousands of micro-batches, or of a device with hundreds of segments, one step may take longer than all else.
+An answer is told of and checked once it is found, which takes the longer the more passes its step
+has, and the more layers and devices there are. Time for that is set aside, and a map is tried only
+where there is about as much left: of thousands of micro-batches, or of a device with hundreds of
+segments, one step may take longer than all else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TOLD_S = 6e-5
 """What each pass of a step takes to be simulated, told of and checked, in seconds."""
 
 SEVERAL = 2
-"""So many times as long it takes where a device has several segments: several orders of the passes are simulated."""
+"""So many times as long it takes where a device has several segments: several orders of the passes
+are simulated."""
 
 LATE_S = 1.0
 """So much later than is asked for an answer may come, if a better one is worth it."""
@@ -70,12 +72,15 @@ class BestStep:
     alone_s: float = 0.0
 
     def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
-        """Keep an assignment if it meets every requirement and is better; what it costs, if it can be.
+        """Keep an assignment if it meets every requirement and is better; what it costs, if it can
+        be.
 
         Whether it fits is looked at last, of what is better alone: it takes long to tell.
         """
         self.meter.done += EVALUATION
-        result = costs.evaluate(choice.problem, devices) if self._may_be_tried(choice, devices) else None
+        result = (
+            costs.evaluate(choice.problem, devices) if self._may_be_tried(choice, devices) else None
+        )
         if result is None or result.objective_value >= choice.value:
             return result
         if not costs.fits(choice.problem, result):
@@ -85,7 +90,11 @@ class BestStep:
         if choice.value < before:
             self.best, self.method, self.told_s = choice, method, told_s(choice.problem, devices)
             if self.progress is not None:
-                self.progress(step_answer.incumbent(self.request, self.choices, choice, method, self._time_s()))
+                self.progress(
+                    step_answer.incumbent(
+                        self.request, self.choices, choice, method, self._time_s()
+                    )
+                )
         return result
 
     def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
@@ -93,14 +102,23 @@ class BestStep:
 
         def step_ms(devices: list[int]) -> float:
             self.meter.done += EVALUATION
-            result = costs.judged(choice.problem, devices) if self._may_be_tried(choice, devices) else None
+            result = (
+                costs.judged(choice.problem, devices)
+                if self._may_be_tried(choice, devices)
+                else None
+            )
             return inf if result is None else result.objective_value
 
         return step_ms
 
     def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
-        """Whether it meets the plain requirements, and there is time to make an answer of it, or no answer yet."""
-        has_time = self.best.devices is None or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S
+        """Whether it meets the plain requirements, and there is time to make an answer of it, or no
+        answer yet.
+        """
+        has_time = (
+            self.best.devices is None
+            or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S
+        )
         return has_time and costs.allowed(choice.problem, devices)
 
     def _better(self) -> float:

@@ -9,7 +9,8 @@ these passes::
     tied weights   F(first)           F(last) B(last)           B(first)      both on one device
                    '---- head ----'  '-- n times both --'  '--- tail ---'     of the last layer's passes
 
-Source: Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11, 1982.
+Source: Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11,
+1982.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from placer.solver.step.fill_bound import gradient_arcs
 Matrix = Sequence[Sequence[float]]
 
 MOST_TAILS = 64
-"""Of more, some are looked at, with all heads: the two shortest, which are those of all passes and of all but weight
-halves that run apart, and about so many of the others."""
+"""Of more, some are looked at, with all heads: the two shortest, which are those of all passes and
+of all but weight halves that run apart, and about so many of the others."""
 
 
 class Ways(NamedTuple):
@@ -46,7 +47,8 @@ class Ways(NamedTuple):
 
 
 def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways) -> float:
-    """No step's passes take less than those of some node's device and what goes before and follows, in milliseconds.
+    """No step's passes take less than those of some node's device and what goes before and follows,
+    in milliseconds.
 
     Args:
         problem: what is asked.
@@ -57,7 +59,10 @@ def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways)
     least = 0.0
     for layers, allowed in zip(nodes.nodes, nodes.allowed, strict=True):
         kinds = {
-            tuple((problem.forward_ms[i][d], awaited_ms[i][d], problem.backward_ms[i][d]) for i in layers)
+            tuple(
+                (problem.forward_ms[i][d], awaited_ms[i][d], problem.backward_ms[i][d])
+                for i in layers
+            )
             for d in allowed
         }
         least = max(least, min(_of_device(problem, layers, times, ways) for times in kinds))
@@ -95,7 +100,8 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
 
 
 def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
-    """The longest ways to layers' passes and from them, each on the fastest devices and over no link.
+    """The longest ways to layers' passes and from them, each on the fastest devices and over no
+    link.
 
     Args:
         problem: what is asked.
@@ -106,7 +112,8 @@ def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
     there, back = longest_before(forward, arcs), longest_before(awaited, back_arcs)
     turn = [way + own for way, own in zip(there, forward, strict=True)]
     home = [own + way for own, way in zip(awaited, back, strict=True)]
-    for source, reader in sorted(back_arcs, key=lambda arc: -arc[1]):  # the reader's are known
+    # the reader's are known
+    for source, reader in sorted(back_arcs, key=lambda arc: -arc[1]):
         turn[source] = max(turn[source], turn[reader] + awaited[reader])
     for source, reader in sorted(arcs, key=lambda arc: -arc[1]):
         home[source] = max(home[source], forward[reader] + home[reader])

@@ -5,15 +5,17 @@ a device's first pass and its last, and then the optimizer. With n micro-batches
 optimizer, c = f + b, and behind what a micro-batch has to go through in the stages behind it::
 
     any placement       n * c + o of every device; the way from a layer that reads nothing to any other, all
-                        micro-batches through that, and the way back, after which the first one's device has its next
-                        step
+                        micro-batches through that, and the way back, after which the first one's
+                        device has its next step
     a row of stages     n * c + o + wait, the stage's own passes
-                        before + n * c + wait, without weight halves that run apart; the whole way + (n - 1) * f, and
-                        the same with b: all of this between the first pass of the first stage and its last
-                        n * a transfer at a cut, which follow one another on a lane
+                        before + n * c + wait, without weight halves that run apart; the whole way +
+                        (n - 1) * f, and the same with b: all of this between the first pass of the
+                        first stage and its last n * a transfer at a cut, which follow one another
+                        on a lane
 
-where a stage waits as in a step alone (see ``bounds.py``): for what is behind it under fill-drain, wait(f) + wait(b)
-under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stages wait for nothing.
+where a stage waits as in a step alone (see ``bounds.py``): for what is behind it under fill-drain,
+wait(f) + wait(b) under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stages
+wait for nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ MOST_STARTS = 8
 """Layers that read nothing, from which ways are looked at."""
 
 
-def any_placement(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[float]]) -> float:
+def any_placement(
+    problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[float]]
+) -> float:
     """No step after another takes less, in milliseconds.
 
     Args:
@@ -43,27 +47,41 @@ def any_placement(problem: Problem, nodes: Reduction, awaited_ms: Sequence[Seque
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
-    return max(least_work(problem, nodes, partial(_work_ms, problem)), _way_and_back(problem, awaited_ms))
+    return max(
+        least_work(problem, nodes, partial(_work_ms, problem)), _way_and_back(problem, awaited_ms)
+    )
 
 
 def _work_ms(problem: Problem, layer: int, device: int) -> float:
     """What a layer keeps a device busy in a step."""
-    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(problem, layer, device)
+    return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(
+        problem, layer, device
+    )
 
 
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
-    """The longest way from a layer that reads nothing to another, through that with all micro-batches, and back."""
+    """The longest way from a layer that reads nothing to another, through that with all
+    micro-batches, and back.
+    """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
     there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
     read = {reader for _, reader in there}
     starts = [layer for layer in range(len(problem.layers)) if layer not in read][:MOST_STARTS]
-    further = [(problem.request.chunks - 1) * (one + other) for one, other in zip(forward, awaited, strict=True)]
-    ways = [zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), further, strict=True) for s in starts]
+    further = [
+        (problem.request.chunks - 1) * (one + other)
+        for one, other in zip(forward, awaited, strict=True)
+    ]
+    ways = [
+        zip(_ways_from(s, forward, there), _ways_from(s, awaited, back), further, strict=True)
+        for s in starts
+    ]
     return max(sum(way) for by_layer in ways for way in by_layer)
 
 
 def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:
-    """By layer, the longest path to it from one layer, both included; every arc runs with the layers' order."""
+    """By layer, the longest path to it from one layer, both included; every arc runs with the
+    layers' order.
+    """
     way = [-inf] * len(time_ms)
     way[start] = time_ms[start]
     for source, reader in sorted(arcs):

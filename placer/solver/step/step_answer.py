@@ -1,4 +1,6 @@
-"""The placement that is returned under objective ``step``: the best of all choices, with what is known of each."""
+"""The placement that is returned under objective ``step``: the best of all choices, with what is
+known of each.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ SHORTEST_MS = 1e-9
 
 
 def found(
-    request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, broken: Ties | None, time_s: float
+    request: PlacementRequest,
+    choices: Sequence[Choice],
+    best: Choice,
+    method: str,
+    broken: Ties | None,
+    time_s: float,
 ) -> Placement:
     """The best as it is returned: under the whole question's name, with all choices.
 
@@ -35,13 +42,17 @@ def found(
     single = _single_device(choices)
     speedup = single.objective_value / best.value if best.value else None
     fields = {"id": request.content_hash(), "single_device": single, "speedup": speedup}
-    return placement.model_copy(update=fields | {"step": _step(request, choices, best, placement), "ties": broken})
+    return placement.model_copy(
+        update=fields | {"step": _step(request, choices, best, placement), "ties": broken}
+    )
 
 
 def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
-    """The best so far as it is told: of the choices as they are now, with ties as they happen to be."""
+    """The best so far as it is told: of the choices as they are now, with ties as they happen to
+    be.
+    """
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
 
@@ -65,7 +76,9 @@ def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float)
     told = open_choices[-1] if open_choices else min(choices, key=_distance)
     reason = None if open_choices else _told(told, choices)
     placement = answer.nothing(told.problem, reason, bound_of(choices), "each choice", time_s)
-    return placement.model_copy(update={"id": request.content_hash(), "single_device": _single_device(choices)})
+    return placement.model_copy(
+        update={"id": request.content_hash(), "single_device": _single_device(choices)}
+    )
 
 
 def bound_of(choices: Sequence[Choice]) -> float:
@@ -74,7 +87,9 @@ def bound_of(choices: Sequence[Choice]) -> float:
 
 
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
-    """Why there is none, of the choice that comes nearest; which it is, where memory tells them apart."""
+    """Why there is none, of the choice that comes nearest; which it is, where memory tells them
+    apart.
+    """
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
         return reason
@@ -84,7 +99,9 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
 
 
 def _distance(choice: Choice) -> tuple[bool, int]:
-    """How far from a placement a choice is: the bytes that are short, or farther than any number of them."""
+    """How far from a placement a choice is: the bytes that are short, or farther than any number of
+    them.
+    """
     short = choice.reason.short_bytes if choice.reason is not None else 0
     return not short, short
 
@@ -95,7 +112,9 @@ def _single_device(choices: Sequence[Choice]) -> SingleDevice:
     return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
 
-def _step(request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement) -> Step:
+def _step(
+    request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
+) -> Step:
     """The step of the placement that is returned: what was found, on the devices as they are named."""
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
@@ -111,7 +130,9 @@ def _step(request: PlacementRequest, choices: Sequence[Choice], best: Choice, pl
         bubble = 1 - busy / (in_a_row_ms * len(timeline.busy_ms))
     return Step(
         batch_size=request.whole_batch_size,
-        samples_per_s=1e3 * request.whole_batch_size / best.value if best.value > SHORTEST_MS else None,
+        samples_per_s=1e3 * request.whole_batch_size / best.value
+        if best.value > SHORTEST_MS
+        else None,
         bubble=min(1.0, max(0.0, bubble)),
         optimizer_ms=max(optimizer.values(), default=0.0),
         steps=request.steps,

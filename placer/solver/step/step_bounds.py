@@ -5,22 +5,26 @@ micro-batches, f and b the passes of a stage, c = f + b, and before (behind) wha
 stages before it (behind it)::
 
     any placement       before + n * c of every device, and without weight halves that run apart
-                        before + n * c + the way back; of some of a node's passes, their heads and tails (see
-                        ``one_machine_bound.py``); if contiguous, what filling the pipeline takes (see ``fill_bound.py``)
+                        before + n * c + the way back; of some of a node's passes, their heads and
+                        tails (see ``one_machine_bound.py``); if contiguous, what filling the
+                        pipeline takes (see ``fill_bound.py``)
     a row of stages     before + n * c
-                        until the first stage has its last gradients: before + n * c without weight halves that run
-                        apart; the whole way + (n - 1) * f, and the same with b; then its weight half and optimizer
+                        until the first stage has its last gradients: before + n * c without weight
+                        halves that run apart; the whole way + (n - 1) * f, and the same with b;
+                        then its weight half and optimizer
       fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
       1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
-                        until the first one comes back the stage runs w - 1 further forward passes, before the last one
-                        comes back w - 1 backward passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages
-                        from here these are one wait, the longer.
+                        until the first one comes back the stage runs w - 1 further forward passes,
+                        before the last one comes back w - 1 backward passes, wait(x) = max(0,
+                        behind - (w - 1) * x). Where n <= stages from here these are one wait, the
+                        longer.
       zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
 
-Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is elsewhere is reckoned on
-its fastest device. The bound of a whole cut of a row is the largest of its stages', so that a dynamic program finds the
-cut where it is smallest (see ``optimal_cuts.py``). Where cuts are gone through, the first stages are known: what the first one
-does at the end, and the transfers between them, come on top.
+Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is
+elsewhere is reckoned on its fastest device. The bound of a whole cut of a row is the largest of its
+stages', so that a dynamic program finds the cut where it is smallest (see ``optimal_cuts.py``).
+Where cuts are gone through, the first stages are known: what the first one does at the end, and the
+transfers between them, come on top.
 """
 
 from __future__ import annotations
@@ -58,13 +62,15 @@ ROUNDING = 1 - 1e-9
 """Sums in another order round differently."""
 
 
-def any_placement(problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False) -> float:
-    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in milliseconds.
+def any_placement(
+    problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False
+) -> float:
+    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in
+    milliseconds.
 
-    Args:
-        problem: what is asked.
-        nodes: its layers in nodes; each may be on some device.
-        over: asked before each part of this; where it is, the step is not shorter than what the parts before tell.
+    Args: problem: what is asked. nodes: its layers in nodes; each may be on some device. over:
+        asked before each part of this; where it is, the step is not shorter than what the parts
+        before tell.
     """
     if over():
         return 0.0
@@ -82,10 +88,11 @@ def least_optimizer(problem: Problem, nodes: Reduction) -> float:
 
 
 def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """What keeps a node's device, and any device, and what goes before its first pass and follows its last.
+    """What keeps a node's device, and any device, and what goes before its first pass and follows
+    its last.
 
-    Devices hold different nodes. So before the first pass of the second one there is at least what goes before some
-    second node, and so on, and the same of what follows.
+    Devices hold different nodes. So before the first pass of the second one there is at least what
+    goes before some second node, and so on, and the same of what follows.
     """
     chunks = problem.request.chunks
 
@@ -93,7 +100,10 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
         return problem.forward_ms[layer][device] + awaited_ms[layer][device]
 
     ways = one_machine_bound.ways_of(problem, awaited_ms)
-    heads, tails = (sorted(min(ms[i] for i in layers) for layers in nodes.nodes) for ms in (ways.there, ways.back))
+    heads, tails = (
+        sorted(min(ms[i] for i in layers) for layers in nodes.nodes)
+        for ms in (ways.there, ways.back)
+    )
     both = [head + tail for head, tail in zip(heads, tails, strict=True)]
     return max(
         one_machine_bound.of_nodes(problem, nodes, awaited_ms, ways),
@@ -113,7 +123,9 @@ def _awaited_ms(problem: Problem) -> Matrix:
 
 
 def is_row(problem: Problem, nodes: Reduction) -> bool:
-    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours both ways."""
+    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours
+    both ways.
+    """
     if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
         return False
     back = {
@@ -122,25 +134,29 @@ def is_row(problem: Problem, nodes: Reduction) -> bool:
         if value.gradient_bytes
         for reader in value.readers
     }
-    return not problem.training or all((node, node + 1) in back for node in range(len(nodes.nodes) - 1))
+    return not problem.training or all(
+        (node, node + 1) in back for node in range(len(nodes.nodes) - 1)
+    )
 
 
 class StepTable(CutTable):
     """Lower bounds on the step by how a row is cut, with those cuts below a value.
 
-    Args:
-        problem: what is asked, of a schedule and a number of micro-batches.
-        nodes: its layers in nodes, a row.
-        bottleneck: the same question with objective ``throughput``, by whose memory cuts are judged.
-        classes: devices that may be swapped.
+    Args: problem: what is asked, of a schedule and a number of micro-batches. nodes: its layers in
+        nodes, a row. bottleneck: the same question with objective ``throughput``, by whose memory
+        cuts are judged. classes: devices that may be swapped.
     """
 
-    def __init__(self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]) -> None:
+    def __init__(
+        self, problem: Problem, nodes: Reduction, bottleneck: Problem, classes: list[list[int]]
+    ) -> None:
         super().__init__(bottleneck, nodes, [[node] for node in range(len(nodes.nodes))], classes)
         self._asked = problem
         self._extra = 0.0 if pipelines.in_a_row(problem) else least_optimizer(problem, nodes)
         devices, layers = range(len(problem.devices)), range(len(problem.layers))
-        self._optimizer = self._sums([[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers])
+        self._optimizer = self._sums(
+            [[pipelines.optimizer_ms(problem, i, d) for d in devices] for i in layers]
+        )
         self._forward = self._sums(problem.forward_ms)
         self._backward = self._sums(problem.backward_ms)
         self._awaited = self._sums(_awaited_ms(problem))
@@ -153,16 +169,23 @@ class StepTable(CutTable):
     def _sums(self, time_ms: Matrix) -> Table:
         """By device and node, the sum over all nodes before it."""
         devices = range(len(self.problem.devices))
-        rows = [[sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes] for d in devices]
+        rows = [
+            [sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes]
+            for d in devices
+        ]
         return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
 
     def _fastest_sums(self, time_ms: Matrix) -> Table:
         """By node, the sum over all nodes before it, each layer on its fastest device."""
         fastest = fastest_ms(self.problem, time_ms)
-        return np.concatenate([[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])])
+        return np.concatenate(
+            [[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])]
+        )
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first node and end, a lower bound on the step with that stage; infinite where it cannot be."""
+        """By first node and end, a lower bound on the step with that stage; infinite where it
+        cannot be.
+        """
         return self._bounds_of(kind, stages_left)[0]
 
     def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
@@ -172,7 +195,8 @@ class StepTable(CutTable):
             possible = np.isfinite(super().cost(kind, stages_left))
             own, trip = self._bound(self.classes[kind][0], stages_left)
             whole, until = (
-                np.where(possible, (bound + self._extra) * ROUNDING, np.inf) for bound in (np.maximum(own, trip), trip)
+                np.where(possible, (bound + self._extra) * ROUNDING, np.inf)
+                for bound in (np.maximum(own, trip), trip)
             )
             self._by_stages_left[key] = whole, until
         return self._by_stages_left[key]
@@ -186,7 +210,10 @@ class StepTable(CutTable):
 
     def _least_trip(self, counts: Counts) -> Table:
         """By first node, the least such time with the stages from there."""
-        trips = [self._trips(counts, kind, slice(None)).min(axis=-1) for kind in optimal_cuts.kinds_left(counts)]
+        trips = [
+            self._trips(counts, kind, slice(None)).min(axis=-1)
+            for kind in optimal_cuts.kinds_left(counts)
+        ]
         return np.asarray(np.min(trips, axis=0))
 
     def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
@@ -195,13 +222,21 @@ class StepTable(CutTable):
         return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
 
     def _tail(self, kind: int) -> Table:
-        """By end of the first stage, what it does when it has its last gradients: a weight half, and the optimizer."""
+        """By end of the first stage, what it does when it has its last gradients: a weight half,
+        and the optimizer.
+        """
         device = self.classes[kind][0]
-        optimizer = self._optimizer[device] if self._asked.training else np.zeros(len(self.nodes.nodes) + 1)
-        return np.asarray((self._backward - self._awaited)[device] + np.maximum(0.0, optimizer - self._extra))
+        optimizer = (
+            self._optimizer[device] if self._asked.training else np.zeros(len(self.nodes.nodes) + 1)
+        )
+        return np.asarray(
+            (self._backward - self._awaited)[device] + np.maximum(0.0, optimizer - self._extra)
+        )
 
     def _transfers(self) -> tuple[Table, Table]:
-        """By node, what a cut before it takes of one micro-batch's way, there and back, over the fastest link."""
+        """By node, what a cut before it takes of one micro-batch's way, there and back, over the
+        fastest link.
+        """
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
         links = [link for row in self.problem.links for link in row if link is not None]
         for value in self.problem.values if links else ():
@@ -213,15 +248,20 @@ class StepTable(CutTable):
         return there, back
 
     def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
-        """By first node and end, bounds on a step's passes with a stage there: all, and until gradients are back."""
+        """By first node and end, bounds on a step's passes with a stage there: all, and until
+        gradients are back.
+        """
         chunks = self._asked.request.chunks
         forward, backward, awaited = (
-            sums[device][None, :] - sums[device][:, None] for sums in (self._forward, self._backward, self._awaited)
+            sums[device][None, :] - sums[device][:, None]
+            for sums in (self._forward, self._backward, self._awaited)
         )
         there = (self._way_there + self._cut_there)[:, None]
         back = (self._way_back + self._cut_back)[:, None]
         whole = self._way_there[-1] + self._way_back[-1]
-        behind = (whole - self._way_there - self._way_back + self._cut_there + self._cut_back)[None, :]
+        behind = (whole - self._way_there - self._way_back + self._cut_there + self._cut_back)[
+            None, :
+        ]
         cut = self._cut_there + self._cut_back
         whole = whole + cut[:, None] + cut[None, :]
         way = whole + (chunks - 1) * np.maximum(forward, awaited)
@@ -237,9 +277,9 @@ class StepTable(CutTable):
     def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
         """Every cut, the lowest bound first.
 
-        Yields:
-            Its bound, which is one for all that follow, and by layer its device. None instead while cuts are being put
-            together, so that whoever asks may stop; no devices at all where it gives up, as too many are open.
+        Yields: Its bound, which is one for all that follow, and by layer its device. None instead
+            while cuts are being put together, so that whoever asks may stop; no devices at all
+            where it gives up, as too many are open.
         """
         if not np.isfinite(self.fill()[0]):
             return
@@ -273,7 +313,12 @@ class StepTable(CutTable):
                 counts = optimal_cuts.one_less(parent.counts, kind)
                 tail = float(self._tail(kind)[stop]) if parent.tail is None else parent.tail
                 tail += float(self._cut_there[parent.start] + self._cut_back[parent.start])
-                push(_OpenCut(stop, counts, stages, bound, tail, self._next_stages(stop, counts, tail)), 0)
+                push(
+                    _OpenCut(
+                        stop, counts, stages, bound, tail, self._next_stages(stop, counts, tail)
+                    ),
+                    0,
+                )
 
     def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
         """By layer, its device, from the end and the class of each stage."""
@@ -286,17 +331,19 @@ class StepTable(CutTable):
     def _next_stages(self, start: int, counts: Counts, tail: float | None) -> _Options:
         """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
 
-        Args:
-            start: where it begins.
-            counts: by class, the devices that are left.
-            tail: what is known to come on top of the time until the first stage has its last gradients; None if the
+        Args: start: where it begins. counts: by class, the devices that are left. tail: what is
+            known to come on top of the time until the first stage has its last gradients; None if
+            the
                 next is the first.
         """
         rows = []
         for kind in optimal_cuts.kinds_left(counts):
             later = self.best[optimal_cuts.one_less(counts, kind)]
             row = np.maximum(self.cost(kind, sum(counts))[start], later)
-            trips = self._trips(counts, kind, start) + (self._tail(kind) if tail is None else tail) * ROUNDING
+            trips = (
+                self._trips(counts, kind, start)
+                + (self._tail(kind) if tail is None else tail) * ROUNDING
+            )
             row = np.maximum(row, trips)
             stops = np.flatnonzero(np.isfinite(row)).astype(np.int16)
             rows.append((row[stops], stops, np.full(len(stops), kind, dtype=np.int16)))
@@ -323,12 +370,10 @@ class _Options(NamedTuple):
 class _OpenCut:
     """The first stages of cuts.
 
-    Attributes:
-        start: where the next stage begins.
-        counts: by class, the devices that are left, all of which are used.
-        stages: the end and the class of those that are decided.
-        bound: the largest of theirs.
-        tail: what the first of them does when it has its last gradients, and transfers at cuts before the last one's;
+    Attributes: start: where the next stage begins. counts: by class, the devices that are left, all
+        of which are used. stages: the end and the class of those that are decided. bound: the
+        largest of theirs. tail: what the first of them does when it has its last gradients, and
+        transfers at cuts before the last one's;
             None if there is none.
         options: for the next stage, by bound.
     """
@@ -350,7 +395,12 @@ def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable 
         bottleneck: the same question with objective ``throughput``.
     """
     classes, exactly = optimal_cuts.device_classes(problem)
-    if not exactly or not problem.contiguous or not all(nodes.allowed) or not is_row(problem, nodes):
+    if (
+        not exactly
+        or not problem.contiguous
+        or not all(nodes.allowed)
+        or not is_row(problem, nodes)
+    ):
         return None
     found = StepTable(problem, nodes, bottleneck, classes)
     return found if found.intervals.exact else None

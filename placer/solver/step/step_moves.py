@@ -1,4 +1,6 @@
-"""Assignments to try under objective ``step``: rounds through the devices, and small changes of a good one."""
+"""Assignments to try under objective ``step``: rounds through the devices, and small changes of a
+good one.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ Change = Callable[[], list[int]]
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
-    """The layers in their order dealt out to the devices, so many times round, to each as much as it is fast.
+    """The layers in their order dealt out to the devices, so many times round, to each as much as
+    it is fast.
 
     Args:
         problem: what is asked.
@@ -37,7 +40,10 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
     Returns:
         By layer, its device.
     """
-    whole = [sum(problem.compute_ms(layer, d) for layer in range(len(problem.layers))) or 1.0 for d in devices]
+    whole = [
+        sum(problem.compute_ms(layer, d) for layer in range(len(problem.layers))) or 1.0
+        for d in devices
+    ]
     ends = list(accumulate([1 / time_ms for time_ms in whole] * times))
     order = sorted(range(len(nodes.nodes)), key=lambda node: nodes.nodes[node])
     device_of = [devices[0]] * len(nodes.nodes)
@@ -51,7 +57,9 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
     return nodes.spread(device_of)
 
 
-def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, over: Callable[[], bool]) -> list[int]:
+def climb(
+    problem: Problem, nodes: Reduction, start: list[int], value: Value, over: Callable[[], bool]
+) -> list[int]:
     """The best assignment on a way of small changes, each of which shortens the step.
 
     Args:
@@ -72,13 +80,16 @@ def climb(problem: Problem, nodes: Reduction, start: list[int], value: Value, ov
         tried = options[place % len(options)]()
         place, idle = place + 1, idle + 1
         found = value(tried)
-        if found < least * (1 - 1e-9):  # what comes next is tried of the better one: what came before was of no use
+        # what comes next is tried of the better one: what came before was of no use
+        if found < least * (1 - 1e-9):
             best, least, idle = tried, found, 0
             options = list(changes(problem, nodes, best))
     return best
 
 
-def kicked(problem: Problem, nodes: Reduction, assignment: Sequence[int], random: Random) -> list[int]:
+def kicked(
+    problem: Problem, nodes: Reduction, assignment: Sequence[int], random: Random
+) -> list[int]:
     """An assignment a few small changes away, whatever they cost."""
     found = list(assignment)
     for _ in range(KICKS):
@@ -89,8 +100,12 @@ def kicked(problem: Problem, nodes: Reduction, assignment: Sequence[int], random
     return found
 
 
-def neighbours(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[list[int]]:
-    """Assignments a small change away: some nodes on the other side of a cut, or two devices swapped."""
+def neighbours(
+    problem: Problem, nodes: Reduction, assignment: Sequence[int]
+) -> Iterator[list[int]]:
+    """Assignments a small change away: some nodes on the other side of a cut, or two devices
+    swapped.
+    """
     return (change() for change in changes(problem, nodes, assignment))
 
 
@@ -108,8 +123,12 @@ def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> It
         yield partial(_swapped, nodes, device_of, one, other)
 
 
-def _runs(problem: Problem, nodes: Reduction, assignment: Sequence[int], device_of: Sequence[int]) -> list[list[int]]:
-    """The nodes stage by stage: by device in pipeline order, or, where placements are free, by segment."""
+def _runs(
+    problem: Problem, nodes: Reduction, assignment: Sequence[int], device_of: Sequence[int]
+) -> list[list[int]]:
+    """The nodes stage by stage: by device in pipeline order, or, where placements are free, by
+    segment.
+    """
     if not problem.contiguous:
         order = sorted(range(len(device_of)), key=lambda node: nodes.nodes[node])
     else:
@@ -124,7 +143,9 @@ def _runs(problem: Problem, nodes: Reduction, assignment: Sequence[int], device_
     return runs
 
 
-def _moved(nodes: Reduction, device_of: Sequence[int], moved: Sequence[int], device: int) -> list[int]:
+def _moved(
+    nodes: Reduction, device_of: Sequence[int], moved: Sequence[int], device: int
+) -> list[int]:
     changed = list(device_of)
     for node in moved:
         changed[node] = device
@@ -141,5 +162,9 @@ def _unlike(problem: Problem, device_of: Sequence[int]) -> Iterator[tuple[int, i
     used = set(device_of)
     for one in sorted(used):
         for other in range(len(problem.devices)):
-            if (other not in used or one < other) and one != other and not problem.alike(one, other):
+            if (
+                (other not in used or one < other)
+                and one != other
+                and not problem.alike(one, other)
+            ):
                 yield one, other

@@ -1,4 +1,5 @@
-"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest whole batch.
+"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest
+whole batch.
 
     for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
       every map        of few that are no row: each simulated
@@ -6,8 +7,8 @@
       starts           cuts of the row where the bound is lowest, the best maps by bottleneck, maps of other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
       cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
-    of choices that are no rows, then, a bound by the work of some device, and small changes from near the best again
-    choices whose bound is not below the best step found are left alone
+    of choices that are no rows, then, a bound by the work of some device, and small changes from
+    near the best again choices whose bound is not below the best step found are left alone
 
 The bound of the answer is the lowest of its choices' (see ``bounds.py``).
 """
@@ -42,7 +43,8 @@ from placer.solver.step.choices import (
 from placer.solver.step.incumbent import BestStep, Share
 
 BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
-"""Answers a question with objective ``throughput``, within some work; a bottleneck that is enough ends the search."""
+"""Answers a question with objective ``throughput``, within some work; a bottleneck that is enough
+ends the search."""
 
 MOST_ROUNDS = 8
 STARTS = 16
@@ -63,12 +65,12 @@ MAPS_SHARE = 0.5
 BOUND_SHARE = 0.5
 """How much of the time that is then left may go to bounds by work.
 
-Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is gained by them.
-"""
+Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is
+gained by them. """
 
 AGAIN_SHARE = 0.6
-"""How much of the time that is left small changes of the best choice get at the end, and of what is then left the next.
-"""
+"""How much of the time that is left small changes of the best choice get at the end, and of what is
+then left the next. """
 
 SEARCH_SHARE = 0.3
 """How much of a choice's time the search for the smallest bottleneck may take."""
@@ -76,10 +78,14 @@ SEARCH_SHARE = 0.3
 LAST_DIGITS = 1e-9
 """Sums in another order round differently."""
 
-NO_CUT = Infeasibility(reason="no cut of the row of layers keeps to each device's memory and to what else is required")
+NO_CUT = Infeasibility(
+    reason="no cut of the row of layers keeps to each device's memory and to what else is required"
+)
 """Where every cut was looked at before the search for the smallest bottleneck came to an end."""
 
-NO_MAP = Infeasibility(reason="no map of the layers keeps to each device's memory and to what else is required")
+NO_MAP = Infeasibility(
+    reason="no map of the layers keeps to each device's memory and to what else is required"
+)
 """The same of every map, where they are few."""
 
 
@@ -110,29 +116,42 @@ class StepSearch(BestStep):
             share = self._share(1 / (len(rows) - number))
             self._climb_again(choice, share)
             self._all_cuts(choice, share)
-        others = [choice for choice in self.choices if choice.cuts is None and not self._closed(choice)]
+        others = [
+            choice for choice in self.choices if choice.cuts is None and not self._closed(choice)
+        ]
         loose = [
-            choice for choice in others if choice.problem.contiguous or memory_constraints.can_bind(choice.problem)
+            choice
+            for choice in others
+            if choice.problem.contiguous or memory_constraints.can_bind(choice.problem)
         ]
         for number, choice in enumerate(loose):
             self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
-        placed = sorted((one for one in others if one.devices is not None), key=lambda choice: choice.value)
+        placed = sorted(
+            (one for one in others if one.devices is not None), key=lambda choice: choice.value
+        )
         for choice in placed:
             self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
         if self.best.devices is None:
             return step_answer.nothing(self.request, self.choices, self._time_s())
         broken = self._break_ties()
-        return step_answer.found(self.request, self.choices, self.best, self.method, broken, self._time_s())
+        return step_answer.found(
+            self.request, self.choices, self.best, self.method, broken, self._time_s()
+        )
 
     def _offer_one_device(self) -> None:
-        """Try each device alone, those of a kind once: there is always an answer then, if one will do."""
+        """Try each device alone, those of a kind once: there is always an answer then, if one will
+        do.
+        """
         began = self._time_s()
         for choice in self.choices:
             kinds: dict[object, list[int]] = {}
             for number, device in enumerate(choice.problem.devices):
                 devices = [number] * len(choice.problem.layers)
                 if costs.allowed(choice.problem, devices):
-                    kinds.setdefault((device.type, device.usable_bytes, choice.problem.recompute[number]), devices)
+                    kinds.setdefault(
+                        (device.type, device.usable_bytes, choice.problem.recompute[number]),
+                        devices,
+                    )
             for devices in kinds.values():
                 self._offer(choice, devices, "one device")
             if self._is_late():
@@ -180,7 +199,9 @@ class StepSearch(BestStep):
             idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, share: Share) -> None:
-        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the smallest bottleneck."""
+        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the
+        smallest bottleneck.
+        """
         for other in self.choices:
             if other.devices is not None and not self._over(choice, share):
                 self._offer(choice, other.devices, "another choice's map")
@@ -228,34 +249,43 @@ class StepSearch(BestStep):
     def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck, or find the proof that there is none at all.
 
-        Returns:
-            The maps that were tried, by layer the device: none of them may be one where they were taken to hold less.
+        Returns: The maps that were tried, by layer the device: none of them may be one where they
+            were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
         if found and self._over(choice, share):
             return found
         if found and choice.devices is None and by_segment(choice.problem):
-            found += self._searched(choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share)
+            found += self._searched(
+                choice, bottleneck_of(choice.problem, choice.problem.request.chunks), share
+            )
         if found and not choice.problem.contiguous:
             found += self._searched(choice, with_few_crossings(choice.bottleneck), share)
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:
-        """Raise the bound by the work of some device, whatever the map that memory allows, and try one that has it.
+        """Raise the bound by the work of some device, whatever the map that memory allows, and try
+        one that has it.
 
-        Of a choice without a map no more is asked than whether there may be a better one. Not where devices may
-        recompute: whether they must depends on the order of stages, of which the smallest bottleneck knows one, and a
-        step may have another.
+        Of a choice without a map no more is asked than whether there may be a better one. Not where
+        devices may
+        recompute: whether they must depends on the order of stages, of which the smallest
+        bottleneck knows one, and a step may have another.
         """
         problem = choice.problem
-        if self._over(choice, share) or (problem.may_recompute and memory_constraints.can_bind(problem)):
+        if self._over(choice, share) or (
+            problem.may_recompute and memory_constraints.can_bind(problem)
+        ):
             return
-        self._ask_for_work(choice, share, 1.0, self._enough(choice) if choice.devices is None else None)
+        self._ask_for_work(
+            choice, share, 1.0, self._enough(choice) if choice.devices is None else None
+        )
 
     def _may_be_better(self, choice: Choice, share: Share) -> bool:
         """Whether it is worth while to look for the smallest bottleneck.
 
-        Not where memory binds, and with so little work on every device that the step may be better nothing is found.
+        Not where memory binds, and with so little work on every device that the step may be better
+        nothing is found.
         """
         enough = self._enough(choice)
         if enough is None:
@@ -263,16 +293,24 @@ class StepSearch(BestStep):
         self._ask_for_work(choice, share, SEARCH_SHARE, enough)
         return choice.devices is not None and not self._closed(choice)
 
-    def _ask_for_work(self, choice: Choice, share: Share, part: float, enough: float | None) -> None:
-        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one that is enough."""
+    def _ask_for_work(
+        self, choice: Choice, share: Share, part: float, enough: float | None
+    ) -> None:
+        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one
+        that is enough.
+        """
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
-        choice.bound = max(choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better()))
+        choice.bound = max(
+            choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better())
+        )
         self._try(choice, placement)
 
     def _enough(self, choice: Choice) -> float | None:
-        """The work of a device, for one micro-batch, from which no step is better; None where memory sets no limit."""
+        """The work of a device, for one micro-batch, from which no step is better; None where
+        memory sets no limit.
+        """
         limited = choice.problem.contiguous and memory_constraints.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
             return None
@@ -288,7 +326,11 @@ class StepSearch(BestStep):
         def over() -> bool:
             return self._over(choice, share)
 
-        self._offer(choice, step_moves.climb(choice.problem, choice.nodes, start, short_bytes, over), "small changes")
+        self._offer(
+            choice,
+            step_moves.climb(choice.problem, choice.nodes, start, short_bytes, over),
+            "small changes",
+        )
 
     def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck of a question; it alone, or none."""
@@ -306,7 +348,9 @@ class StepSearch(BestStep):
         self._offer(choice, devices, "smallest bottleneck")
         return [devices]
 
-    def _smallest_bottleneck(self, asked: Problem, share: Share, part: float, enough: float | None = None) -> Placement:
+    def _smallest_bottleneck(
+        self, asked: Problem, share: Share, part: float, enough: float | None = None
+    ) -> Placement:
         """The answer to a question for a bottleneck, in a part of the time and the work."""
         allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
@@ -317,20 +361,30 @@ class StepSearch(BestStep):
         return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
-        """Where a device may have several segments: the layers dealt out to the devices, round after round."""
+        """Where a device may have several segments: the layers dealt out to the devices, round
+        after round.
+        """
         if choice.problem.contiguous:
             return
         devices = [list(range(len(choice.problem.devices)))]
-        result = costs.evaluate(self.best.problem, self.best.devices) if self.best.devices is not None else None
+        result = (
+            costs.evaluate(self.best.problem, self.best.devices)
+            if self.best.devices is not None
+            else None
+        )
         if result is not None and list(result.stages) != devices[0]:
             devices.append(list(result.stages))
         for used in devices:
             for times in range(1, MOST_ROUNDS + 1):
-                if len(used) <= choice.problem.most_devices and len(used) * times <= len(choice.nodes.nodes):
+                if len(used) <= choice.problem.most_devices and len(used) * times <= len(
+                    choice.nodes.nodes
+                ):
                     yield step_moves.rounds(choice.problem, choice.nodes, used, times)
 
     def _all_cuts(self, choice: Choice, share: Share) -> None:
-        """Try every cut of a row that may be better, the lowest bound first: none that follows is below it."""
+        """Try every cut of a row that may be better, the lowest bound first: none that follows is
+        below it.
+        """
         while choice.cuts is not None and not self._over(choice, share):
             if not self._next_cut(choice) and choice.cuts is not None:
                 choice.bound = max(choice.bound, min(choice.value, self._better()))
@@ -338,7 +392,9 @@ class StepSearch(BestStep):
                 choice.cuts = None
 
     def _next_cut(self, choice: Choice) -> bool:
-        """Try one more cut of a row, if it has come to one; whether there may be others. None are left of too many."""
+        """Try one more cut of a row, if it has come to one; whether there may be others. None are
+        left of too many.
+        """
         assert choice.cuts is not None
         bound, devices = next(choice.cuts, (inf, []))
         if bound < inf:

@@ -1,7 +1,9 @@
-"""Ties under objective ``step``: of the maps with as short a step the one that transfers least, then the best balanced.
+"""Ties under objective ``step``: of the maps with as short a step the one that transfers least,
+then the best balanced.
 
-The micro-batches and the schedule are those of the best placement. Of a row every cut whose bound is not above the step
-is simulated, which proves the rank; else small changes that keep the step are tried as long as they lower it.
+The micro-batches and the schedule are those of the best placement. Of a row every cut whose bound
+is not above the step is simulated, which proves the rank; else small changes that keep the step are
+tried as long as they lower it.
 """
 
 from __future__ import annotations

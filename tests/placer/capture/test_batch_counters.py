@@ -73,7 +73,9 @@ def test_a_pass_that_fails_leaves_counters_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_counts_as_the_unsplit_model_does_with_an_operation_for_each_pass(recompute: bool) -> None:
+def test_training_counts_as_the_unsplit_model_does_with_an_operation_for_each_pass(
+    recompute: bool,
+) -> None:
     torch.manual_seed(0)
     model = _Twice().double()
     whole = copy.deepcopy(model)
@@ -93,4 +95,6 @@ def test_training_counts_as_the_unsplit_model_does_with_an_operation_for_each_pa
             nn.functional.mse_loss(whole(part), goal).backward()
     for name, buffer in whole.named_buffers():
         torch.testing.assert_close(model.get_buffer(name).cpu(), buffer, msg=name)
-    assert operations.seen["aten::_foreach_add_.ScalarList"] == 2, "the first device has several counters"
+    assert operations.seen["aten::_foreach_add_.ScalarList"] == 2, (
+        "the first device has several counters"
+    )

@@ -1,4 +1,5 @@
-"""Weight gradients in two parts that may run side by side: whatever their order, and nothing is added to in both."""
+"""Weight gradients in two parts that may run side by side: whatever their order, and nothing is
+added to in both."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_parts_have_all_and_share_no_gradient() -> None:
     parts = queue.branches()
     assert len(parts) == 2
     assert sorted(map(id, (one for part in parts for one in part))) == sorted(map(id, queue))
-    one, other = ({weight.grad.data_ptr() for each in part for weight in each.weights} for part in parts)
+    one, other = (
+        {weight.grad.data_ptr() for each in part for weight in each.weights} for part in parts
+    )
     assert not one & other
 
 
@@ -88,7 +91,9 @@ def test_gradients_are_the_unsplit_models_in_whichever_order_parts_run(seed: int
 def test_parts_have_about_as_much_to_do() -> None:
     widths = [4, 64, 4, 64, 4, 4, 64, 64]
     model = nn.Sequential(*(nn.Sequential(Line(8, width), Line(width, 8)) for width in widths))
-    one, other = (sum(each.products for each in part) for part in left_by(model, torch.randn(3, 8)).branches())
+    one, other = (
+        sum(each.products for each in part) for part in left_by(model, torch.randn(3, 8)).branches()
+    )
     assert one + other == 2 * 3 * 8 * sum(widths)
     assert abs(one - other) <= 3 * 8 * 64
 

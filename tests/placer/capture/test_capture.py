@@ -27,7 +27,9 @@ def _run(graph: LayerGraph, inputs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", [*SMALL, CASES["BertForMaskedLM"]], ids=str)
-def test_the_layers_one_after_another_compute_the_output_of_the_model(case: Case, training: bool) -> None:
+def test_the_layers_one_after_another_compute_the_output_of_the_model(
+    case: Case, training: bool
+) -> None:
     model = case.make().train(training)
     args, kwargs = case.inputs(training)
     graph = capture_graph(model, args, kwargs)
@@ -37,7 +39,8 @@ def test_the_layers_one_after_another_compute_the_output_of_the_model(case: Case
     outputs = _run(graph, flatten((args, kwargs))[0])
     torch.manual_seed(1)
     expected = flatten(model(*args, **kwargs))[0]
-    if not training:  # in training the first run has changed running statistics, which the output does not depend on
+    # in training the first run has changed running statistics, which the output does not depend on
+    if not training:
         assert not any(layer.mutated for layer in graph.layers)
     for ours, theirs in zip(outputs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
@@ -67,9 +70,16 @@ def test_capture_leaves_the_model_as_it_was() -> None:
 
 
 def test_values_carry_shape_dtype_bytes_and_batch_dimension() -> None:
-    graph = capture_graph(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(3, 4), granularity="fine")
+    graph = capture_graph(
+        nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(3, 4), granularity="fine"
+    )
     value = graph.values[graph["0"].writes[0]]
-    assert (value.shape, value.dtype, value.bytes, value.batch_dim) == ((3, 6), torch.float32, 3 * 6 * 4, 0)
+    assert (value.shape, value.dtype, value.bytes, value.batch_dim) == (
+        (3, 6),
+        torch.float32,
+        3 * 6 * 4,
+        0,
+    )
     assert value.requires_grad
     assert value.source == "0"
     assert graph.batch_size == 3
@@ -202,5 +212,8 @@ class _Branches(nn.Module):
 
 
 def test_the_line_of_the_model_that_cannot_be_captured_is_told() -> None:
-    with pytest.raises(CaptureError, match=r"data-dependent.*\(at .*test_capture\.py:\d+: return y \* 2 if y\.sum\(\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"data-dependent.*\(at .*test_capture\.py:\d+: return y \* 2 if y\.sum\(\)",
+    ):
         capture_graph(_Branches(), torch.randn(2, 4), hooks=False)

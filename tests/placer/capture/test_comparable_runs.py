@@ -1,4 +1,5 @@
-"""Runs that are compared act as in evaluation mode and draw the same numbers, in whatever mode the modules are."""
+"""Runs that are compared act as in evaluation mode and draw the same numbers, in whatever mode the
+modules are."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class _Drawing(nn.Module):
 
 
 @pytest.mark.parametrize("make", [*OPERATIONS.values(), _Drawing], ids=[*OPERATIONS, "draws"])
-def test_parts_of_a_batch_give_their_rows_of_the_whole_in_training_mode(make: Callable[[], nn.Module]) -> None:
+def test_parts_of_a_batch_give_their_rows_of_the_whole_in_training_mode(
+    make: Callable[[], nn.Module],
+) -> None:
     model, x, draws = make().train(), torch.randn(4, 6), Draws()
     with evaluated(), draws.first():
         whole = model(x)
@@ -49,14 +52,17 @@ def test_operations_act_as_in_evaluation_mode(name: str) -> None:
         found = model(x)
     if "without" not in name:  # which normalises by the batch in both modes
         torch.testing.assert_close(found, model.eval()(x))
-    assert {key: value for key, value in before.items() if "tracked" not in key}.keys() <= before.keys()
+    assert {
+        key: value for key, value in before.items() if "tracked" not in key
+    }.keys() <= before.keys()
     for key in ("running_mean", "running_var"):
         if key in before:
             assert torch.equal(model.state_dict()[key], before[key])
 
 
 def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() -> None:
-    """torch tags attention as random, as it may drop some: without dropout its results are its own in each run."""
+    """torch tags attention as random, as it may drop some: without dropout its results are its own
+    in each run."""
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -68,7 +74,9 @@ def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() 
             x = self.attention(x, x, x)[0]
             heads = x[None]
             return self.rnn(
-                functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 * self.training)[0]
+                functional.scaled_dot_product_attention(
+                    heads, heads, heads, dropout_p=0.3 * self.training
+                )[0]
             )[0]
 
     model, x, draws = Mixing().train(), torch.randn(4, 2, 6), Draws()
@@ -80,8 +88,13 @@ def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() 
 
 
 def test_a_graph_acts_as_its_model() -> None:
-    model, x, draws = nn.Sequential(_Drawing(), *(make() for make in OPERATIONS.values())), torch.randn(4, 6), Draws()
-    model[0].forward = lambda x: x + torch.randn_like(x)  # without a branch on a value
+    model, x, draws = (
+        nn.Sequential(_Drawing(), *(make() for make in OPERATIONS.values())),
+        torch.randn(4, 6),
+        Draws(),
+    )
+    # without a branch on a value
+    model[0].forward = lambda x: x + torch.randn_like(x)
     graph = export(model, (x,), {}).module
     with evaluated(), draws.first():
         whole = model(x)

@@ -1,4 +1,5 @@
-"""A layer with openings computes what the layer does, and what is left for later are its weight gradients."""
+"""A layer with openings computes what the layer does, and what is left for later are its weight
+gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class _Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.norm, self.narrow = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3, bias=False)
+        self.wide, self.norm, self.narrow = (
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 3, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.narrow(torch.relu_(self.norm(self.wide(x))))
@@ -59,7 +64,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 def _parts(model: nn.Module, x: Tensor) -> tuple[LayerGraph, list[list[Tensor]], list[Any]]:
     graph = capture_graph(model, x, granularity="submodule")
     states = [[graph.state[name] for name in layer.state] for layer in graph.layers]
-    return graph, states, [opened(layer, state) for layer, state in zip(graph.layers, states, strict=True)]
+    return (
+        graph,
+        states,
+        [opened(layer, state) for layer, state in zip(graph.layers, states, strict=True)],
+    )
 
 
 def _ready(model: nn.Module) -> nn.Module:
@@ -69,7 +78,11 @@ def _ready(model: nn.Module) -> nn.Module:
 
 
 def _run(
-    graph: LayerGraph, states: list[list[Tensor]], layers: list[Any], x: Tensor, openings: list[list[Any]]
+    graph: LayerGraph,
+    states: list[list[Tensor]],
+    layers: list[Any],
+    x: Tensor,
+    openings: list[list[Any]],
 ) -> tuple[Tensor, list[Any]]:
     values: dict[str, Any] = dict(zip(graph.inputs, [x], strict=True))
     given = []
@@ -90,10 +103,13 @@ def test_results_and_gradients_are_those_of_the_model(name: str) -> None:
     assert sum(len(products) for _, products in layers) == count
     before = copy.deepcopy(model.state_dict())
     with torch.no_grad():
-        _, given = _run(graph, states, layers, x, [[None] * len(products) for _, products in layers])
+        _, given = _run(
+            graph, states, layers, x, [[None] * len(products) for _, products in layers]
+        )
         model.load_state_dict(before)
     rows: list[tuple[tuple[Product, ...], Any, list[Tensor]]] = [
-        (products, items, state) for (_, products), items, state in zip(layers, given, states, strict=True)
+        (products, items, state)
+        for (_, products), items, state in zip(layers, given, states, strict=True)
     ]
     openings = [
         [
@@ -110,7 +126,9 @@ def test_results_and_gradients_are_those_of_the_model(name: str) -> None:
             assert not item.requires_grad
             queue.put(product.left(item, zero.grad, state))
     weights = {id(weight) for addition in queue for weight in addition.weights}
-    assert all(not parameter.grad.any() for parameter in model.parameters() if id(parameter) in weights)
+    assert all(
+        not parameter.grad.any() for parameter in model.parameters() if id(parameter) in weights
+    )
     queue.run()
     other = x.detach().clone().requires_grad_()
     expected = whole(other)
@@ -128,5 +146,6 @@ def test_what_has_regions_or_frozen_weights_stays_closed() -> None:
     assert [len(products) for _, products in layers] == [0, 1]
     frozen = nn.Linear(4, 4)
     frozen.weight.requires_grad_(False)
-    _, _, layers = _parts(nn.Sequential(frozen, nn.Linear(4, 4)), x)  # and those that have no gradient yet
+    # and those that have no gradient yet
+    _, _, layers = _parts(nn.Sequential(frozen, nn.Linear(4, 4)), x)
     assert [len(products) for _, products in layers] == [0, 0]

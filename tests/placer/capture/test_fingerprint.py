@@ -1,4 +1,5 @@
-"""Footprints: the same for what does the same, another one for whatever a capture would show otherwise."""
+"""Footprints: the same for what does the same, another one for whatever a capture would show
+otherwise."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class Flexible(nn.Module):
 
 
 def test_equal_models_have_equal_footprints_whatever_their_weights() -> None:
-    assert footprint(Flexible(), (X,), {}) == footprint(Flexible(), (torch.zeros(2, 8),), {}) is not None
+    assert (
+        footprint(Flexible(), (X,), {})
+        == footprint(Flexible(), (torch.zeros(2, 8),), {})
+        is not None
+    )
 
 
 def _patched(model: Flexible) -> None:
@@ -75,7 +80,9 @@ def test_modules_of_other_names_have_another_footprint() -> None:
 
 
 def test_other_inputs_have_another_footprint() -> None:
-    found = [footprint(Flexible(), (x,), {}) for x in (X, X.clone().requires_grad_(), torch.randn(3, 8))]
+    found = [
+        footprint(Flexible(), (x,), {}) for x in (X, X.clone().requires_grad_(), torch.randn(3, 8))
+    ]
     assert None not in found and len(set(found)) == 3
 
 

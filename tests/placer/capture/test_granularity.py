@@ -26,7 +26,9 @@ def _exported(model: nn.Module, example: Any) -> Exported:
 
 
 def _names(model: nn.Module, example: Any, granularity: Any) -> list[str]:
-    return [layer.name for layer in layer_graph(_exported(model, example), model, granularity).layers]
+    return [
+        layer.name for layer in layer_graph(_exported(model, example), model, granularity).layers
+    ]
 
 
 _resnet50 = functools.cache(resnet50)
@@ -44,7 +46,9 @@ def test_auto_cuts_a_gpt_of_48_blocks_into_about_50_layers() -> None:
     model = gpt(layers=48, width=32, heads=2, context=8, vocabulary=50)
     names = _names(model, torch.randint(0, 50, (2, 8)), "auto")
     assert 48 <= len(names) <= 56
-    assert [name for name in names if name.startswith("blocks.")] == [f"blocks.{index}" for index in range(48)]
+    assert [name for name in names if name.startswith("blocks.")] == [
+        f"blocks.{index}" for index in range(48)
+    ]
 
 
 def test_blocks_are_whole_however_large_each_is() -> None:
@@ -57,7 +61,11 @@ def test_blocks_are_whole_however_large_each_is() -> None:
 def test_blocks_of_a_resnet_are_those_that_its_stages_repeat() -> None:
     names = _names(_resnet50(), IMAGE, "blocks")
     stages = [name for name in names if name.startswith("layer")]
-    assert stages == [f"layer{stage}.{block}" for stage, many in enumerate([3, 4, 6, 3], 1) for block in range(many)]
+    assert stages == [
+        f"layer{stage}.{block}"
+        for stage, many in enumerate([3, 4, 6, 3], 1)
+        for block in range(many)
+    ]
 
 
 class _Marked(nn.Module):
@@ -107,12 +115,16 @@ def test_a_remembered_capture_is_of_the_blocks_that_the_model_names_now() -> Non
     for named in (("_Half",), ()):
         model = _Marked().eval()
         model._no_split_modules = named
-        found = placer.profile(model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False)
+        found = placer.profile(
+            model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False
+        )
         sizes.append([layer.name for layer in found.layers])
     assert sizes[0] == ["halves.0", "halves.1", "halves.2", "head"]
     assert sizes[1] == sizes[0]  # those that the list repeats
     model._no_split_modules = ("Linear",)
-    found = placer.profile(model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False)
+    found = placer.profile(
+        model, x, devices=["cpu:0"], training=False, granularity="blocks", progress=False
+    )
     assert "halves.0" not in [layer.name for layer in found.layers]
 
 
@@ -131,19 +143,25 @@ def test_auto_cuts_inception_v3_into_about_20_layers() -> None:
 def test_auto_opens_repeated_blocks_alike(layers: int) -> None:
     names = _names(gpt(layers=layers, width=16, heads=2, context=8, vocabulary=20), TOKENS, "auto")
     blocks = [f"blocks.{index}" for index in range(layers)]
-    inside = [{name.removeprefix(block) for name in names if name.startswith(block)} for block in blocks]
+    inside = [
+        {name.removeprefix(block) for name in names if name.startswith(block)} for block in blocks
+    ]
     assert all(names == inside[0] for names in inside)
 
 
 def test_submodule_gives_the_named_children() -> None:
     names = _names(_resnet50(), IMAGE, "submodule")
-    assert {name.partition("@")[0] for name in names} <= {name for name, _ in _resnet50().named_children()}
+    assert {name.partition("@")[0] for name in names} <= {
+        name for name, _ in _resnet50().named_children()
+    }
 
 
 def test_fine_gives_every_leaf_that_runs() -> None:
     model = unet(width=2)
     leaves = {name for name, module in model.named_modules() if not list(module.children())}
-    assert {name.partition("@")[0] for name in _names(model, torch.randn(2, 3, 16, 16), "fine")} <= leaves
+    assert {
+        name.partition("@")[0] for name in _names(model, torch.randn(2, 3, 16, 16), "fine")
+    } <= leaves
 
 
 def test_a_depth_cuts_every_name_at_so_many_steps() -> None:
@@ -155,7 +173,9 @@ def test_a_depth_cuts_every_name_at_so_many_steps() -> None:
 
 def test_a_callable_says_what_is_a_layer() -> None:
     names = _names(_small_gpt(), TOKENS, lambda path, module: type(module).__name__ == "Block")
-    assert [name for name in names if name.startswith("blocks")] == [f"blocks.{index}" for index in range(4)]
+    assert [name for name in names if name.startswith("blocks")] == [
+        f"blocks.{index}" for index in range(4)
+    ]
 
 
 @pytest.mark.parametrize("granularity", ["coarse", 0, -1, True, 1.5, None])
@@ -205,7 +225,9 @@ def test_tied_parameters_are_a_colocation_group() -> None:
 
 def _graph(**changes: Any) -> LayerGraph:
     sizes = {"layers": 4, "width": 16, "heads": 2, "context": 8, "vocabulary": 20} | changes
-    return capture_graph(gpt(**sizes), TOKENS, granularity=lambda path, module: type(module).__name__ == "Block")
+    return capture_graph(
+        gpt(**sizes), TOKENS, granularity=lambda path, module: type(module).__name__ == "Block"
+    )
 
 
 def test_identical_blocks_have_equal_signatures_and_others_have_not() -> None:

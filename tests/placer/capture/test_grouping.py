@@ -13,11 +13,19 @@ from placer.capture import capture_graph
 from placer.zoo import gpt
 
 
-def test_an_operation_joins_the_layer_that_began_last_not_the_one_whose_by_product_was_made_last() -> None:
-    # Its last line multiplies early values after the last layer has run; joining that product's layer closed a cycle
-    # through all layers between, which then became one.
+def test_an_operation_joins_the_layer_that_began_last_not_the_one_whose_by_product_was_made_last() -> (
+    None
+):
+    # Its last line multiplies early values after the last layer has run; joining that product's
+    # layer closed a cycle through all layers between, which then became one.
     graph = capture_graph(Skips(layers=3), torch.randn(2, 5), granularity="fine")
-    assert [layer.name for layer in graph.layers] == ["layers.0", "layers.1", "layers.2", "add", "norm"]
+    assert [layer.name for layer in graph.layers] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "add",
+        "norm",
+    ]
 
 
 class _Weave(nn.Module):
@@ -53,9 +61,15 @@ def test_every_value_is_made_before_it_is_read() -> None:
 
 
 def test_no_layer_is_sent_an_input_for_its_size_alone() -> None:
-    # Every block asked the tokens for the batch size, so they went to the first block besides the embedding.
-    graph = capture_graph(gpt(layers=2, width=8, heads=2, context=4, vocabulary=5), torch.zeros(2, 4, dtype=torch.long))
-    assert [layer.name for layer in graph.layers if graph.inputs[0] in layer.reads] == ["token_embedding"]
+    # Every block asked the tokens for the batch size, so they went to the first block besides the
+    # embedding.
+    graph = capture_graph(
+        gpt(layers=2, width=8, heads=2, context=4, vocabulary=5),
+        torch.zeros(2, 4, dtype=torch.long),
+    )
+    assert [layer.name for layer in graph.layers if graph.inputs[0] in layer.reads] == [
+        "token_embedding"
+    ]
 
 
 class _Masked(nn.Module):
@@ -111,7 +125,9 @@ class _WithItsLoss(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_several_layers_read_does_not_make_one_layer_of_them(model: nn.Module, x: Tensor) -> None:
+def test_what_several_layers_read_does_not_make_one_layer_of_them(
+    model: nn.Module, x: Tensor
+) -> None:
     graph = capture_graph(model, x, granularity="fine")
     assert [layer.name for layer in graph.layers] == ["blocks.0", "blocks.1", "blocks.2"]
     x = x.double() if x.is_floating_point() else x
@@ -133,7 +149,8 @@ class _Counts(nn.Module):
 
 
 def test_a_write_that_nobody_reads_stays_with_those_who_read_before_it() -> None:
-    """Such writes went to the first layer, which closed a cycle: a decoder with a static cache was one layer."""
+    """Such writes went to the first layer, which closed a cycle: a decoder with a static cache was
+    one layer."""
     counts = [torch.zeros(()) for _ in range(4)]
     graph = capture_graph(_Counts(), (torch.randn(2, 3), counts), granularity="fine")
     assert [layer.name for layer in graph.layers] == [f"layers.{number}" for number in range(4)]
@@ -156,7 +173,8 @@ class _Views(nn.Module):
 
 
 def test_a_layer_that_was_merged_of_many_modules_names_them_all() -> None:
-    """Names of more than 400 letters lost those in between, which then lay on the device of nobody knew what."""
+    """Names of more than 400 letters lost those in between, which then lay on the device of nobody
+    knew what."""
     graph = capture_graph(_Views(), torch.randn(2, 3), granularity="fine")
     merged = max(graph.layers, key=lambda layer: len(layer.name))
     assert len(merged.name) > 400

@@ -49,9 +49,10 @@ class _Does(nn.Module):
 
 @pytest.mark.usefixtures("others")
 def test_a_model_is_captured_while_other_threads_draw() -> None:
-    assert [layer.name for layer in capture_graph(_Does(lambda: None), torch.randn(2, 4), hooks=False).layers] == [
-        "linear"
-    ]
+    assert [
+        layer.name
+        for layer in capture_graph(_Does(lambda: None), torch.randn(2, 4), hooks=False).layers
+    ] == ["linear"]
 
 
 DRAWS = {

@@ -1,4 +1,5 @@
-"""A module with two names: torch.export traces it through stand-ins, of which neither identity nor name is right."""
+"""A module with two names: torch.export traces it through stand-ins, of which neither identity nor
+name is right."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_taken_from_a_list_have_their_own_names_beside_a_module_with_two(way: str) -> None:
     model = Wrapper(way)
-    used = [f"decoder.layers.{list(model.decoder.layers).index(layer)}" for layer in WAYS[way](model.decoder.layers)]
+    used = [
+        f"decoder.layers.{list(model.decoder.layers).index(layer)}"
+        for layer in WAYS[way](model.decoder.layers)
+    ]
     layers = capture_graph(model, (torch.randint(10, (2, 3)),), granularity=3, hooks=False).layers
     assert [layer.name for layer in layers if "layers" in layer.name] == used
 
@@ -120,7 +124,8 @@ class _Settings:
 
 
 class _Scaled(nn.Module):
-    """What forward reads may change between calls: of a module with two names, of its child, and of an object."""
+    """What forward reads may change between calls: of a module with two names, of its child, and of
+    an object."""
 
     def __init__(self) -> None:
         super().__init__()

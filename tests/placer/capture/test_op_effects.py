@@ -26,7 +26,9 @@ class Calls(nn.Module):
 def _attention(chance: float) -> Any:
     def attend(x: Tensor, _: bool) -> Tensor:
         heads = x.reshape(x.shape[0], 2, 2, 2)
-        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=chance).flatten(1)
+        return functional.scaled_dot_product_attention(
+            heads, heads, heads, dropout_p=chance
+        ).flatten(1)
 
     return attend
 
@@ -39,7 +41,9 @@ CASES = {
     "dropout": lambda x, training: functional.dropout(x, 0.5, training),
     "dropout of nothing": lambda x, training: functional.dropout(x, 0.0, training),
     "dropout in place": lambda x, training: functional.dropout(x * 1, 0.5, training, inplace=True),
-    "dropout of features": lambda x, training: functional.dropout1d(x[:, None], 0.5, training)[:, 0],
+    "dropout of features": lambda x, training: functional.dropout1d(x[:, None], 0.5, training)[
+        :, 0
+    ],
     "alpha dropout": lambda x, training: functional.alpha_dropout(x, 0.5, training),
     "random slopes": lambda x, training: functional.rrelu(x, training=training),
     "attention": _attention(0.0),
@@ -61,7 +65,10 @@ def test_a_layer_is_random_if_it_moves_the_generator(name: str, training: bool) 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("chance", [0.0, 0.5])
 def test_a_recurrent_layer_is_random_if_it_drops(chance: float, training: bool) -> None:
-    _is_told(nn.LSTM(4, 4, num_layers=2, dropout=chance, batch_first=True).train(training), torch.randn(3, 2, 4))
+    _is_told(
+        nn.LSTM(4, 4, num_layers=2, dropout=chance, batch_first=True).train(training),
+        torch.randn(3, 2, 4),
+    )
 
 
 def _is_told(model: nn.Module, x: Tensor) -> None:

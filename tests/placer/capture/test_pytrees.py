@@ -39,7 +39,9 @@ class Plain:
 
 
 tensors = st.integers(1, 3).map(lambda size: torch.zeros(size))
-constants = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False))
+constants = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False)
+)
 keys = st.text(max_size=2) | st.integers(0, 3)
 
 

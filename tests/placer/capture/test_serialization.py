@@ -33,14 +33,23 @@ class Regions(nn.Module):
             y = self.first(x)
         y = self.norm(y.float()) * scale + torch.tensor([0.5])
         rows = y.shape[0] * 2
-        y = y.repeat(2, 1).view(rows, 8).masked_fill(y.repeat(2, 1) > 3.0, float("-inf")).clamp(min=-1e3)
+        y = (
+            y.repeat(2, 1)
+            .view(rows, 8)
+            .masked_fill(y.repeat(2, 1) > 3.0, float("-inf"))
+            .clamp(min=-1e3)
+        )
         return self.last(y.to(torch.float32))
 
 
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(10, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 10)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(10, 6),
+            nn.LSTM(6, 5, batch_first=True),
+            nn.Linear(5, 10),
+        )
 
     def forward(self, tokens):
         states, _ = self.lstm(self.embed(tokens))
@@ -81,8 +90,12 @@ def test_each_layer_computes_after_the_journey_what_it_computed_before(name, tra
         for one in (layer, copy):
             state = [graph.state[name].detach().clone() for name in layer.state]
             torch.manual_seed(1)
-            reads = [item.clone() if isinstance(item, torch.Tensor) else item for item in map(values.get, layer.reads)]
-            with around() if one is layer else nullcontext():  # what is sent brings its autocast with it
+            reads = [
+                item.clone() if isinstance(item, torch.Tensor) else item
+                for item in map(values.get, layer.reads)
+            ]
+            # what is sent brings its autocast with it
+            with around() if one is layer else nullcontext():
                 results.append((one.function(device, state, reads), state))
         (before, state), (after, state_after) = results
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
@@ -96,14 +109,34 @@ def test_the_rebuilt_graph_has_the_layers_values_and_state_of_the_captured_one(n
     graph = capture_graph(make(), (inputs(),))
     again = rebuild(sent(graph))
     assert again.values == graph.values
-    assert (again.inputs, again.outputs, again.colocated) == (graph.inputs, graph.outputs, graph.colocated)
+    assert (again.inputs, again.outputs, again.colocated) == (
+        graph.inputs,
+        graph.outputs,
+        graph.colocated,
+    )
     for layer, copy in zip(graph.layers, again.layers, strict=True):
-        for field in ("name", "modules", "module_type", "state", "mutated", "reads", "writes", "signature", "random"):
+        for field in (
+            "name",
+            "modules",
+            "module_type",
+            "state",
+            "mutated",
+            "reads",
+            "writes",
+            "signature",
+            "random",
+        ):
             assert getattr(copy, field) == getattr(layer, field)
         for key in layer.state:
             one, other = graph.state[key], again.state[key]
-            assert (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
-            assert other.is_meta and isinstance(other, nn.Parameter) == isinstance(one, nn.Parameter)
+            assert (one.shape, one.dtype, one.requires_grad) == (
+                other.shape,
+                other.dtype,
+                other.requires_grad,
+            )
+            assert other.is_meta and isinstance(other, nn.Parameter) == isinstance(
+                one, nn.Parameter
+            )
 
 
 def test_no_weight_and_no_input_is_sent():
@@ -119,8 +152,13 @@ def test_a_model_on_meta_is_sent_as_one_with_weights():
     tokens = torch.randint(10, (3, 7))
     with torch.device("meta"):
         empty = Recurrent()
-    here, there = sent(capture_graph(Recurrent(), (tokens,))), sent(capture_graph(empty, (tokens.to("meta"),)))
-    assert [layer.operations for layer in here.layers] == [layer.operations for layer in there.layers]
+    here, there = (
+        sent(capture_graph(Recurrent(), (tokens,))),
+        sent(capture_graph(empty, (tokens.to("meta"),))),
+    )
+    assert [layer.operations for layer in here.layers] == [
+        layer.operations for layer in there.layers
+    ]
 
 
 def test_weights_in_channels_last_arrive_in_it():
@@ -152,23 +190,39 @@ def test_a_model_that_cannot_be_captured_is_named_with_the_reason():
         (lambda g: g["state"][0].update(shape=[2**40, 2**40]), "takes more than"),
         (lambda g: g["state"][0].update(shape=[-1]), "greater than or equal to 0"),
         (lambda g: g["state"][0].update(dtype="object"), "dtype: should be .*, not .object."),
-        (lambda g: g["layers"][0]["operations"][0]["args"].append({"code": "x"}), "no argument that can be sent"),
-        (lambda g: g["layers"][0]["operations"][0]["args"].append([[[[[1]]]]]), "nested too deeply"),
-        (lambda g: g["layers"][0]["operations"][0]["args"].append({"ref": "r0", "dtype": "x"}), "no argument"),
+        (
+            lambda g: g["layers"][0]["operations"][0]["args"].append({"code": "x"}),
+            "no argument that can be sent",
+        ),
+        (
+            lambda g: g["layers"][0]["operations"][0]["args"].append([[[[[1]]]]]),
+            "nested too deeply",
+        ),
+        (
+            lambda g: g["layers"][0]["operations"][0]["args"].append({"ref": "r0", "dtype": "x"}),
+            "no argument",
+        ),
         (lambda g: g["layers"][0]["operations"][0]["args"].append(2**70), "64 bits"),
         (lambda g: g["layers"][0]["operations"][0]["args"].append("x" * 65), "at most 64"),
-        (lambda g: g["layers"][0]["operations"][0]["args"].append({"device": "cuda:0"}), "no argument that can be"),
+        (
+            lambda g: g["layers"][0]["operations"][0]["args"].append({"device": "cuda:0"}),
+            "no argument that can be",
+        ),
     ],
 )
 def test_a_graph_that_does_not_hold_together_is_refused(change, said):
-    content = json.loads(to_wire(capture_graph(nn.Linear(3, 2), (torch.randn(4, 3),))).model_dump_json())
+    content = json.loads(
+        to_wire(capture_graph(nn.Linear(3, 2), (torch.randn(4, 3),))).model_dump_json()
+    )
     change(content)
     with pytest.raises(ValueError, match=said):
         Graph.model_validate(content)
 
 
 def test_what_is_read_before_it_is_made_is_refused():
-    content = json.loads(to_wire(capture_graph(nn.Linear(3, 2), (torch.randn(4, 3),))).model_dump_json())
+    content = json.loads(
+        to_wire(capture_graph(nn.Linear(3, 2), (torch.randn(4, 3),))).model_dump_json()
+    )
     content["layers"][0]["operations"][0]["args"][0] = {"ref": "n7"}
     with pytest.raises(InputError, match="'n7' is read before it is made"):
         rebuild(Graph.model_validate(content))

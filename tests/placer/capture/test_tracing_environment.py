@@ -32,5 +32,6 @@ def test_state_in_one_place_is_captured_there(monkeypatch: pytest.MonkeyPatch) -
     spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     assert capture_device(spread, []) == CPU
     monkeypatch.setattr("placer.devices.default_kind", lambda: "cuda")
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")  # asked there, whatever comes of it
+    # asked there, whatever comes of it
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     assert capture_device(spread, []) == torch.device("cuda", 0)

@@ -25,7 +25,9 @@ def test_the_help_offers_to_install_and_to_show_the_completion() -> None:
     ],
 )
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_shell_is_given_the_commands_and_options_that_fit(shell: str, words: str, expected: set[str]) -> None:
+def test_the_shell_is_given_the_commands_and_options_that_fit(
+    shell: str, words: str, expected: set[str]
+) -> None:
     incomplete = words.rpartition(" ")[2]
     environment = {
         "_PLACER_COMPLETE": f"complete_{shell}",
@@ -35,5 +37,9 @@ def test_the_shell_is_given_the_commands_and_options_that_fit(shell: str, words:
         "COMP_CWORD": str(len(words.split()) - 1),
     }
     result = CliRunner().invoke(app, [], prog_name="placer", env=environment)
-    names = {word.strip('("') for line in result.output.splitlines() for word in line.replace(":", " ").split()}
+    names = {
+        word.strip('("')
+        for line in result.output.splitlines()
+        for word in line.replace(":", " ").split()
+    }
     assert {name for name in names if name.startswith(incomplete)} == expected, result.output

@@ -24,7 +24,9 @@ print("it ran on", signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 def _run(guard: str) -> subprocess.CompletedProcess[str]:
     code = SWALLOWING.format(guard=guard)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_code_that_catches_everything_does_not_run_on() -> None:
@@ -43,7 +45,9 @@ def test_the_handler_of_others_is_left_alone() -> None:
         "with ended_by_interrupts():\n    signal.raise_signal(signal.SIGINT)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert found.stdout == "True\n"
 
 
@@ -63,5 +67,7 @@ sys.meta_path.insert(0, Interrupting())
 from placer.cli import main
 main(["--version"])
 """
-    ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Aborted.\n")

@@ -19,7 +19,11 @@ PLACES = {"net1": "cpu:0", "relu": "cpu:0", "net2": "cpu:1"}
 def placed(tmp_path: Path) -> Callable[[bool], Path]:
     def placed(training: bool) -> Path:
         placement = Placement(
-            status="feasible", objective="throughput", training=training, layer_devices=PLACES, chunks=4
+            status="feasible",
+            objective="throughput",
+            training=training,
+            layer_devices=PLACES,
+            chunks=4,
         )
         path = tmp_path / "placement.json"
         path.write_text(placement.to_json())
@@ -32,8 +36,12 @@ def placed(tmp_path: Path) -> Callable[[bool], Path]:
 def test_a_placement_is_measured_beside_what_its_profile_predicts(
     run: Run, placed: Callable[[bool], Path], tmp_path: Path, training: bool
 ) -> None:
-    layers = tuple(Layer(name=name, forward_ms={"cpu": 1.0}, backward_ms={"cpu": 2.0}) for name in PLACES)
-    devices = tuple({"name": f"cpu:{index}", "type": "cpu", "memory_bytes": 1} for index in range(2))
+    layers = tuple(
+        Layer(name=name, forward_ms={"cpu": 1.0}, backward_ms={"cpu": 2.0}) for name in PLACES
+    )
+    devices = tuple(
+        {"name": f"cpu:{index}", "type": "cpu", "memory_bytes": 1} for index in range(2)
+    )
     profile = Profile(layers=layers, cluster={"devices": devices}, batch_size=2)  # type: ignore[arg-type]
     (tmp_path / "profile.json").write_text(profile.to_json())
     trace = tmp_path / "trace.json"
@@ -49,9 +57,13 @@ def test_a_placement_is_measured_beside_what_its_profile_predicts(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_people_get_a_table_and_a_file_gets_json(run: Run, placed: Callable[[bool], Path], tmp_path: Path) -> None:
+def test_people_get_a_table_and_a_file_gets_json(
+    run: Run, placed: Callable[[bool], Path], tmp_path: Path
+) -> None:
     output = tmp_path / "measured.json"
-    answer = run(*TOY, placed(False), "--input", "8x10", "--chunks", "2", "-o", output, terminal=True)
+    answer = run(
+        *TOY, placed(False), "--input", "8x10", "--chunks", "2", "-o", output, terminal=True
+    )
     assert answer.code == 0, answer.err
     assert "Inference of ToyModel: a stream of 2 micro-batches" in answer.out
     assert json.loads(output.read_text())["predicted_ms"] is None
@@ -71,7 +83,9 @@ def test_inputs_that_are_missing_are_exit_code_2(run: Run, placed: Callable[[boo
     assert "give the inputs of a whole batch" in answer.err
 
 
-def test_more_micro_batches_than_samples_are_refused(run: Run, placed: Callable[[bool], Path]) -> None:
+def test_more_micro_batches_than_samples_are_refused(
+    run: Run, placed: Callable[[bool], Path]
+) -> None:
     # as many as there were samples were measured.
     answer = run(*TOY, placed(False), "--input", "4x10", "--chunks", "8")
     assert answer.code == 2
@@ -93,7 +107,9 @@ def test_it_is_measured_compiled_where_that_is_asked_for(
 ) -> None:
     monkeypatch.setattr("placer.executor.engine.compiled_segments.INDUCTOR", "aot_eager")
     for kind in ("training", "inference"):
-        monkeypatch.setattr(f"placer.executor.{kind}.compiled.gains", lambda after_ms, before_ms: True)
+        monkeypatch.setattr(
+            f"placer.executor.{kind}.compiled.gains", lambda after_ms, before_ms: True
+        )
     answer = run(*TOY, placed(training), "--input", "8x10", "--compile")
     assert answer.code == 0, answer.err
     notes = json.loads(answer.out)["notes"]

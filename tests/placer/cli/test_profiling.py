@@ -34,15 +34,36 @@ def test_profile_writes_the_file_that_output_names(run: Run, tmp_path: Path) -> 
 
 
 def test_profile_passes_arguments_to_the_callable(run: Run) -> None:
-    answer = run("profile", "placer.zoo.toy:ToyModel", "--arg", "features=6", "-i", "2x6", "--optimizer", "none")
+    answer = run(
+        "profile",
+        "placer.zoo.toy:ToyModel",
+        "--arg",
+        "features=6",
+        "-i",
+        "2x6",
+        "--optimizer",
+        "none",
+    )
     first = answer.profile.layers[0]
     assert first.param_bytes == 4 * (6 * 6 + 6)
     assert first.optimizer_bytes == 0
 
 
 def test_profile_takes_whole_number_inputs_by_keyword(run: Run) -> None:
-    sizes = [word for size in ("layers=1", "width=8", "heads=2", "vocabulary=11") for word in ("--arg", size)]
-    answer = run("profile", "placer.zoo.gpt:gpt", *sizes, "-i", "tokens=2x5:int64", "--granularity", "submodule")
+    sizes = [
+        word
+        for size in ("layers=1", "width=8", "heads=2", "vocabulary=11")
+        for word in ("--arg", size)
+    ]
+    answer = run(
+        "profile",
+        "placer.zoo.gpt:gpt",
+        *sizes,
+        "-i",
+        "tokens=2x5:int64",
+        "--granularity",
+        "submodule",
+    )
     assert answer.code == 0, answer.err
     assert answer.profile.batch_size == 2
     assert answer.profile.granularity == "submodule"
@@ -57,7 +78,8 @@ def test_profile_counts_the_loss_that_is_named(run: Run) -> None:
     alone = run("profile", *TOY).profile
     both = run("profile", *TOY, "--loss", "torch.nn.functional:mse_loss", "--target", "4x5").profile
     assert both.with_loss and not alone.with_loss
-    assert both.layers[-1].saved_bytes == alone.layers[-1].saved_bytes + 4 * 4 * 5  # the target
+    # the target
+    assert both.layers[-1].saved_bytes == alone.layers[-1].saved_bytes + 4 * 4 * 5
 
 
 def test_profile_finds_a_model_in_the_working_directory(
@@ -71,14 +93,23 @@ def test_profile_finds_a_model_in_the_working_directory(
 
 
 OWN_CODE = {
-    "no_library": ("import no_such_library", "No module named 'no_such_library' (no_library.py, line 1)"),
+    "no_library": (
+        "import no_such_library",
+        "No module named 'no_such_library' (no_library.py, line 1)",
+    ),
     "no_attribute": (
         "import torch\nmodel = torch.nn.NoSuchLayer()",
         "cannot import 'no_attribute': AttributeError: module 'torch.nn' has no attribute 'NoSuchLayer' "
         "(no_attribute.py, line 2)",
     ),
-    "no_syntax": ("def model( return", "cannot import 'no_syntax': SyntaxError: invalid syntax (no_syntax.py, line 1)"),
-    "no_data": ("raise ValueError('set MY_DATA')", "'no_data': ValueError: set MY_DATA (no_data.py, line 1)"),
+    "no_syntax": (
+        "def model( return",
+        "cannot import 'no_syntax': SyntaxError: invalid syntax (no_syntax.py, line 1)",
+    ),
+    "no_data": (
+        "raise ValueError('set MY_DATA')",
+        "'no_data': ValueError: set MY_DATA (no_data.py, line 1)",
+    ),
     "a_program": (
         "import sys\nsys.exit('usage: ...')",
         "module 'a_program' is a program, which ends when it is imported",
@@ -95,7 +126,8 @@ OWN_CODE = {
 def test_what_fails_in_the_users_own_code_is_told_with_its_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    # An AttributeError of the module was told as "there is no 'model' in module", the others with exit code 1.
+    # An AttributeError of the module was told as "there is no 'model' in module", the others with
+    # exit code 1.
     source, message = OWN_CODE[name]
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -112,7 +144,10 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
             ["--objective", "speed"],
             "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', not 'speed'",
         ),
-        (["--objective", "devices"], "bottleneck_ms is None: objective 'devices' needs one (--bottleneck MS)"),
+        (
+            ["--objective", "devices"],
+            "bottleneck_ms is None: objective 'devices' needs one (--bottleneck MS)",
+        ),
         (["--schedule", "fast"], "schedule: should be 'auto', 'fill-drain'"),
         (["--memory", "much"], "'much' is no size"),
         (["--pin", "net1"], "'net1' names no layer and device"),
@@ -122,7 +157,10 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         (["--pin", "net1=cpu:7"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
         (["--memory", "cpu:7=1GiB"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
         (["--server", "localhost:80"], "server 'localhost:80' is no URL of a service"),
-        (["--objective", "step", "--batch-size", "17"], "17 samples are no whole number of micro-batches of 4;"),
+        (
+            ["--objective", "step", "--batch-size", "17"],
+            "17 samples are no whole number of micro-batches of 4;",
+        ),
         (
             ["--objective", "step", "--batch-size", "17", "--micro-batches", "4,8"],
             "17 samples are no whole number of micro-batches of 4 or 8",
@@ -147,24 +185,57 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         (["no_colon", "-i", "2x3"], "'no_colon' names no model; write package.module:callable"),
         (["no.such.module:f", "-i", "2x3"], "cannot import 'no.such.module'"),
         (["placer.zoo.toy:Absent", "-i", "2x3"], "there is no 'Absent' in module 'placer.zoo.toy'"),
-        (["placer.zoo.toy:ToyModl", "-i", "2x3"], "in module 'placer.zoo.toy'; did you mean 'ToyModel'?"),
+        (
+            ["placer.zoo.toy:ToyModl", "-i", "2x3"],
+            "in module 'placer.zoo.toy'; did you mean 'ToyModel'?",
+        ),
         (["json:dumps", "-i", "2x3"], "json:dumps() failed: TypeError"),
-        (["collections:OrderedDict", "-i", "2x3"], "made an OrderedDict; it must make a torch.nn.Module"),
+        (
+            ["collections:OrderedDict", "-i", "2x3"],
+            "made an OrderedDict; it must make a torch.nn.Module",
+        ),
         (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),
-        (["placer.zoo.toy:ToyModel", "-i", "2xten"], "'2xten' is no input; write SHAPE or SHAPE:dtype"),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10:bf16"], "input '2x10:bf16': no dtype of torch is 'bf16'"),
-        (["./zoo/toy.py:ToyModel", "-i", "2x10"], "is a path; write the module as it is imported from here: zoo.toy:"),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2xten"],
+            "'2xten' is no input; write SHAPE or SHAPE:dtype",
+        ),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10:bf16"],
+            "input '2x10:bf16': no dtype of torch is 'bf16'",
+        ),
+        (
+            ["./zoo/toy.py:ToyModel", "-i", "2x10"],
+            "is a path; write the module as it is imported from here: zoo.toy:",
+        ),
         (["placer.zoo.toy:ToyModel", "-i", "2x10:float8_e5m2"], "torch draws no float8_e5m2"),
-        (["placer.zoo.toy:ToyModel", "-i", "1000000000x1000000"], "takes 3.6 PiB, which is not here; give a smaller"),
-        (["placer.zoo.toy:ToyModel", "-i", f"{'9' * 20}x10"], "which is not here; give a smaller micro-batch"),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "1000000000x1000000"],
+            "takes 3.6 PiB, which is not here; give a smaller",
+        ),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", f"{'9' * 20}x10"],
+            "which is not here; give a smaller micro-batch",
+        ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "cpu:300"],
             "'cpu:300' is beyond what torch can",
         ),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "5000"], "device 128 is beyond what torch can name"),
-        (["placer.zoo.toy:ToyModel", "-i", "x=2x10", "-i", "2x10"], "name each of them once, or none"),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--arg", "features"], "'features' is no argument; write KEY=VALUE"),
-        (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"], "there is no device 'cuda:7'"),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "5000"],
+            "device 128 is beyond what torch can name",
+        ),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "x=2x10", "-i", "2x10"],
+            "name each of them once, or none",
+        ),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10", "--arg", "features"],
+            "'features' is no argument; write KEY=VALUE",
+        ),
+        (
+            ["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"],
+            "there is no device 'cuda:7'",
+        ),
         (["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "much"], "'much' is no size"),
         (["placer.zoo.toy:ToyModel"], "--input"),
         (["placer.zoo.toy:ToyModel", "-i", "2x11"], "the model fails on the example inputs"),
@@ -174,7 +245,9 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: list[str], message: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    run: Run, arguments: list[str], message: str
+) -> None:
     answer = run("profile", *arguments)
     assert answer.code == 2
     assert message in answer.err
@@ -203,7 +276,9 @@ def test_the_cache_knows_two_things_to_do(run: Run) -> None:
     assert "PLACER_CACHE turns the cache off" in run("cache").err
 
 
-def test_an_age_beside_the_size_of_the_cache_is_refused_as_it_would_do_nothing(run: Run, tmp_path: Path) -> None:
+def test_an_age_beside_the_size_of_the_cache_is_refused_as_it_would_do_nothing(
+    run: Run, tmp_path: Path
+) -> None:
     answer = run("cache", "size", "--folder", tmp_path, "--older-than", "3")
     assert (answer.code, answer.out) == (2, "")
     assert "--older-than 3 tells what is cleared" in answer.err
@@ -223,13 +298,18 @@ def two_hosts(folder: Path) -> list[Path]:
 def test_profiles_of_unlike_hosts_are_merged(run: Run, tmp_path: Path) -> None:
     merged = run("profile", "--merge", *two_hosts(tmp_path), "--network", "100Gbit/s,20us").profile
     assert merged.layers[0].forward_ms == {"fast": 3.0, "slow": 3.0}
-    assert [device.name for device in merged.cluster.devices][1:3] == ["node0/cuda:1", "node1/cuda:0"]
+    assert [device.name for device in merged.cluster.devices][1:3] == [
+        "node0/cuda:1",
+        "node1/cuda:0",
+    ]
     link = merged.cluster.link("node0/cuda:0", "node1/cuda:0")
     assert (link.bandwidth_bytes_per_s, link.latency_s) == (12.5e9, 2e-5)
 
 
 def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Path) -> None:
-    merged = run("profile", "--merge", *two_hosts(tmp_path), "--memory", "node1/cuda:0=3MiB").profile
+    merged = run(
+        "profile", "--merge", *two_hosts(tmp_path), "--memory", "node1/cuda:0=3MiB"
+    ).profile
     assert [device.memory_bytes // MIB for device in merged.cluster.devices] == [64, 64, 3, 64]
 
 
@@ -243,7 +323,10 @@ def test_limits_of_merged_devices_go_by_their_names_there(run: Run, tmp_path: Pa
         (["--merge", "CHAIN", "--network", "quick"], "'quick' is no bandwidth"),
         (["--merge", "CHAIN", "--network", "1GB/s,2"], "'2' is no time"),
         (["--merge", "absent.json"], "cannot read absent.json"),
-        (["placer.zoo.toy:ToyModel", "--gather"], "--gather joins the processes that torchrun starts"),
+        (
+            ["placer.zoo.toy:ToyModel", "--gather"],
+            "--gather joins the processes that torchrun starts",
+        ),
     ],
 )
 def test_what_cannot_be_merged_or_gathered_is_exit_code_2(
@@ -251,14 +334,25 @@ def test_what_cannot_be_merged_or_gathered_is_exit_code_2(
 ) -> None:
     (tmp_path / "other.json").write_text(chain([1.0]).to_json())
     (tmp_path / "cluster.json").write_text(chain([1.0]).cluster.model_dump_json())
-    files = {"CHAIN": chain_file, "OTHER": tmp_path / "other.json", "CLUSTER": tmp_path / "cluster.json"}
+    files = {
+        "CHAIN": chain_file,
+        "OTHER": tmp_path / "other.json",
+        "CLUSTER": tmp_path / "cluster.json",
+    }
     answer = run("profile", *(files.get(word, word) for word in arguments))
     assert answer.code == 2
     assert message in " ".join(answer.err.split())
 
 
-def test_under_torchrun_the_profile_is_that_of_all_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+def test_under_torchrun_the_profile_is_that_of_all_hosts(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = {
+        "TORCHELASTIC_RUN_ID": "run",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in (launched | {"MASTER_PORT": "0"}).items():
         monkeypatch.setenv(name, value)
     answer = run("profile", *TOY, "--gather", "--memory", "cpu:1=2MiB")
@@ -266,18 +360,31 @@ def test_under_torchrun_the_profile_is_that_of_all_hosts(run: Run, monkeypatch: 
     assert [device.usable_bytes for device in answer.profile.cluster.devices][1] == 2 * MIB
 
 
-def test_a_terminal_is_told_what_came_from_the_cache(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_told_what_came_from_the_cache(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quiet = run("profile", *TOY, "--cache", tmp_path)
-    assert not [line for line in quiet.err.splitlines() if "other programs kept it busy" not in line]  # maybe they do
+    # maybe they do
+    assert not [
+        line for line in quiet.err.splitlines() if "other programs kept it busy" not in line
+    ]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert "0 layers were measured, 3 taken from the cache" in run("profile", *TOY, "--cache", tmp_path).err
+    assert (
+        "0 layers were measured, 3 taken from the cache"
+        in run("profile", *TOY, "--cache", tmp_path).err
+    )
 
 
 def test_profile_writes_one_file_for_each_micro_batch_size(run: Run, tmp_path: Path) -> None:
     answer = run("profile", *TOY, "--batch-sizes", "8, 2", "-o", tmp_path / "toy.json")
     assert (answer.code, answer.out) == (0, ""), answer.err
-    found = {path.name: Profile.model_validate_json(path.read_text()) for path in tmp_path.iterdir()}
-    assert {name: profile.batch_size for name, profile in found.items()} == {"toy-2.json": 2, "toy-8.json": 8}
+    found = {
+        path.name: Profile.model_validate_json(path.read_text()) for path in tmp_path.iterdir()
+    }
+    assert {name: profile.batch_size for name, profile in found.items()} == {
+        "toy-2.json": 2,
+        "toy-8.json": 8,
+    }
     small, large = found["toy-2.json"].edges[0], found["toy-8.json"].edges[0]
     assert large.bytes == 4 * small.bytes
 
@@ -290,17 +397,31 @@ def test_profile_shows_a_table_for_each_micro_batch_size_on_a_terminal(run: Run)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--batch-sizes", "4,x", "-o", "a.json"], "--batch-sizes '4,x': give different numbers of samples"),
-        (["--batch-sizes", "4,4", "-o", "a.json"], "--batch-sizes '4,4': give different numbers of samples"),
+        (
+            ["--batch-sizes", "4,x", "-o", "a.json"],
+            "--batch-sizes '4,x': give different numbers of samples",
+        ),
+        (
+            ["--batch-sizes", "4,4", "-o", "a.json"],
+            "--batch-sizes '4,4': give different numbers of samples",
+        ),
         (["--batch-sizes", "0", "-o", "a.json"], "each at least 1, as in 4,8,16"),
         (["--batch-sizes", "4"], "give -o profile.json for profile-4.json"),
         (["--batch-sizes", "4", "-o", "-"], "give -o profile.json for profile-4.json"),
-        (["--batch-sizes", "4", "-o", "nowhere/a.json"], "cannot write nowhere/a.json: there is no folder nowhere"),
-        (["--batch-sizes", "4", "--gather", "-o", "a.json"], "--batch-sizes 4 does not go with --gather"),
+        (
+            ["--batch-sizes", "4", "-o", "nowhere/a.json"],
+            "cannot write nowhere/a.json: there is no folder nowhere",
+        ),
+        (
+            ["--batch-sizes", "4", "--gather", "-o", "a.json"],
+            "--batch-sizes 4 does not go with --gather",
+        ),
         (["--batch-sizes", "4", "--merge"], "--batch-sizes 4 does not go with --merge"),
     ],
 )
-def test_profile_refuses_micro_batch_sizes_that_make_no_files(run: Run, words: list[str], says: str) -> None:
+def test_profile_refuses_micro_batch_sizes_that_make_no_files(
+    run: Run, words: list[str], says: str
+) -> None:
     answer = run("profile", *TOY, *words)
     assert answer.code == 2
     assert says in " ".join(answer.err.split())

@@ -20,7 +20,9 @@ def test_every_setting_is_an_option_but_secrets():
 
 def test_the_help_shows_each_setting_with_its_variable():
     command = [sys.executable, "-P", "-m", "placer", "serve", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, env={"COLUMNS": "200"}).stdout
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"COLUMNS": "200"}
+    ).stdout
     for name in Settings.model_fields:
         assert re.search(rf"PLACER_{name.upper()}\b", shown), name
         assert name in SECRETS or f"--{name.replace('_', '-')} " in shown, name

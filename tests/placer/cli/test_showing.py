@@ -13,18 +13,25 @@ from placer.schema import PlacementRequest, Profile
 def test_show_tells_profiles_clusters_and_requests_apart(run: Run, chain_file: Path) -> None:
     profile = chain([1.0, 2.0])
     assert "Profile of Chain" in run("show", chain_file).out
-    assert "Profile of Chain" in run("show", "-", stdin=PlacementRequest(profile=profile).model_dump_json()).out
+    assert (
+        "Profile of Chain"
+        in run("show", "-", stdin=PlacementRequest(profile=profile).model_dump_json()).out
+    )
     assert "1000.00 GB/s" in run("show", "-", stdin=profile.cluster.model_dump_json()).out
 
 
 def test_show_json_gives_back_what_it_read(run: Run, chain_file: Path) -> None:
-    assert run("show", chain_file, "--json").profile == Profile.model_validate_json(chain_file.read_text())
+    assert run("show", chain_file, "--json").profile == Profile.model_validate_json(
+        chain_file.read_text()
+    )
 
 
 def test_show_writes_reports_and_pictures(run: Run, chain_file: Path, tmp_path: Path) -> None:
     placement = run("solve", chain_file).out
     html, svg = tmp_path / "report.html", tmp_path / "picture.svg"
-    answer = run("show", "-", "--html", html, "--svg", svg, "--profile", chain_file, stdin=placement)
+    answer = run(
+        "show", "-", "--html", html, "--svg", svg, "--profile", chain_file, stdin=placement
+    )
     assert answer.code == 0, answer.err
     assert "Placement of Chain" in answer.out
     assert "Time by layer, by device" in html.read_text()
@@ -36,11 +43,19 @@ def test_show_writes_reports_and_pictures(run: Run, chain_file: Path, tmp_path: 
     [
         (["CLUSTER", "--svg", "x.svg"], "pictures are of profiles and placements"),
         (["CHAIN", "--html", "/no/such/x"], "cannot write /no/such/x: there is no folder /no/such"),
-        (["CHAIN", "--html", "x.html", "--profile", "CLUSTER"], "holds a cluster; a profile is needed"),
+        (
+            ["CHAIN", "--html", "x.html", "--profile", "CLUSTER"],
+            "holds a cluster; a profile is needed",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_exit_code_2(
-    run: Run, chain_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    run: Run,
+    chain_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.json").write_text(chain([1.0]).cluster.model_dump_json())
@@ -69,11 +84,15 @@ def test_a_folder_that_is_not_there_is_told_before_the_work(run: Run) -> None:
 def test_no_number_of_a_table_is_broken_over_two_lines(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
-    # On a terminal of 80 columns a row ended with "512.0", and the next began with nothing and had "KiB".
+    # On a terminal of 80 columns a row ended with "512.0", and the next began with nothing and had
+    # "KiB".
     monkeypatch.setenv("COLUMNS", str(columns))
     profile = chain([1234.5, 0.01234], param_bytes=1023 * 2**20, limit_bytes=1000 * 2**30)
     changed = {"saved_bytes": 1023 * 2**20, "grad_bytes": 1023 * 2**20, "module": "ConvTranspose2d"}
-    layers = [layer.model_copy(update={**changed, "backward_ms": layer.forward_ms}) for layer in profile.layers]
+    layers = [
+        layer.model_copy(update={**changed, "backward_ms": layer.forward_ms})
+        for layer in profile.layers
+    ]
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
     (tmp_path / "profile.json").write_text(trained.to_json())
     (tmp_path / "placement.json").write_text(run("solve", tmp_path / "profile.json").out)
@@ -83,18 +102,25 @@ def test_no_number_of_a_table_is_broken_over_two_lines(
         assert not [line for line in table.splitlines() if line.startswith("│  ")]
 
 
-def test_tables_in_a_pipe_are_as_wide_as_they_are(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_in_a_pipe_are_as_wide_as_they_are(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # They were cut to the 80 columns of a terminal that is not there.
     monkeypatch.delenv("COLUMNS", raising=False)
     profile = chain([1.0])
-    layer = profile.layers[0].model_copy(update={"name": "a_layer_with_a_name_of_fifty_letters_" + "x" * 13})
+    layer = profile.layers[0].model_copy(
+        update={"name": "a_layer_with_a_name_of_fifty_letters_" + "x" * 13}
+    )
     out = run("show", "-", stdin=profile.model_copy(update={"layers": (layer,)}).to_json()).out
     assert f"│ {layer.name} │ Linear │" in out
 
 
 def test_a_measurement_is_shown_again(run: Run, tmp_path: Path) -> None:
     # It was told that a cluster has no such field.
-    rows = [Row("cuda:0", "forward", 0, None, 0, 0.0, 2.0), Row("cuda:1", "forward", 1, None, 0, 2.5, 4.5)]
+    rows = [
+        Row("cuda:0", "forward", 0, None, 0, 0.0, 2.0),
+        Row("cuda:1", "forward", 1, None, 0, 2.5, 4.5),
+    ]
     made = Measurement("Inference of Net", ("cuda:0", "cuda:1"), tuple(rows), (), ("a note",))
     assert Measurement.from_json(made.to_json()) == made
     answer = run("show", "-", stdin=made.to_json())
@@ -135,7 +161,14 @@ def test_compare_tells_what_differs(run: Run, chain_file: Path) -> None:
 
 
 def test_compare_writes_a_report(run: Run, chain_file: Path, tmp_path: Path) -> None:
-    run("compare", chain_file, "-", "--html", tmp_path / "both.html", stdin=chain([1.5, 1.0, 1.0, 1.0]).to_json())
+    run(
+        "compare",
+        chain_file,
+        "-",
+        "--html",
+        tmp_path / "both.html",
+        stdin=chain([1.5, 1.0, 1.0, 1.0]).to_json(),
+    )
     assert "Time on fast, largest changes" in (tmp_path / "both.html").read_text()
 
 

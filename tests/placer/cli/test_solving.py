@@ -29,10 +29,12 @@ def test_solve_finds_the_smallest_bottleneck(run: Run, chain_file: Path) -> None
 
 
 def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
-    """Eight micro-batches that save 1 MiB in each layer do not fit two devices of 4 MiB unless they recompute."""
+    """Eight micro-batches that save 1 MiB in each layer do not fit two devices of 4 MiB unless they
+    recompute."""
     profile = chain([1.0, 1.0])
     layers = [
-        layer.model_copy(update={"saved_bytes": MIB, "backward_ms": layer.forward_ms}) for layer in profile.layers
+        layer.model_copy(update={"saved_bytes": MIB, "backward_ms": layer.forward_ms})
+        for layer in profile.layers
     ]
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)})
     asked = ("--memory", "4MiB", "--chunks", "8", "--schedule", "fill-drain")
@@ -40,19 +42,27 @@ def test_recomputing_is_allowed_where_it_is_asked_for(run: Run) -> None:
     answer = run("solve", "-", *asked, "--recompute", stdin=trained.to_json())
     assert answer.code == 0, answer.err
     assert answer.placement.recompute
-    answer = run("solve", "-", "--chunks", "8", "--recompute-on", "1=always", stdin=trained.to_json())
+    answer = run(
+        "solve", "-", "--chunks", "8", "--recompute-on", "1=always", stdin=trained.to_json()
+    )
     assert answer.placement.recompute == ("cuda:1",)
     assert run("solve", "-", "--recompute-on", "1=often", stdin=trained.to_json()).code == 2
 
 
-def test_options_beside_a_whole_request_are_refused_as_they_would_do_nothing(run: Run, tmp_path: Path) -> None:
-    # They were passed over: a placement within --memory was asked for, and one without that limit came.
+def test_options_beside_a_whole_request_are_refused_as_they_would_do_nothing(
+    run: Run, tmp_path: Path
+) -> None:
+    # They were passed over: a placement within --memory was asked for, and one without that limit
+    # came.
     file = tmp_path / "request.json"
     file.write_text(PlacementRequest(profile=chain([1.0, 2.0])).model_dump_json())
     assert run("solve", file, "--json").code == 0
     answer = run("solve", file, "--memory", "1MiB", "--pin", "l0=0")
     assert answer.code == 2
-    assert "holds a whole request, which stands as it is, so --memory, --pin are of no use" in answer.err
+    assert (
+        "holds a whole request, which stands as it is, so --memory, --pin are of no use"
+        in answer.err
+    )
 
 
 def test_a_pin_to_a_forbidden_device_is_bad_input(run: Run, chain_file: Path) -> None:
@@ -66,7 +76,9 @@ def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: 
     for size in (1, 2):
         files.append(tmp_path / f"{size}.json")
         files[-1].write_text(chain([1.0, 2.0]).model_copy(update={"batch_size": size}).to_json())
-    answer = run("solve", str(files[0]), "--also", str(files[1]), "--objective", "step", "--batch-size", "8")
+    answer = run(
+        "solve", str(files[0]), "--also", str(files[1]), "--objective", "step", "--batch-size", "8"
+    )
     assert answer.code == 0, answer.err
     assert (answer.placement.batch_size, answer.placement.chunks) == (2, 4)
     assert answer.placement.step is not None and answer.placement.step.batch_size == 8
@@ -74,7 +86,9 @@ def test_a_step_is_chosen_among_the_profiles_that_are_given(run: Run, tmp_path: 
 
 def test_training_steps_are_in_a_row_unless_it_is_said_otherwise(run: Run) -> None:
     profile = chain([1.0, 2.0])
-    layers = [layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers]
+    layers = [
+        layer.model_copy(update={"backward_ms": layer.forward_ms}) for layer in profile.layers
+    ]
     trained = profile.model_copy(update={"training": True, "layers": tuple(layers)}).to_json()
     for options, steps in (((), "in-a-row"), (("--steps", "alone"), "alone")):
         answer = run("solve", "-", "--objective", "step", "--chunks", "4", *options, stdin=trained)
@@ -87,7 +101,9 @@ def test_solve_reads_stdin(run: Run, chain_file: Path) -> None:
     assert run("solve", stdin=chain_file.read_text()).placement.status == "optimal"
 
 
-def test_json_may_begin_as_editors_on_windows_begin_it(run: Run, chain_file: Path, tmp_path: Path) -> None:
+def test_json_may_begin_as_editors_on_windows_begin_it(
+    run: Run, chain_file: Path, tmp_path: Path
+) -> None:
     text, marked = chain_file.read_text(), tmp_path / "marked.json"
     marked.write_text(text, encoding="utf-8-sig")
     assert marked.read_bytes()[:3] == b"\xef\xbb\xbf"
@@ -147,7 +163,10 @@ def test_pins_and_bans_are_respected(run: Run, chain_file: Path) -> None:
 
 
 def test_max_devices_is_respected(run: Run, chain_file: Path) -> None:
-    assert len(set(run("solve", chain_file, "--max-devices", "1").placement.layer_devices.values())) == 1
+    assert (
+        len(set(run("solve", chain_file, "--max-devices", "1").placement.layer_devices.values()))
+        == 1
+    )
 
 
 def test_the_fewest_devices_for_a_bottleneck(run: Run, chain_file: Path) -> None:
@@ -184,18 +203,28 @@ def test_the_cluster_of_a_profile_can_be_given_and_what_has_none_is_told(
     other, placement = tmp_path / "other.json", tmp_path / "placement.json"
     other.write_text(chain([1.0], limit_bytes=3 * MIB).to_json())
     assert run("solve", chain_file, "--cluster", other, "-o", placement).code == 0
-    assert {load.limit_bytes for load in Placement.model_validate_json(placement.read_text()).devices} == {3 * MIB}
+    assert {
+        load.limit_bytes for load in Placement.model_validate_json(placement.read_text()).devices
+    } == {3 * MIB}
     answer = run("solve", chain_file, "--cluster", placement)
-    assert (answer.code, "placement.json holds a placement; a cluster is needed" in answer.err) == (2, True)
+    assert (answer.code, "placement.json holds a placement; a cluster is needed" in answer.err) == (
+        2,
+        True,
+    )
 
 
 def test_a_limit_beyond_all_memory_is_named(run: Run, chain_file: Path) -> None:
     answer = run("solve", chain_file, "--memory", "2000PiB")
     assert answer.code == 2
-    assert "memory_bytes: should be less than or equal to 1152921504606846976, not 2251799813685248000" in answer.err
+    assert (
+        "memory_bytes: should be less than or equal to 1152921504606846976, not 2251799813685248000"
+        in answer.err
+    )
 
 
-def test_infeasible_is_exit_code_3_with_the_reason_and_the_answer(run: Run, chain_file: Path) -> None:
+def test_infeasible_is_exit_code_3_with_the_reason_and_the_answer(
+    run: Run, chain_file: Path
+) -> None:
     answer = run("solve", chain_file, "--memory", "512KiB")
     assert answer.code == 3
     assert answer.placement.status == "infeasible"
@@ -233,12 +262,20 @@ def test_a_server_that_is_not_there_is_exit_code_5(run: Run, chain_file: Path) -
         ("[1]", "holds no profile, placement, request, refinement, cluster or measurement"),
         ('{"layers": []}', "at least 1 item"),
         ('{"layers": [{"name": "a", "forward_ms": {"cpu": -1}}]}', "greater than or equal to 0"),
-        ('{"layers": [{"name": "a", "forward_ms": {"cpu": 1}}]}', "has no cluster; give one with --cluster"),
-        ('{"status": "optimal", "objective": "latency"}', "holds a placement; a profile or a request is needed"),
+        (
+            '{"layers": [{"name": "a", "forward_ms": {"cpu": 1}}]}',
+            "has no cluster; give one with --cluster",
+        ),
+        (
+            '{"status": "optimal", "objective": "latency"}',
+            "holds a placement; a profile or a request is needed",
+        ),
         ("[" * 100_000, "stdin is not JSON"),
     ],
 )
-def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, message: str) -> None:
+def test_what_is_no_profile_is_refused_with_exit_code_2(
+    run: Run, content: str, message: str
+) -> None:
     answer = run("solve", "-", stdin=content)
     assert answer.code == 2
     assert message in answer.err
@@ -259,7 +296,9 @@ def test_what_is_no_profile_is_refused_with_exit_code_2(run: Run, content: str, 
         (["--cluster", "absent.json"], "cannot read absent.json: No such file"),
     ],
 )
-def test_bad_options_of_solve_are_exit_code_2(run: Run, chain_file: Path, arguments: list[str], message: str) -> None:
+def test_bad_options_of_solve_are_exit_code_2(
+    run: Run, chain_file: Path, arguments: list[str], message: str
+) -> None:
     answer = run("solve", chain_file, *arguments)
     assert answer.code == 2
     assert message in answer.err
@@ -272,10 +311,14 @@ def test_bad_options_of_solve_are_exit_code_2(run: Run, chain_file: Path, argume
     ("command", "option", "value"),
     [("solve", "--chunks", "0"), ("solve", "--time-limit", "soon"), ("serve", "--port", "x")],
 )
-def test_a_value_that_cannot_be_used_is_named(run: Run, command: str, option: str, value: str) -> None:
+def test_a_value_that_cannot_be_used_is_named(
+    run: Run, command: str, option: str, value: str
+) -> None:
     answer = run(command, option, value)
     assert answer.code == 2
-    assert option in answer.err and f", not {value!r}" in " ".join(answer.err.replace("│", "").split())
+    assert option in answer.err and f", not {value!r}" in " ".join(
+        answer.err.replace("│", "").split()
+    )
 
 
 def test_suggest_profiles_and_solves(run: Run) -> None:
@@ -296,7 +339,17 @@ def test_suggest_uses_as_many_devices_as_it_must(run: Run) -> None:
 def test_suggest_places_whole_blocks_and_splits_ties_of_inference(run: Run) -> None:
     sizes = {"layers": 2, "width": 8, "heads": 2, "vocabulary": 11, "tied": True}
     given = [word for name, value in sizes.items() for word in ("--arg", f"{name}={value}")]
-    cut = ("-i", "tokens=2x5:int64", "--inference", "--granularity", "blocks", "--devices", "2", "--min-devices", "2")
+    cut = (
+        "-i",
+        "tokens=2x5:int64",
+        "--inference",
+        "--granularity",
+        "blocks",
+        "--devices",
+        "2",
+        "--min-devices",
+        "2",
+    )
     for more in ((), ("--split-tied",)):
         answer = run("suggest", "placer.zoo.gpt:gpt", *given, *cut, *more)
         assert answer.code == 0, answer.err
@@ -309,14 +362,19 @@ def test_suggest_places_whole_blocks_and_splits_ties_of_inference(run: Run) -> N
 def test_suggest_counts_the_loss_as_a_profile_with_it_does(run: Run) -> None:
     loss = ("--loss", "torch.nn.functional:mse_loss", "--target", "4x5")
     asked = ("--objective", "memory", "--max-devices", "1")
-    alone, both = run("suggest", *TOY, *asked).placement, run("suggest", *TOY, *asked, *loss).placement
+    alone, both = (
+        run("suggest", *TOY, *asked).placement,
+        run("suggest", *TOY, *asked, *loss).placement,
+    )
     profiled = run("solve", "-", *asked, stdin=run("profile", *TOY, *loss).out).placement
     assert both.objective_value == profiled.objective_value != alone.objective_value
     assert run("suggest", *TOY, "--target", "4x5").code == 2
 
 
 def test_suggest_measures_and_chooses_among_micro_batch_sizes(run: Run) -> None:
-    answer = run("suggest", *TOY, "--objective", "step", "--micro-batches", "2,4", "--batch-size", "8")
+    answer = run(
+        "suggest", *TOY, "--objective", "step", "--micro-batches", "2,4", "--batch-size", "8"
+    )
     assert answer.code == 0, answer.err
     placement = answer.placement
     assert placement.batch_size in (2, 4) and placement.batch_size * placement.chunks == 8
@@ -346,7 +404,9 @@ def test_doctor_reports_versions_extras_and_devices(run: Run) -> None:
     assert report["cluster"]["devices"][0]["memory_bytes"] > 0
 
 
-def test_doctor_says_that_the_server_cannot_be_reached(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_that_the_server_cannot_be_reached(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PLACER_URL", "http://127.0.0.1:9")
     answer = run("doctor")
     assert answer.code == 1
@@ -381,7 +441,9 @@ def test_the_server_is_taken_from_the_environment(
     assert run("solve", chain_file, "--chunks", "3").placement.chunks == 3
 
 
-def test_an_infeasible_answer_of_the_server_is_exit_code_3(run: Run, chain_file: Path, service: str) -> None:
+def test_an_infeasible_answer_of_the_server_is_exit_code_3(
+    run: Run, chain_file: Path, service: str
+) -> None:
     assert run("solve", chain_file, "--memory", "512KiB", "--server", service).code == 3
 
 
@@ -400,7 +462,14 @@ def test_help_documents_the_exit_codes() -> None:
         [sys.executable, "-P", "-m", "placer", "--help"], capture_output=True, text=True, timeout=60
     )
     words = " ".join(result.stdout.replace("│", " ").split())
-    for code in ("0 done", "2 bad input", "3 infeasible", "4 the time limit", "5 the server", "1 anything else"):
+    for code in (
+        "0 done",
+        "2 bad input",
+        "3 infeasible",
+        "4 the time limit",
+        "5 the server",
+        "1 anything else",
+    ):
         assert code in words
 
 
@@ -408,7 +477,9 @@ def test_version_is_that_of_the_package(run: Run) -> None:
     assert run("--version").out == f"{placer.__version__}\n"
 
 
-def test_without_torch_profile_names_the_pip_command(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_profile_names_the_pip_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("torch", "placer.model_spec", "placer.profiler.profile"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)

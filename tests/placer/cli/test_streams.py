@@ -41,7 +41,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
 
 
 def test_pipes_are_utf8_whatever_the_locale(ask: Ask) -> None:
-    # stdin was decoded by the locale, files never: one profile had other names by the way that it came.
+    # stdin was decoded by the locale, files never: one profile had other names by the way that it
+    # came.
     request = PlacementRequest(profile=accented()).model_dump_json()
     stdin = io.TextIOWrapper(io.BytesIO(request.encode()), encoding="latin-1")
     stdout = io.TextIOWrapper(written := io.BytesIO(), encoding="ascii")
@@ -63,7 +64,9 @@ def test_a_terminal_that_lacks_characters_shows_the_others(ask: Ask, tmp_path: P
     assert "Profile of Mod?le" in written.getvalue().decode("ascii")
 
 
-def test_closed_streams_are_told_as_such(ask: Ask, chain_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_streams_are_told_as_such(
+    ask: Ask, chain_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Python has None for them: "'NoneType' object has no attribute 'read'".
     assert ask("show", "-", stdin=None) == 2
     assert "stdin is closed; name a file instead of -" in capsys.readouterr().err
@@ -71,9 +74,13 @@ def test_closed_streams_are_told_as_such(ask: Ask, chain_file: Path, capsys: pyt
     assert "stdout is closed; open it" in capsys.readouterr().err
 
 
-def test_a_command_that_writes_a_file_needs_no_streams(ask: Ask, chain_file: Path, tmp_path: Path) -> None:
+def test_a_command_that_writes_a_file_needs_no_streams(
+    ask: Ask, chain_file: Path, tmp_path: Path
+) -> None:
     placed = tmp_path / "placed.json"
-    assert ask("solve", str(chain_file), "-o", str(placed), stdin=None, stdout=None, stderr=None) == 0
+    assert (
+        ask("solve", str(chain_file), "-o", str(placed), stdin=None, stdout=None, stderr=None) == 0
+    )
     assert Placement.model_validate_json(placed.read_text()).status == "optimal"
 
 

@@ -23,9 +23,13 @@ class _Event:
 def test_a_host_that_was_put_aside_while_it_looked_does_not_move_a_device_on_the_axis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seen with ten processes on two GPUs: a transfer was told to begin 3 ms before the pass whose value it sends."""
+    """Seen with ten processes on two GPUs: a transfer was told to begin 3 ms before the pass whose
+    value it sends."""
     looks = iter(
-        [*[clock._Look(_Event(10.0 + n), 3.5 + n, 7.0) for n in range(9)], clock._Look(_Event(20.0), 10.0, 0.02)]
+        [
+            *[clock._Look(_Event(10.0 + n), 3.5 + n, 7.0) for n in range(9)],
+            clock._Look(_Event(20.0), 10.0, 0.02),
+        ]
     )
     monkeypatch.setattr(clock, "synchronise", lambda place: None)
     monkeypatch.setattr(clock.torch.cuda, "device", lambda place: _Anywhere())

@@ -50,7 +50,11 @@ def test_sums_on_gpus_wait_for_one_another(end: str) -> None:
             caller = devices.Lane(place, caller=True)
             source = torch.full((1 << 24,), float(value), device=place)
             waits = [free, *marks]
-            marks.append(courier.send_all([source], caller.mark(), [total], waits, str(number), adds=[number > 0]))
+            marks.append(
+                courier.send_all(
+                    [source], caller.mark(), [total], waits, str(number), adds=[number > 0]
+                )
+            )
             caller.wait(*marks)  # else its memory would be taken for the next
         reader = devices.Lane(target, caller=True)
         reader.wait(*marks)

@@ -80,6 +80,9 @@ def test_copy_is_detached_and_of_another_storage() -> None:
 def test_unobserved_looks_away() -> None:
     with logical_devices(2):
         with devices.unobserved():
-            assert (torch.ones(2, device="cpu:0") + torch.ones(2, device="cpu:1")).tolist() == [2.0, 2.0]
+            assert (torch.ones(2, device="cpu:0") + torch.ones(2, device="cpu:1")).tolist() == [
+                2.0,
+                2.0,
+            ]
             assert not devices.observed()
         assert devices.observed()

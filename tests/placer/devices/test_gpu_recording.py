@@ -15,7 +15,8 @@ MIB = 2**20
 @pytest.mark.gpu
 def test_a_recording_that_fails_keeps_no_memory() -> None:
     place = torch.device("cuda", 0)
-    devices.record([lambda: torch.ones(1, device=place)], place)  # libraries take what they keep
+    # libraries take what they keep
+    devices.record([lambda: torch.ones(1, device=place)], place)
 
     def forbidden() -> None:
         made = torch.ones(64 * MIB, dtype=torch.uint8, device=place)

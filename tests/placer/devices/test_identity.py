@@ -26,22 +26,30 @@ def test_all_stand_ins_are_in_one_place() -> None:
     assert devices.place(CPU) == devices.place(torch.device("cpu", 5)) == "cpu"
 
 
-def test_the_power_limit_is_asked_for_by_the_cards_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_power_limit_is_asked_for_by_the_cards_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
     def handle(name: str) -> str:
         asked.append(name)
         return name
 
-    library = SimpleNamespace(nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000)
+    library = SimpleNamespace(
+        nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000
+    )
     monkeypatch.setattr(identity, "_management", lambda: library)
     monkeypatch.setattr(identity, "place", lambda device: "8a1c-of-this-card")
     assert identity._power_limit_mw(GPU) == "700000"
     assert asked == ["GPU-8a1c-of-this-card"]
 
 
-@pytest.mark.parametrize("failure", [ModuleNotFoundError("pynvml"), RuntimeError("no right to ask")])
-def test_without_an_answer_the_power_limit_is_unknown(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+@pytest.mark.parametrize(
+    "failure", [ModuleNotFoundError("pynvml"), RuntimeError("no right to ask")]
+)
+def test_without_an_answer_the_power_limit_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     def fail() -> Any:
         raise failure
 

@@ -13,13 +13,17 @@ from placer.devices.allocator import caching_allocator
 from placer.devices.allocator.caching_allocator import Request
 from placer.devices.allocator.packing import TRIALS, WORTH_BYTES, fit, propose
 
-recording = sys.modules["placer.devices.recording"]  # the package has a function of that name
+# the package has a function of that name
+recording = sys.modules["placer.devices.recording"]
 MIB = 2**20
-SIZES = st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 3000), st.integers(0, 5)), min_size=1, max_size=3)
+SIZES = st.lists(
+    st.tuples(st.integers(1, 4000), st.integers(0, 3000), st.integers(0, 5)), min_size=1, max_size=3
+)
 
 
 def passes(needs):
-    """What passes take: all that they need in one piece if that is large enough, else as without it beside it."""
+    """What passes take: all that they need in one piece if that is large enough, else as without it
+    beside it."""
     tried = []
 
     def taken(rooms):
@@ -66,7 +70,9 @@ def drawn(random, length, first=0):
     """Tensors that come and go; about a third of them stay."""
     there, asked = [], []
     for tensor in range(first, first + length):
-        asked.append(Request(tensor, random.choice([1, 7, 30, 64, 200]) * MIB + random.randrange(MIB)))
+        asked.append(
+            Request(tensor, random.choice([1, 7, 30, 64, 200]) * MIB + random.randrange(MIB))
+        )
         there.append(tensor)
         while there and random.random() < 0.4:
             asked.append(Request(there.pop(random.randrange(len(there)))))
@@ -80,7 +86,10 @@ def test_what_is_asked_for_tells_the_pieces_in_one_trial():
     def taken(rooms):
         tried.append(rooms)
         return [
-            sum(caching_allocator.taken(row, dict(enumerate(own)).get(stream, ())) for stream, row in enumerate(rows))
+            sum(
+                caching_allocator.taken(row, dict(enumerate(own)).get(stream, ()))
+                for stream, row in enumerate(rows)
+            )
             for rows, own in zip(asked, rooms, strict=True)
         ]
 
@@ -88,13 +97,71 @@ def test_what_is_asked_for_tells_the_pieces_in_one_trial():
     assert len(tried) == 2
     for rows, rooms in zip(asked, found, strict=True):
         for row, pieces in zip(rows, rooms, strict=True):
-            assert caching_allocator.taken(row, pieces) <= 1.02 * caching_allocator.most_at_once(row)
-            assert not row or caching_allocator.taken(row) > 1.9 * caching_allocator.most_at_once(row)
+            assert caching_allocator.taken(row, pieces) <= 1.02 * caching_allocator.most_at_once(
+                row
+            )
+            assert not row or caching_allocator.taken(row) > 1.9 * caching_allocator.most_at_once(
+                row
+            )
 
 
-LARGE = [77, -1, 72, 72, -2, 72, -3, 152, -5, 72, 144, -7, -4, 72, -6, 72, -8, 218, -10, 144, 216, -12, -9, 72, 36]
-SMALL = [4, 4, -1, 77, -3, 72, -2, 72, -4, 72, -5, 152, -7, 72, 144, -9, -6, 72, -8, 72, -10, 218, -12, 144, 216, -14]
-"""MiB that a U-Net's last layers asked for backwards on an H200, or which of them went, without small ones and with."""
+LARGE = [
+    77,
+    -1,
+    72,
+    72,
+    -2,
+    72,
+    -3,
+    152,
+    -5,
+    72,
+    144,
+    -7,
+    -4,
+    72,
+    -6,
+    72,
+    -8,
+    218,
+    -10,
+    144,
+    216,
+    -12,
+    -9,
+    72,
+    36,
+]
+SMALL = [
+    4,
+    4,
+    -1,
+    77,
+    -3,
+    72,
+    -2,
+    72,
+    -4,
+    72,
+    -5,
+    152,
+    -7,
+    72,
+    144,
+    -9,
+    -6,
+    72,
+    -8,
+    72,
+    -10,
+    218,
+    -12,
+    144,
+    216,
+    -14,
+]
+"""MiB that a U-Net's last layers asked for backwards on an H200, or which of them went, without
+small ones and with."""
 
 
 @pytest.mark.parametrize(("sizes", "reached"), [(LARGE, 504), (SMALL, 432)])
@@ -104,7 +171,11 @@ def test_pieces_as_large_as_a_tensor_are_proposed_beside_one_for_the_rest(sizes,
         came += size > 0
         asked.append(Request(came, size * MIB) if size > 0 else Request(-size))
     assert caching_allocator.most_at_once(asked) == 432 * MIB
-    assert caching_allocator.taken(asked, propose(asked)) <= reached * MIB < caching_allocator.taken(asked)
+    assert (
+        caching_allocator.taken(asked, propose(asked))
+        <= reached * MIB
+        < caching_allocator.taken(asked)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -116,13 +187,30 @@ def test_a_proposal_takes_no_more_than_no_pieces_and_no_less_than_is_there_at_on
 
 
 def test_pieces_for_what_is_recorded_twice_serve_it_the_second_time_as_well():
-    asked = [Request(0, 72 * MIB), Request(1, 72 * MIB), Request(0), Request(2, 96 * MIB), Request(2), Request(1)]
+    asked = [
+        Request(0, 72 * MIB),
+        Request(1, 72 * MIB),
+        Request(0),
+        Request(2, 96 * MIB),
+        Request(2),
+        Request(1),
+    ]
     twice = caching_allocator.repeated(asked, 2)
-    assert caching_allocator.taken(twice, propose(twice)) <= 200 * MIB < 235 * MIB < caching_allocator.taken(twice)
+    assert (
+        caching_allocator.taken(twice, propose(twice))
+        <= 200 * MIB
+        < 235 * MIB
+        < caching_allocator.taken(twice)
+    )
 
 
 def test_of_a_history_what_comes_and_goes_on_one_stream_counts():
-    rows = [("alloc", 1, 64, 7), ("alloc", 2, 32, 8), ("free_requested", 1, 64, 7), ("free_completed", 1, 64, 7)]
+    rows = [
+        ("alloc", 1, 64, 7),
+        ("alloc", 2, 32, 8),
+        ("free_requested", 1, 64, 7),
+        ("free_completed", 1, 64, 7),
+    ]
     rows += [("segment_alloc", 3, 2**21, 7), ("alloc", 1, 16, 7), ("free_completed", 2, 32, 8)]
     history = [dict(zip(("action", "addr", "size", "stream"), row, strict=True)) for row in rows]
     assert [*recording._requests(history, 7)] == [Request(1, 64), Request(1), Request(1, 16)]
@@ -142,7 +230,10 @@ def test_a_pass_of_which_the_rules_tell_right_is_not_searched_again_for_one_of_w
 
     def taken(rooms):
         searched.append(rooms)
-        return [sum(caching_allocator.taken(right, own) for own in rooms[0] or [()]), *others(rooms[1:])]
+        return [
+            sum(caching_allocator.taken(right, own) for own in rooms[0] or [()]),
+            *others(rooms[1:]),
+        ]
 
     found = fit(taken, taken([(), ()]), [[right], [spoiled(400)]])
     assert found[0] == (propose(right),)
@@ -152,7 +243,8 @@ def test_a_pass_of_which_the_rules_tell_right_is_not_searched_again_for_one_of_w
 
 @pytest.mark.gpu
 def test_a_recorded_pass_takes_in_one_piece_what_it_holds_at_once():
-    """Piece by piece a small tensor that stays takes the room of the first large one from the second."""
+    """Piece by piece a small tensor that stays takes the room of the first large one from the
+    second."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     place, kept = torch.device("cuda", 0), []
@@ -194,13 +286,17 @@ def test_torchs_allocator_takes_what_its_rules_say(monkeypatch):
                 there[request.tensor] = torch.empty(request.size, dtype=torch.uint8, device=place)
 
     seen = []
-    monkeypatch.setattr(recording, "fit", lambda taken, without, known: seen.extend([without, known]) or [()])
+    monkeypatch.setattr(
+        recording, "fit", lambda taken, without, known: seen.extend([without, known]) or [()]
+    )
     devices.fitting_rooms([run], place)
     (without,), ((known, beside),) = seen
     assert not beside
     sizes = [request.size for request in known if request.size is not None]
     # Beside them are a generator's numbers, 8 bytes each, which lie elsewhere.
-    assert [size for size in sizes if size > 8] == [request.size for request in asked if request.size is not None]
+    assert [size for size in sizes if size > 8] == [
+        request.size for request in asked if request.size is not None
+    ]
     assert without == caching_allocator.taken(asked)
     for rooms in ((300 * MIB,), (300 * MIB, 500 * MIB), propose(asked)):
         there.clear()
@@ -229,7 +325,9 @@ def test_passes_that_share_their_memory_take_no_more_than_one_of_them():
         rooms = devices.fitting_rooms([run], place, shared)
         torch.cuda.empty_cache()
         before, pool = torch.cuda.memory_reserved(place), devices.memory_pool(place)
-        replays = [devices.record([run], place, pools=[pool], rooms=rooms, warm=True)[0] for _ in range(3)]
+        replays = [
+            devices.record([run], place, pools=[pool], rooms=rooms, warm=True)[0] for _ in range(3)
+        ]
         sizes.append(torch.cuda.memory_reserved(place) - before)
         del replays
     assert sizes[1] <= 210 * MIB and sizes[1] <= sizes[0]

@@ -1,4 +1,5 @@
-"""Generators have their state back; a pass that is repeated draws the same, and nothing drawn later knows of it."""
+"""Generators have their state back; a pass that is repeated draws the same, and nothing drawn later
+knows of it."""
 
 from __future__ import annotations
 

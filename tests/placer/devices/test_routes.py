@@ -20,7 +20,9 @@ def no_detours_left() -> Iterator[None]:
     routes._detours.clear()
 
 
-def test_a_copy_over_a_bad_link_arrives_changed_until_it_takes_the_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_over_a_bad_link_arrives_changed_until_it_takes_the_detour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"))
     with logical_devices(2):
         there = torch.ones(4).to(ONE)
@@ -53,7 +55,9 @@ def test_gradients_take_the_detour_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert gradients == [5, 4]
 
 
-def test_a_courier_takes_the_detour_and_uses_its_buffer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_courier_takes_the_detour_and_uses_its_buffer_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"))
     courier = devices.Courier()
     devices.detour(ONE, TWO)
@@ -81,7 +85,9 @@ def test_all_that_goes_at_one_time_arrives_and_is_one_delivery(detoured: bool) -
         targets = [torch.zeros_like(source).to(TWO) for source in sources]
         courier.send_all(sources, None, targets, None, "values", "together")
         assert [target.tolist() for target in targets] == [[1.0] * 4, [2.0] * 4, [1, 1]]
-    assert [(item.source, item.target, item.label) for item in courier.trace] == [(ONE, TWO, "together")]
+    assert [(item.source, item.target, item.label) for item in courier.trace] == [
+        (ONE, TWO, "together")
+    ]
 
 
 @pytest.mark.parametrize("detoured", [False, True])
@@ -89,7 +95,10 @@ def test_a_placed_model_over_a_bad_link_is_right_by_the_detour_and_wrong_without
     monkeypatch: pytest.MonkeyPatch, detoured: bool
 ) -> None:
     corrupt(monkeypatch, ("cpu:0", "cpu:1"))
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(), torch.randn(3, 4).double()
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(),
+        torch.randn(3, 4).double(),
+    )
     expected = model(x)
     with logical_devices(2):
         flow = placer.DataFlow(model, device_ids=["cpu:0", "cpu:1"])
@@ -103,7 +112,10 @@ def test_a_placed_model_over_a_bad_link_is_right_by_the_detour_and_wrong_without
 
 def test_a_placement_tells_which_links_to_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     corrupt(monkeypatch, ("cpu:0", "cpu:1"))
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(), torch.randn(3, 4).double()
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double(),
+        torch.randn(3, 4).double(),
+    )
     expected = model(x)
     profile = placer.profile(model, x, ["cpu:0", "cpu:1"], progress=False, repeats=1)
     rules = placer.Constraints(pinned={"0": "cpu:0", "1": "cpu:1"})
@@ -130,11 +142,16 @@ def test_filling_a_tensor_takes_the_detour(monkeypatch: pytest.MonkeyPatch) -> N
         assert target.tolist() == [1.0] * 4
 
 
-def test_a_tied_weight_on_two_devices_trains_over_a_bad_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_weight_on_two_devices_trains_over_a_bad_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
     first, last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     last.weight = first.weight
-    model, loss_fn = torch.nn.Sequential(first, torch.nn.Tanh(), last).double(), torch.nn.functional.mse_loss
+    model, loss_fn = (
+        torch.nn.Sequential(first, torch.nn.Tanh(), last).double(),
+        torch.nn.functional.mse_loss,
+    )
     x, goal = torch.randn(4, 4).double(), torch.randn(4, 4).double()
     (gradient,) = torch.autograd.grad(loss_fn(model(x), goal), [first.weight])
     devices.take_detours([("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")])
@@ -148,7 +165,9 @@ def test_a_tied_weight_on_two_devices_trains_over_a_bad_link(monkeypatch: pytest
     assert spoilt() == 0
 
 
-def test_a_stream_over_a_bad_link_gives_the_unsplit_models_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_over_a_bad_link_gives_the_unsplit_models_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spoilt = corrupt(monkeypatch, ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double().eval()
     batches = [torch.randn(3, 4).double() for _ in range(5)]

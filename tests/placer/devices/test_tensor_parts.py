@@ -1,4 +1,5 @@
-"""The plain tensors inside weights: which there are, and weights like others over other plain tensors."""
+"""The plain tensors inside weights: which there are, and weights like others over other plain
+tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def test_tensors_in_attributes_are_replaced_and_other_attributes_are_shared() ->
 
     shared = State(torch.ones(2))
     words = {"plain": [1, 2]}
-    weight = Packed(torch.ones(2), [Pair(torch.ones(2), "x"), shared, {"again": shared}, words, Slots(torch.ones(2))])
+    weight = Packed(
+        torch.ones(2),
+        [Pair(torch.ones(2), "x"), shared, {"again": shared}, words, Slots(torch.ones(2))],
+    )
     made: Any = devices.rebuilt(weight, doubled)
     pair, state, again, plain, slots = made.state
     assert type(pair) is Pair
@@ -129,13 +133,17 @@ class WithFacts(Functional):
         return ["numbers", "scale"], Facts(self.device)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Any:
         assert context == Facts(inner["scale"].device)
         return cls(inner["numbers"], inner["scale"])
 
 
 @pytest.mark.parametrize("kind", [Functional, WithFacts])
-def test_a_device_in_the_context_of_a_wrapper_is_the_device_of_what_it_wraps(kind: type[Functional]) -> None:
+def test_a_device_in_the_context_of_a_wrapper_is_the_device_of_what_it_wraps(
+    kind: type[Functional],
+) -> None:
     wrapper: Any = devices.copy(kind(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)), META)
     assert wrapper.device == wrapper.numbers.device == META
     assert devices.location(wrapper) == META

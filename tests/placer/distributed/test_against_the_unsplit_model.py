@@ -1,4 +1,5 @@
-"""Four processes over gloo: losses, gradients and buffers are the unsplit model's over the same micro-batches."""
+"""Four processes over gloo: losses, gradients and buffers are the unsplit model's over the same
+micro-batches."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def check(
 ) -> Any:
     count = len(set(places.values()))
     members = list(range(count)) if count < 4 else None
-    parts = ranks.run(split_step, make, places, chunks, schedule, batches, members, recompute, verify)
+    parts = ranks.run(
+        split_step, make, places, chunks, schedule, batches, members, recompute, verify
+    )
     losses, gradients, buffers = unsplit_step(make, chunks, batches)
     (ours,) = [part["losses"] for part in parts if part and part["losses"]]
     assert ours == pytest.approx(losses, abs=EXACT)
@@ -58,7 +61,11 @@ def check(
 
 @pytest.mark.parametrize(
     ("schedule", "library"),
-    [("fill-drain", "ScheduleGPipe"), ("1f1b", "Schedule1F1B"), ("zero-bubble", "ScheduleInterleavedZeroBubble")],
+    [
+        ("fill-drain", "ScheduleGPipe"),
+        ("1f1b", "Schedule1F1B"),
+        ("zero-bubble", "ScheduleInterleavedZeroBubble"),
+    ],
 )
 def test_a_chain_trains_under_every_schedule(ranks: RankPool, schedule: str, library: str) -> None:
     parts = check(ranks, models.chain, spread(models.chain), 8, schedule)
@@ -70,16 +77,22 @@ def test_labels_that_are_left_out_count_in_no_micro_batch(ranks: RankPool) -> No
     places = spread(models.padded)
     parts = ranks.run(split_step, models.padded, places, len(models.padded()[1]) // 2, "1f1b")
     losses, gradients, _ = unsplit_step(models.padded, 1)
-    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=EXACT)]
+    assert [part["losses"] for part in parts if part["losses"]] == [
+        pytest.approx(losses, abs=EXACT)
+    ]
     for name, gradient in joined(parts, "gradients").items():
         torch.testing.assert_close(gradient, gradients[name], atol=EXACT, rtol=EXACT, msg=name)
 
 
-def test_batches_and_results_that_are_not_contiguous_pass_the_librarys_checks(ranks: RankPool) -> None:
+def test_batches_and_results_that_are_not_contiguous_pass_the_librarys_checks(
+    ranks: RankPool,
+) -> None:
     places = spread(models.strided)
     parts = ranks.run(split_step_held_to_its_layout, models.strided, places, 4, "1f1b")
     losses, gradients, _ = unsplit_step(models.strided, 4)
-    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=EXACT)]
+    assert [part["losses"] for part in parts if part["losses"]] == [
+        pytest.approx(losses, abs=EXACT)
+    ]
     for name, gradient in joined(parts, "gradients").items():
         torch.testing.assert_close(gradient, gradients[name], atol=EXACT, rtol=EXACT, msg=name)
 
@@ -116,7 +129,8 @@ def test_resnet18_has_the_unsplit_gradients_and_running_statistics(ranks: RankPo
 
 def test_the_skips_of_a_unet_pass_through_every_stage_between(ranks: RankPool) -> None:
     places = spread(models.small_unet)
-    assert places["inc"] == "cpu:0" and places["up4"] == "cpu:3"  # a skip joins them
+    # a skip joins them
+    assert places["inc"] == "cpu:0" and places["up4"] == "cpu:3"
     check(ranks, models.small_unet, places, 2, "1f1b")
 
 
@@ -127,7 +141,8 @@ def test_the_tied_weight_of_a_gpt_gets_the_gradients_of_both_its_uses(ranks: Ran
 
 
 def test_three_devices_share_a_tied_weight_among_the_first_and_the_last(ranks: RankPool) -> None:
-    places = {"embedding": "cpu:2", "mix": "cpu:0", "head": "cpu:1"}  # the line runs through the processes 2, 0, 1
+    # the line runs through the processes 2, 0, 1
+    places = {"embedding": "cpu:2", "mix": "cpu:0", "head": "cpu:1"}
     check(ranks, models.tied_tokens, places, 4, "1f1b")
 
 
@@ -161,24 +176,50 @@ def test_bert_runs_with_keyword_arguments_and_its_own_result(ranks: RankPool) ->
 
 
 def test_an_output_that_the_loss_does_not_use_is_no_hindrance(ranks: RankPool) -> None:
-    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:2"}, 2, "1f1b")
-    check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:2", "back": "cpu:1"}, 2, "zero-bubble")
+    check(
+        ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:2"}, 2, "1f1b"
+    )
+    check(
+        ranks,
+        models.two_outputs,
+        {"front": "cpu:0", "aside": "cpu:2", "back": "cpu:1"},
+        2,
+        "zero-bubble",
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_what_the_loss_does_not_reach_in_the_last_stage_has_no_gradient(ranks: RankPool, schedule: str) -> None:
-    parts = check(ranks, models.two_outputs, {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:1"}, 2, schedule)
-    assert parts[1]["gradients"]["aside.weight"] is None and parts[1]["gradients"]["back.weight"] is not None
+def test_what_the_loss_does_not_reach_in_the_last_stage_has_no_gradient(
+    ranks: RankPool, schedule: str
+) -> None:
+    parts = check(
+        ranks,
+        models.two_outputs,
+        {"front": "cpu:0", "aside": "cpu:1", "back": "cpu:1"},
+        2,
+        schedule,
+    )
+    assert (
+        parts[1]["gradients"]["aside.weight"] is None
+        and parts[1]["gradients"]["back.weight"] is not None
+    )
 
 
 def test_masks_whole_numbers_sizes_and_complex_numbers_cross(ranks: RankPool) -> None:
     check(
-        ranks, models.masked, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, 4, "1f1b", verify=False
+        ranks,
+        models.masked,
+        {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"},
+        4,
+        "1f1b",
+        verify=False,
     )  # a size of the batch counts
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_numbers_that_are_taken_from_tensors_are_those_of_each_micro_batch(ranks: RankPool, schedule: str) -> None:
+def test_numbers_that_are_taken_from_tensors_are_those_of_each_micro_batch(
+    ranks: RankPool, schedule: str
+) -> None:
     places = {"front": "cpu:0", "aside": "cpu:1", "middle": "cpu:2", "back": "cpu:3"}
     check(ranks, oddities.counted, places, 4, schedule, batches=2, verify=False)
 
@@ -202,7 +243,9 @@ def test_an_input_without_a_batch_goes_to_every_micro_batch(ranks: RankPool) -> 
 
 
 @pytest.mark.parametrize("chunks", [4, 8])
-def test_one_row_for_all_samples_goes_to_every_micro_batch_also_of_one_sample(ranks: RankPool, chunks: int) -> None:
+def test_one_row_for_all_samples_goes_to_every_micro_batch_also_of_one_sample(
+    ranks: RankPool, chunks: int
+) -> None:
     check(ranks, oddities.positioned, {"front": "cpu:0", "back": "cpu:1"}, chunks, "1f1b")
 
 
@@ -217,11 +260,16 @@ def test_what_has_as_many_rows_as_samples_by_chance_is_no_batch(ranks: RankPool)
     torch.manual_seed(0)
     model, inputs, _, _ = oddities.mixed()
     with torch.no_grad():
-        torch.testing.assert_close(tuple(found), model.eval()(*inputs), atol=EXACT, rtol=EXACT)  # the mean, no rows
+        # the mean, no rows
+        torch.testing.assert_close(tuple(found), model.eval()(*inputs), atol=EXACT, rtol=EXACT)
 
 
-def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_the_batchs(ranks: RankPool) -> None:
-    _, found, *_ = ranks.run(training.results, oddities.windowed, {"front": "cpu:0", "back": "cpu:1"})
+def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_the_batchs(
+    ranks: RankPool,
+) -> None:
+    _, found, *_ = ranks.run(
+        training.results, oddities.windowed, {"front": "cpu:0", "back": "cpu:1"}
+    )
     torch.manual_seed(0)
     model, inputs, *_ = oddities.windowed()
     with torch.no_grad():
@@ -231,14 +279,20 @@ def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_t
 _TRAINED = {"stem": "cpu:0", "norm": "cpu:0", "aux": "cpu:0", "body": "cpu:1", "head": "cpu:1"}
 
 
-@pytest.mark.parametrize("moved", [{}, {"norm": "cpu:1"}, {"stem": "cpu:1", "norm": "cpu:0"}, {"body": "cpu:0"}])
+@pytest.mark.parametrize(
+    "moved", [{}, {"norm": "cpu:1"}, {"stem": "cpu:1", "norm": "cpu:0"}, {"body": "cpu:0"}]
+)
 def test_evaluation_on_a_map_of_its_own_has_the_weights_as_they_are_trained(
     ranks: RankPool, moved: dict[str, str]
 ) -> None:
     others = _TRAINED | moved
     if others["stem"] == "cpu:1":  # the line of devices begins with the other one
         others |= {"norm": "cpu:1", "body": "cpu:0", "head": "cpu:0"}
-    parts = [part for part in ranks.run(training.evaluated_elsewhere, models.auxiliary, _TRAINED, others) if part]
+    parts = [
+        part
+        for part in ranks.run(training.evaluated_elsewhere, models.auxiliary, _TRAINED, others)
+        if part
+    ]
     torch.manual_seed(0)
     model, inputs, target, loss_fn = models.auxiliary()
     optimizer = training.OPTIMIZERS["sgd"](model.parameters())
@@ -258,18 +312,29 @@ def test_evaluation_on_a_map_of_its_own_has_the_weights_as_they_are_trained(
 
 
 def test_a_buffer_that_training_changes_elsewhere_is_refused(ranks: RankPool) -> None:
-    told = ranks.run(training.trained_elsewhere, models.auxiliary, _TRAINED, _TRAINED | {"norm": "cpu:1"})
-    assert "'norm.running_mean' changes while the model runs, and belongs to process 0 since an earlier" in str(told[0])
+    told = ranks.run(
+        training.trained_elsewhere, models.auxiliary, _TRAINED, _TRAINED | {"norm": "cpu:1"}
+    )
+    assert (
+        "'norm.running_mean' changes while the model runs, and belongs to process 0 since an earlier"
+        in str(told[0])
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_weights_that_wrap_others_train_where_processes_share_them(ranks: RankPool, schedule: str) -> None:
+def test_weights_that_wrap_others_train_where_processes_share_them(
+    ranks: RankPool, schedule: str
+) -> None:
     check(ranks, models.quantised, spread(models.quantised), 4, schedule, batches=2)
 
 
-def test_weights_that_wrap_others_are_gathered_and_written_as_what_they_are(ranks: RankPool, tmp_path: Any) -> None:
+def test_weights_that_wrap_others_are_gathered_and_written_as_what_they_are(
+    ranks: RankPool, tmp_path: Any
+) -> None:
     places = spread(models.quantised)
-    gathered, again = ranks.run(training.gathered_and_loaded, models.quantised, places, str(tmp_path))[0]
+    gathered, again = ranks.run(
+        training.gathered_and_loaded, models.quantised, places, str(tmp_path)
+    )[0]
     torch.manual_seed(0)
     expected = models.quantised()[0].state_dict()
     for found in (gathered, again):

@@ -1,4 +1,5 @@
-"""Batches with other layouts and losses over two processes: as the unsplit model's, or refused in all of them."""
+"""Batches with other layouts and losses over two processes: as the unsplit model's, or refused in
+all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("make", [batches.sequence_first])
-def test_results_are_joined_along_the_declared_dimension(make: Callable[[], batches.Case], ranks: RankPool) -> None:
+def test_results_are_joined_along_the_declared_dimension(
+    make: Callable[[], batches.Case], ranks: RankPool
+) -> None:
     torch.manual_seed(0)
     case = make()
     (result,) = [found for found in ranks.run(batches.forward, make) if found is not None]
@@ -61,10 +64,14 @@ def test_what_is_not_declared_is_refused_in_every_process(
     assert any(fix in error for error in told), told
 
 
-def test_a_later_batch_with_unequal_numbers_of_labels_is_compared_where_the_target_is(ranks: RankPool) -> None:
+def test_a_later_batch_with_unequal_numbers_of_labels_is_compared_where_the_target_is(
+    ranks: RankPool,
+) -> None:
     """The first batch, of which each micro-batch has one label, says nothing about it."""
     make = batches.weighed_undeclared
-    first, last = (part for part in ranks.run(batches.step_with_other_labels, make, [1, -100, 2, -100]) if part)
+    first, last = (
+        part for part in ranks.run(batches.step_with_other_labels, make, [1, -100, 2, -100]) if part
+    )
     assert not first["error"] and len(last["losses"]) == 1
     assert last["error"].startswith("BatchError: the loss of a batch") and "weigh=" in last["error"]
 

@@ -1,4 +1,5 @@
-"""What one process alone cannot do is told in all of them; what failed half-way is not gone on with."""
+"""What one process alone cannot do is told in all of them; what failed half-way is not gone on
+with."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ TIED = {
 @pytest.mark.parametrize(
     ("at", "error"),
     [
-        ("arguments", "InputError: loss_fn is the class MSELoss; give an instance, such as MSELoss()"),
+        (
+            "arguments",
+            "InputError: loss_fn is the class MSELoss; give an instance, such as MSELoss()",
+        ),
         ("device", "OutOfMemoryError: no room left"),
         ("memory", "OutOfMemoryError: no room left"),
     ],
 )
-def test_a_process_that_cannot_build_its_part_tells_the_others(ranks: RankPool, at: str, error: str) -> None:
+def test_a_process_that_cannot_build_its_part_tells_the_others(
+    ranks: RankPool, at: str, error: str
+) -> None:
     told = ranks.run(training.failed_alone, models.chain, CHAIN, at)
     assert told.pop(2) == error
     assert told == [f"InputError: process 2 could not build its part: {error}"] * 3
@@ -40,5 +46,7 @@ def test_after_a_step_that_failed_nothing_is_taken_for_the_next_one(ranks: RankP
 
 def test_a_process_that_loses_the_others_is_told_where_to_look(ranks: RankPool) -> None:
     for rank, (notes, message) in enumerate(ranks.run(training.lost, models.tied_gpt, TIED)):
-        assert notes[0].startswith(f"in process {rank} of 4 of a pipeline; where a connection was closed or a time ran")
+        assert notes[0].startswith(
+            f"in process {rank} of 4 of a pipeline; where a connection was closed or a time ran"
+        )
         assert "a step of this pipeline failed" in message

@@ -1,4 +1,5 @@
-"""A flow inside DistributedDataParallel: what the refusal of its training step names as the way out is right."""
+"""A flow inside DistributedDataParallel: what the refusal of its training step names as the way out
+is right."""
 
 from __future__ import annotations
 

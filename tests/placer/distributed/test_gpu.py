@@ -28,13 +28,18 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool.close()
 
 
-def spread(make: ranked.Make, granularity: int | str = "submodule", reverse: bool = False) -> dict[str, str]:
+def spread(
+    make: ranked.Make, granularity: int | str = "submodule", reverse: bool = False
+) -> dict[str, str]:
     """Layers in order, as many on each GPU."""
     model, inputs, _, _ = make()
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     names = [layer.name for layer in capture_graph(model, args, kwargs, granularity).layers]
     places = [index * COUNT // len(names) for index in range(len(names))]
-    return {name: f"cuda:{COUNT - 1 - place if reverse else place}" for name, place in zip(names, places, strict=True)}
+    return {
+        name: f"cuda:{COUNT - 1 - place if reverse else place}"
+        for name, place in zip(names, places, strict=True)
+    }
 
 
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
@@ -52,7 +57,9 @@ def test_gradients_over_nccl_are_the_unsplit_models(
 ) -> None:
     parts = gpus.run(ranked.split_step, make, spread(make, granularity), chunks, schedule)
     losses, gradients, buffers = ranked.unsplit_step(make, chunks)
-    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=CLOSE)]
+    assert [part["losses"] for part in parts if part["losses"]] == [
+        pytest.approx(losses, abs=CLOSE)
+    ]
     found = ranked.joined(parts, "gradients")
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, atol=CLOSE, rtol=CLOSE, msg=name)
@@ -72,8 +79,13 @@ def test_a_line_against_the_order_of_the_processes_trains_too(gpus: RankPool) ->
 
 @pytest.mark.parametrize("schedule", ["fill-drain", "interleaved", "zero-bubble"])
 def test_gpus_hold_several_stages(gpus: RankPool, schedule: str) -> None:
-    places = {**{f"layers.{index}": f"cuda:{index % COUNT}" for index in range(6)}, "norm": "cuda:0"}
-    parts = gpus.run(ranked.split_step, models.skips, places, 2 * COUNT if COUNT < 4 else 4, schedule)
+    places = {
+        **{f"layers.{index}": f"cuda:{index % COUNT}" for index in range(6)},
+        "norm": "cuda:0",
+    }
+    parts = gpus.run(
+        ranked.split_step, models.skips, places, 2 * COUNT if COUNT < 4 else 4, schedule
+    )
     _, gradients, _ = ranked.unsplit_step(models.skips, 2 * COUNT if COUNT < 4 else 4)
     found = ranked.joined(parts, "gradients")
     for name, gradient in gradients.items():
@@ -84,12 +96,18 @@ def test_a_checkpoint_of_gpus_is_read_by_the_unsplit_model(gpus: RankPool, tmp_p
     places = spread(models.tied_gpt, 2)
     parts = gpus.run(ranked.train, models.tied_gpt, places, 8, 3, str(tmp_path / "checkpoint"))
     losses, trained = ranked.unsplit_training(models.tied_gpt, 8, 3)
-    assert [part["losses"] for part in parts if part["losses"]] == [pytest.approx(losses, abs=CLOSE)]
-    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in trained.state_dict().items()}}
+    assert [part["losses"] for part in parts if part["losses"]] == [
+        pytest.approx(losses, abs=CLOSE)
+    ]
+    state = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in trained.state_dict().items()}
+    }
     torch.distributed.checkpoint.load(state, checkpoint_id=str(tmp_path / "checkpoint"))
     for name, tensor in trained.state_dict().items():
         torch.testing.assert_close(state["model"][name], tensor, atol=CLOSE, rtol=CLOSE, msg=name)
-        torch.testing.assert_close(parts[0]["state"][name], tensor, atol=CLOSE, rtol=CLOSE, msg=name)
+        torch.testing.assert_close(
+            parts[0]["state"][name], tensor, atol=CLOSE, rtol=CLOSE, msg=name
+        )
 
 
 def test_outputs_and_clipped_gradients_are_the_unsplit_models(gpus: RankPool) -> None:
@@ -98,6 +116,8 @@ def test_outputs_and_clipped_gradients_are_the_unsplit_models(gpus: RankPool) ->
     (outputs,) = gpus.run(ranked.results, models.chain, spread(models.chain), 4)[-1]
     torch.testing.assert_close(outputs, model.eval()(inputs.clone()), atol=CLOSE, rtol=CLOSE)
     _, gradients, _ = ranked.unsplit_step(models.chain, 4)
-    norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients.values()]))
+    norm = torch.linalg.vector_norm(
+        torch.cat([gradient.flatten() for gradient in gradients.values()])
+    )
     parts = gpus.run(ranked.clipped, models.chain, spread(models.chain), 4, 0.1)
     assert [found for found, _ in parts] == pytest.approx([norm.item()] * COUNT)

@@ -1,4 +1,5 @@
-"""What the loss does not depend on has no gradient, as in the unsplit model, so that no optimizer changes it."""
+"""What the loss does not depend on has no gradient, as in the unsplit model, so that no optimizer
+changes it."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def check(
     for what in ("gradients", "parameters"):
         for name, tensor in expected[what].items():
             if tensor is not None:
-                torch.testing.assert_close(joined(parts, what)[name], tensor, atol=EXACT, rtol=EXACT, msg=name)
+                torch.testing.assert_close(
+                    joined(parts, what)[name], tensor, atol=EXACT, rtol=EXACT, msg=name
+                )
     return found
 
 
@@ -68,7 +71,11 @@ def test_a_value_that_a_later_layer_detaches_gives_nothing_back(ranks: RankPool)
 
 
 def test_an_infinite_slope_of_what_has_no_loss_is_not_multiplied_by_zero(ranks: RankPool) -> None:
-    check(ranks, models.steep, {"front": "cpu:0", "aside": "cpu:0", "middle": "cpu:1", "back": "cpu:1"})
+    check(
+        ranks,
+        models.steep,
+        {"front": "cpu:0", "aside": "cpu:0", "middle": "cpu:1", "back": "cpu:1"},
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
@@ -96,7 +103,9 @@ def flows_of(make: Any) -> tuple[Any, Flows]:
 def test_one_result_needs_no_marks() -> None:
     graph, flows = flows_of(models.detached_late)
     crossing = [name for name in graph.values if graph.values[name].source == "aside"]
-    assert not any(flows.through(name) for name in crossing) and not flows.depend(list(graph.values))
+    assert not any(flows.through(name) for name in crossing) and not flows.depend(
+        list(graph.values)
+    )
     assert all(flows.through(name) for name in graph.outputs)
 
 
@@ -104,4 +113,6 @@ def test_two_results_need_marks_where_a_value_leads_to_one_alone() -> None:
     graph, flows = flows_of(models.passed_by)
     made = {graph.values[name].source: name for name in graph.values}
     assert flows.depend([made["front"], made["aside"]])
-    assert flows.results[made["front"]] == {graph.outputs[0]} and flows.results[made["aside"]] == {graph.outputs[1]}
+    assert flows.results[made["front"]] == {graph.outputs[0]} and flows.results[made["aside"]] == {
+        graph.outputs[1]
+    }

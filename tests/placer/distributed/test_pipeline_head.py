@@ -37,7 +37,9 @@ def test_a_loss_reads_no_parameter_of_another_process(elsewhere: bool) -> None:
         named,
     )
     if elsewhere:
-        with pytest.raises(InputError, match=r"loss_fn reads 'first.weight', which belongs to another process"):
+        with pytest.raises(
+            InputError, match=r"loss_fn reads 'first.weight', which belongs to another process"
+        ):
             head.loss(output, torch.zeros(3, 2))
     else:
         assert head.loss(output, torch.zeros(3, 2)).requires_grad

@@ -21,7 +21,9 @@ TIED = {
 AROUND = {"front": "cpu:0", "norm": "cpu:0", "back": "cpu:1", "norm@1": "cpu:0"}
 
 
-def test_a_buffer_that_two_stages_of_one_device_change_is_refused_for_several_micro_batches(ranks: RankPool) -> None:
+def test_a_buffer_that_two_stages_of_one_device_change_is_refused_for_several_micro_batches(
+    ranks: RankPool,
+) -> None:
     for found in ranks.run(training.refusal, models.normalised_twice, AROUND)[:2]:
         assert re.match(
             r"PlacementError: layers 'norm', 'norm@1' use the buffer 'norm\.\w+', which the model changes while it "
@@ -40,7 +42,9 @@ def test_a_plain_tensor_that_layers_of_several_devices_change_is_refused(ranks: 
         )
 
 
-def test_one_micro_batch_changes_a_buffer_in_two_stages_as_the_unsplit_model_does(ranks: RankPool) -> None:
+def test_one_micro_batch_changes_a_buffer_in_two_stages_as_the_unsplit_model_does(
+    ranks: RankPool,
+) -> None:
     parts = ranks.run(ranked.split_step, models.normalised_twice, AROUND, 1, "1f1b", 2, [0, 1])
     _, _, buffers = ranked.unsplit_step(models.normalised_twice, 1, 2)
     for name, buffer in joined(parts, "buffers").items():
@@ -69,7 +73,10 @@ def test_a_tied_weight_may_be_frozen_for_some_steps(ranks: RankPool) -> None:
 
 def test_gradients_that_could_not_come_are_refused(ranks: RankPool) -> None:
     first, second, *_ = ranks.run(training.thawed, ranked_models.frozen_beginning, CHAIN)
-    assert "an input requires a gradient, and a pipeline over several processes gives inputs none" in first[0]
+    assert (
+        "an input requires a gradient, and a pipeline over several processes gives inputs none"
+        in first[0]
+    )
     assert "parameter '0.1.weight' required no gradient when the pipeline was built" in first[1]
     assert "parameter '2.1.weight' required no gradient when the pipeline was built" in second[0]
 
@@ -98,7 +105,10 @@ def test_hooks_see_the_gradient_of_each_micro_batch(ranks: RankPool, schedule: s
         (loss_fn(model(part), goal) / 2).backward()
     found: dict[str, torch.Tensor] = {}
     for part in ranks.run(
-        training.hooked, models.bare, {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}, schedule
+        training.hooked,
+        models.bare,
+        {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"},
+        schedule,
     ):
         found |= part or {}
     for name, parameter in model.named_parameters():
@@ -108,7 +118,7 @@ def test_hooks_see_the_gradient_of_each_micro_batch(ranks: RankPool, schedule: s
 def test_hooks_on_weights_of_several_processes_are_refused(ranks: RankPool) -> None:
     places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}
     parts = ranks.run(training.hooked, ranked_models.tied_tokens, places, "1f1b")
-    refused = (
-        "InputError: parameter 'embedding.weight' has a hook on its gradient, and layers on several devices use it"
-    )
-    assert all(at_build.startswith(refused) for at_build, _ in parts[:3]) and parts[0][1].startswith(refused)
+    refused = "InputError: parameter 'embedding.weight' has a hook on its gradient, and layers on several devices use it"
+    assert all(at_build.startswith(refused) for at_build, _ in parts[:3]) and parts[0][
+        1
+    ].startswith(refused)

@@ -16,12 +16,18 @@ CPU = torch.device("cpu")
 
 
 def stages(
-    model: nn.Module, example: torch.Tensor, places: list[str], split: bool = False, recomputes: bool = False
+    model: nn.Module,
+    example: torch.Tensor,
+    places: list[str],
+    split: bool = False,
+    recomputes: bool = False,
 ) -> list[StageModule]:
     graph = capture_graph(model, example, granularity="submodule")
     cut = line(graph, places)
     names = Names.of(model)
-    flows = Flows({name: frozenset() for name, value in graph.values.items() if value.requires_grad})
+    flows = Flows(
+        {name: frozenset() for name, value in graph.values.items() if value.requires_grad}
+    )
     return [
         StageModule(
             graph,
@@ -41,7 +47,10 @@ def stages(
 
 
 def test_stages_one_after_another_are_the_model() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)),
+        torch.randn(3, 4),
+    )
     value: tuple[torch.Tensor, ...] = (x,)
     for stage in stages(model, x, ["a", "b", "c", "d"])[:-1]:
         value = tuple(tensor.detach().requires_grad_() for tensor in stage(*value))
@@ -63,7 +72,9 @@ def test_weight_gradients_wait_for_their_own_pass() -> None:
         parameter.grad = torch.zeros_like(parameter)
     stage(x).sum().backward()
     late = weight_pass(stage)()
-    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert not any(
+        parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None
+    )
     late()
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -99,7 +110,9 @@ class Crossed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.ModuleDict({"p": nn.Linear(2, 2), "q": nn.Linear(2, 2)}) for _ in range(3))
+        self.a, self.b, self.c = (
+            nn.ModuleDict({"p": nn.Linear(2, 2), "q": nn.Linear(2, 2)}) for _ in range(3)
+        )
         self.c["p"].weight = self.a["p"].weight
         self.c["q"].weight = self.b["q"].weight
 
@@ -107,7 +120,9 @@ class Crossed(nn.Module):
 def test_planted_parameters_go_by_the_first_names_that_the_model_has_for_them() -> None:
     model, root = Crossed(), nn.Module()
     plant(root, dict(reversed(list(model.named_parameters()))), Names.of(model))
-    assert [name for name, _ in root.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in root.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
 
 
 class Noisy(nn.Module):
@@ -137,7 +152,11 @@ def test_a_stage_that_recomputes_gives_the_same_gradients_numbers_and_buffers() 
         output = stage(leaf)
         kept = output.grad_fn is not None and leaf.grad is None
         output.square().sum().backward()
-        gradients = [parameter.grad for name, parameter in here.named_parameters() if not name.startswith("0")]
+        gradients = [
+            parameter.grad
+            for name, parameter in here.named_parameters()
+            if not name.startswith("0")
+        ]
         found.append([output.detach(), leaf.grad, *gradients, *here.buffers()])
         assert kept
     for plain, again in zip(*found, strict=True):

@@ -15,7 +15,17 @@ def graph_of(reads: list[list[int]]) -> LayerGraph:
     """Layer ``i`` makes value ``vi``; it reads the values of the layers named, or the input."""
     names = [f"l{index}" for index in range(len(reads))]
     layers = [
-        Layer(name, (name,), "Linear", (), (), tuple(f"v{r}" for r in read) or ("x",), (f"v{index}",), len, "")  # type: ignore[arg-type]
+        Layer(
+            name,
+            (name,),
+            "Linear",
+            (),
+            (),
+            tuple(f"v{r}" for r in read) or ("x",),
+            (f"v{index}",),
+            len,
+            "",
+        )  # type: ignore[arg-type]
         for index, (name, read) in enumerate(zip(names, reads, strict=True))
     ]
     values = {
@@ -46,13 +56,18 @@ def run(cut: Line, graph: LayerGraph) -> set[int]:
 @st.composite
 def graphs_with_places(draw: st.DrawFn) -> tuple[LayerGraph, list[str]]:
     count = draw(st.integers(1, 9))
-    reads = [sorted(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else [] for index in range(count)]
+    reads = [
+        sorted(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else []
+        for index in range(count)
+    ]
     return graph_of(reads), [f"cuda:{draw(st.integers(0, 3))}" for _ in range(count)]
 
 
 @settings(max_examples=300, deadline=None)
 @given(graphs_with_places())
-def test_every_layer_runs_once_on_its_device_with_all_that_it_reads(case: tuple[LayerGraph, list[str]]) -> None:
+def test_every_layer_runs_once_on_its_device_with_all_that_it_reads(
+    case: tuple[LayerGraph, list[str]],
+) -> None:
     graph, places = case
     cut = line(graph, places)
     assert run(cut, graph) == set(range(len(places)))
@@ -74,8 +89,18 @@ def test_a_value_crosses_no_border_that_it_need_not(case: tuple[LayerGraph, list
     graph, places = case
     cut = line(graph, places)
     for border in range(1, len(cut.stages)):
-        before = {name for stage in cut.stages[:border] for i in stage.layers for name in graph.layers[i].writes}
-        later = {name for stage in cut.stages[border:] for i in stage.layers for name in graph.layers[i].reads}
+        before = {
+            name
+            for stage in cut.stages[:border]
+            for i in stage.layers
+            for name in graph.layers[i].writes
+        }
+        later = {
+            name
+            for stage in cut.stages[border:]
+            for i in stage.layers
+            for name in graph.layers[i].reads
+        }
         needed = (before | set(graph.inputs)) & (later | set(graph.outputs))
         assert set(cut.stages[border].arrives) == needed
 

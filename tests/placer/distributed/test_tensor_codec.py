@@ -27,12 +27,22 @@ DTYPES = [
 
 def parcel(like: Any, flows: bool = False) -> Parcel:
     tensor = isinstance(like, torch.Tensor)
-    value = Value("v", tuple(like.shape) if tensor else (), like.dtype if tensor else None, 0, None, flows, "layer")
+    value = Value(
+        "v",
+        tuple(like.shape) if tensor else (),
+        like.dtype if tensor else None,
+        0,
+        None,
+        flows,
+        "layer",
+    )
     return Parcel.of(value, flows=True)
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2**32))
-def test_any_tensor_comes_out_as_it_went_in(dtype: torch.dtype, shape: list[int], seed: int) -> None:
+def test_any_tensor_comes_out_as_it_went_in(
+    dtype: torch.dtype, shape: list[int], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensor = (torch.randn(shape, generator=generator) * 100).to(dtype)
     packed = parcel(tensor).pack(tensor, CPU)
@@ -71,21 +81,34 @@ def test_complex_numbers_cross_as_pairs_with_their_gradient() -> None:
 
 
 def test_another_shape_than_the_stages_were_built_for_is_named() -> None:
-    with pytest.raises(InputError, match=r"'v' has shape \(3,\), and the stages were built for \(2,\)"):
+    with pytest.raises(
+        InputError, match=r"'v' has shape \(3,\), and the stages were built for \(2,\)"
+    ):
         parcel(torch.zeros(2)).pack(torch.zeros(3), CPU)
 
 
 def test_what_autocast_made_crosses_in_the_type_that_was_agreed() -> None:
-    assert parcel(torch.zeros(2), flows=True).pack(torch.zeros(2, dtype=torch.bfloat16), CPU).dtype == torch.float32
+    assert (
+        parcel(torch.zeros(2), flows=True).pack(torch.zeros(2, dtype=torch.bfloat16), CPU).dtype
+        == torch.float32
+    )
 
 
 def test_every_received_value_gets_a_gradient_also_one_that_nobody_read() -> None:
-    leaves = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True), torch.ones(4, requires_grad=True)]
+    leaves = [
+        torch.ones(2, requires_grad=True),
+        torch.ones(3, requires_grad=True),
+        torch.ones(4, requires_grad=True),
+    ]
     token, (read, _, plain) = enter(leaves, [True, True, False])
     assert not plain.requires_grad
     (sent,) = leave(token, [read * 3])
     sent.sum().backward()
-    assert [leaf.grad.tolist() for leaf in leaves if leaf.grad is not None] == [[3.0, 3.0], [0.0] * 3, [0.0] * 4]
+    assert [leaf.grad.tolist() for leaf in leaves if leaf.grad is not None] == [
+        [3.0, 3.0],
+        [0.0] * 3,
+        [0.0] * 4,
+    ]
 
 
 def test_what_was_received_may_be_written_to() -> None:
@@ -96,7 +119,9 @@ def test_what_was_received_may_be_written_to() -> None:
     assert leaf.grad is not None and leaf.grad.tolist() == [0.0, 0.0]
 
 
-def test_what_is_sent_without_reading_what_was_received_asks_for_its_gradient_all_the_same() -> None:
+def test_what_is_sent_without_reading_what_was_received_asks_for_its_gradient_all_the_same() -> (
+    None
+):
     leaf = torch.ones(2, requires_grad=True)
     token, _ = enter([leaf], [True])
     (sent,) = leave(token, [torch.zeros(3)])

@@ -1,4 +1,5 @@
-"""``flow.applied()``: methods of a model other than forward, and its parts, run where its layers are."""
+"""``flow.applied()``: methods of a model other than forward, and its parts, run where its layers
+are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(4, 8)
 
 @pytest.fixture(autouse=True, params=["hooks", "graphs"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few calls of the model go through hooks, and many through captured graphs, as all do here in the second half."""
+    """Few calls of the model go through hooks, and many through captured graphs, as all do here in
+    the second half."""
     if request.param == "graphs":
         monkeypatch.setattr(Waiting, "waits", lambda *given: False)
 
@@ -84,7 +86,9 @@ def _assert_close(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("make", [Autoencoder, Asks, RunsAgain])
 @pytest.mark.parametrize("seed", range(4))
-def test_methods_and_their_gradients_equal_those_of_the_unsplit_model(make: type[Autoencoder], seed: int) -> None:
+def test_methods_and_their_gradients_equal_those_of_the_unsplit_model(
+    make: type[Autoencoder], seed: int
+) -> None:
     model, reference = twins(make)
     x = X.clone().requires_grad_()
     expected = reference.loss(x)
@@ -117,7 +121,9 @@ def test_a_backward_pass_may_come_after_it(make: type[Autoencoder]) -> None:
 
 
 @pytest.mark.parametrize("make", [Autoencoder, Asks])
-def test_a_call_of_the_model_is_one_of_the_flow(make: type[Autoencoder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_the_model_is_one_of_the_flow(
+    make: type[Autoencoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, reference = twins(make)
     made = count_captures(monkeypatch)
     with logical_devices(3):
@@ -156,7 +162,9 @@ def test_afterwards_nothing_is_left_also_if_it_fails() -> None:
         with pytest.raises(KeyError), flow.applied():
             model.encode(X)
             raise KeyError
-        assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+        assert not any(
+            child._forward_hooks or child._forward_pre_hooks for child in model.modules()
+        )
         assert "_compiled_call_impl" not in vars(model)
         flow.undo()
         _assert_close(model(X), copy.deepcopy(model)(X))
@@ -195,7 +203,9 @@ def test_clones_and_scripts_are_refused() -> None:
     flow.update_flow()
     with pytest.raises(InputError, match="enable_clone"), flow.applied():
         pass
-    flow = DataFlow(nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)), ["cpu:0", "cpu:1"])
+    flow = DataFlow(
+        nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2)), ["cpu:0", "cpu:1"]
+    )
     flow.update_flow()
     with pytest.raises(CaptureError, match=r"compiled by torch\.jit"), flow.applied():
         pass
@@ -248,14 +258,20 @@ def test_a_cache_stays_with_the_layers_that_fill_it() -> None:
         flow.update_flow()
         with flow.applied():
             made = model.generate(
-                torch.ones(2, 5, dtype=torch.int64), max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True
+                torch.ones(2, 5, dtype=torch.int64),
+                max_new_tokens=4,
+                pad_token_id=0,
+                return_dict_in_generate=True,
             )
         places = [devices.location(layer.keys) for layer in made.past_key_values.layers]
         assert places == [torch.device("cpu", 0), torch.device("cpu", 1)]
 
 
-def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the prompt, for a token after it, and for one after a cache of any length; a second prompt needs one more."""
+def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For the prompt, for a token after it, and for one after a cache of any length; a second
+    prompt needs one more."""
     model, _ = _generating("LlamaForCausalLM")
     flow = DataFlow(model, ["cpu:0", "cpu:1"], fine_grained=True)
     scatter_layers(flow, 2)
@@ -263,7 +279,9 @@ def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(mon
     monkeypatch.setattr(Waiting, "waits", lambda *given: False)
     with flow.applied():
         for length, captures in ((5, 3), (5, 3), (7, 4), (6, 4)):
-            model.generate(torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0)
+            model.generate(
+                torch.arange(2, 2 + length).repeat(2, 1), max_new_tokens=4, pad_token_id=0
+            )
             assert len(made) == captures
 
 
@@ -308,7 +326,8 @@ def _step_in_one(model: Autoencoder) -> None:
 
 @pytest.mark.parametrize("change", [_halve, _follow, _step, _step_in_lists, _step_in_one])
 def test_an_operation_on_lists_changes_every_tensor_where_it_is(change: Any) -> None:
-    # Lists were brought to one device like all that an operation is given, and what changed was the copies.
+    # Lists were brought to one device like all that an operation is given, and what changed was the
+    # copies.
     model, reference = twins(Autoencoder)
     change(reference)
     with logical_devices(3):

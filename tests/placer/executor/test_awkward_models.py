@@ -79,7 +79,8 @@ def test_mixed_dtypes_equal_unsplit(make: type[nn.Module]) -> None:
 
 def test_autocast_around_the_flow_acts_as_around_the_model() -> None:
     model, reference = twins(
-        lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), dtype=torch.float32
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
+        dtype=torch.float32,
     )
     x = X.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -116,7 +117,9 @@ def test_gradient_checkpointing_inside_the_model_gives_the_same_gradients() -> N
     assert_split_equals_unsplit(lambda: Checkpointed(use_reentrant=False), (X,))
 
 
-def test_a_reentrant_checkpoint_is_not_captured_since_a_graph_would_train_nothing_after_it() -> None:
+def test_a_reentrant_checkpoint_is_not_captured_since_a_graph_would_train_nothing_after_it() -> (
+    None
+):
     # Captured, everything behind the checkpoint stood in a no_grad region that never ended.
     model, reference = twins(lambda: Checkpointed(use_reentrant=True))
     with logical_devices(2):
@@ -125,13 +128,17 @@ def test_a_reentrant_checkpoint_is_not_captured_since_a_graph_would_train_nothin
         flow.update_flow()
         torch.manual_seed(1)
         y = flow(X)
-        assert "reentrant checkpoint" in flow.not_captured_because or "CheckpointFunction" in flow.not_captured_because
+        assert (
+            "reentrant checkpoint" in flow.not_captured_because
+            or "CheckpointFunction" in flow.not_captured_because
+        )
     torch.manual_seed(1)
     torch.testing.assert_close(y.detach(), reference(X).detach(), atol=1e-10, rtol=1e-10)
 
 
 def test_a_reentrant_checkpoint_over_two_devices_runs_again_on_both_in_the_backward_pass() -> None:
-    # The hooks were gone when the backward pass ran the blocks again, and their inputs stayed where they were.
+    # The hooks were gone when the backward pass ran the blocks again, and their inputs stayed where
+    # they were.
     model, reference = twins(lambda: Checkpointed(use_reentrant=True))
     x = X.clone().requires_grad_()
     with logical_devices(2):
@@ -147,7 +154,9 @@ def test_a_reentrant_checkpoint_over_two_devices_runs_again_on_both_in_the_backw
 def test_forward_hooks_of_the_user_run_on_every_call() -> None:
     model, reference = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     seen: list[Any] = []
-    handle = model[0].register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+    handle = model[0].register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(output.shape))
+    )
     model[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     reference[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     with logical_devices(3):
@@ -167,7 +176,9 @@ def test_forward_hooks_of_the_user_run_on_every_call() -> None:
 def test_backward_hooks_of_the_user_run() -> None:
     model, _ = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     seen = []
-    model[0].register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_output[0].shape))
+    model[0].register_full_backward_hook(
+        lambda module, grad_input, grad_output: seen.append(grad_output[0].shape)
+    )
     with logical_devices(2):
         flow = DataFlow(model)
         flow.layer_gpus.update({"0": 0, "1": 1, "2": 0})
@@ -193,7 +204,12 @@ class _WritesBehind(nn.Module):
 
     def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.view, self.first, self.act, self.last = view, nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+        self.view, self.first, self.act, self.last = (
+            view,
+            nn.Linear(4, 4),
+            nn.ReLU(inplace=True),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first = self.first(x)
@@ -201,6 +217,8 @@ class _WritesBehind(nn.Module):
 
 
 @pytest.mark.parametrize("view", [Tensor.detach, lambda x: x[:], lambda x: x.t().t()])
-def test_a_write_through_a_view_is_seen_in_what_the_model_returns(view: Callable[[Tensor], Tensor]) -> None:
+def test_a_write_through_a_view_is_seen_in_what_the_model_returns(
+    view: Callable[[Tensor], Tensor],
+) -> None:
     # The write went to a copy on its own device.
     assert_split_equals_unsplit(lambda: _WritesBehind(view), (X,), kinds=("fine", "submodule"))

@@ -1,4 +1,5 @@
-"""What a micro-batch means: declared batch dimensions, lists of samples, reductions; right, or refused."""
+"""What a micro-batch means: declared batch dimensions, lists of samples, reductions; right, or
+refused."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def _refused(model: nn.Module) -> None:
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs) if bool(next(self.parameters()).sum() > -1e9) else None
+        return (
+            kind.forward(self, *args, **kwargs)
+            if bool(next(self.parameters()).sum() > -1e9)
+            else None
+        )
 
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
@@ -39,7 +44,9 @@ def placed(model: nn.Module, path: str = "captured") -> placer.DataFlow:
     names = [name for name, _ in model.named_children()]
     flow = placer.DataFlow(model, device_ids=DEVICES)
     flow.layer_gpus.clear()
-    flow.layer_gpus.update({"": 0} | {name: int(place >= len(names) / 2) for place, name in enumerate(names)})
+    flow.layer_gpus.update(
+        {"": 0} | {name: int(place >= len(names) / 2) for place, name in enumerate(names)}
+    )
     flow.update_flow()
     return flow
 
@@ -52,10 +59,14 @@ def stand_ins() -> Any:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: one.grad.to("cpu") for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.to("cpu") for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
-def unsplit(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Any, target: Any) -> tuple[Tensor, Any]:
+def unsplit(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Any, target: Any
+) -> tuple[Tensor, Any]:
     """The loss and the gradients of a copy that is not split."""
     twin = copy.deepcopy(model).to("cpu")
     twin.zero_grad()
@@ -147,8 +158,13 @@ class Detector(nn.Module):
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
         boxes = [self.b(self.a(image[:, None]).relu().mean((0, 2, 3))) for image in images]
         if targets is None:
-            return [{"box": box, "size": torch.tensor(image.shape)} for box, image in zip(boxes, images, strict=True)]
-        losses = [(box - target["box"]).pow(2).mean() for box, target in zip(boxes, targets, strict=True)]
+            return [
+                {"box": box, "size": torch.tensor(image.shape)}
+                for box, image in zip(boxes, images, strict=True)
+            ]
+        losses = [
+            (box - target["box"]).pow(2).mean() for box, target in zip(boxes, targets, strict=True)
+        ]
         return sum(losses) / len(losses)
 
 
@@ -160,15 +176,21 @@ def _images(frames: int = 3) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_sum_loss_is_refused_before_anything_is_trained_and_right_once_declared(path: str) -> None:
+def test_a_sum_loss_is_refused_before_anything_is_trained_and_right_once_declared(
+    path: str,
+) -> None:
     model, x = VAE(), torch.rand(8, 6)
     before = copy.deepcopy(model.state_dict())
     flow = placed(model, path)
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(BatchError, match=r"the loss .* sum over samples.*BatchOptions\(reduction='sum'\)"):
+    with pytest.raises(
+        BatchError, match=r"the loss .* sum over samples.*BatchOptions\(reduction='sum'\)"
+    ):
         flow.train_step(elbo, optimizer)(x, x, chunks=4)
     assert not optimizer.state and not gradients(model)
-    assert all(torch.equal(value.to("cpu"), before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value.to("cpu"), before[name]) for name, value in model.state_dict().items()
+    )
     flow.undo()
     check_step(model, elbo, x, x, BatchOptions(reduction="sum"), path)
 
@@ -185,7 +207,9 @@ def test_a_mean_over_a_constant_is_a_sum() -> None:
 
 def test_torchs_sum_losses_name_the_declaration_before_anything_runs() -> None:
     flow = placed(Classifier())
-    with pytest.raises(InputError, match=r"CrossEntropyLoss has reduction='sum'.*BatchOptions\(reduction='sum'\)"):
+    with pytest.raises(
+        InputError, match=r"CrossEntropyLoss has reduction='sum'.*BatchOptions\(reduction='sum'\)"
+    ):
         flow.train_step(nn.CrossEntropyLoss(reduction="sum"))
     with pytest.raises(InputError, match="reduction='mean'"):
         flow.train_step(nn.CrossEntropyLoss(), batch_options=BatchOptions(reduction="sum"))
@@ -228,7 +252,9 @@ def _in_batch(output: Any, _: Any) -> Tensor:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("loss_fn", [_clip, _batch_hard, _in_batch])
-def test_a_loss_that_compares_samples_is_refused_with_chunks_and_right_without(loss_fn: Any, path: str) -> None:
+def test_a_loss_that_compares_samples_is_refused_with_chunks_and_right_without(
+    loss_fn: Any, path: str
+) -> None:
     model, inputs = Towers(), (torch.randn(8, 6), torch.randn(8, 5))
     with pytest.raises(BatchError, match=r"the loss .*chunks=1"):
         placed(model, path).train_step(loss_fn)(inputs, chunks=4)
@@ -253,7 +279,9 @@ def test_an_output_in_which_samples_meet_is_named(path: str) -> None:
     flow, x = placed(Meeting(), path), torch.randn(8, 6)
     with pytest.raises(BatchError, match=r"output 'attention' .*chunks=1"):
         flow(x, chunks=2)
-    parts = flow(x, chunks=2, batch_options=BatchOptions(outputs={"attention": "list"}))["attention"]
+    parts = flow(x, chunks=2, batch_options=BatchOptions(outputs={"attention": "list"}))[
+        "attention"
+    ]
     want = [flow(half)["attention"] for half in x.split(4)]
     torch.testing.assert_close(parts, want)
 
@@ -280,13 +308,19 @@ def _spectral() -> nn.Module:
 
 @pytest.mark.parametrize("make", [Codebook, _spectral])
 @pytest.mark.parametrize("path", PATHS)
-def test_statistics_that_buffers_gather_are_those_of_micro_batches(make: Callable[[], nn.Module], path: str) -> None:
-    # As batch normalisation's: what one micro-batch left in a buffer made the next one count as another result.
+def test_statistics_that_buffers_gather_are_those_of_micro_batches(
+    make: Callable[[], nn.Module], path: str
+) -> None:
+    # As batch normalisation's: what one micro-batch left in a buffer made the next one count as
+    # another result.
     torch.manual_seed(0)
     model = Classifier()
     model.body = nn.Sequential(nn.Linear(6, 6), make(), nn.Linear(6, 8))  # type: ignore[assignment]
     whole, x, target = copy.deepcopy(model), torch.randn(8, 6), torch.randn(8, 5)
-    losses = [F.mse_loss(whole(part), goal).detach() for part, goal in zip(x.split(4), target.split(4), strict=True)]
+    losses = [
+        F.mse_loss(whole(part), goal).detach()
+        for part, goal in zip(x.split(4), target.split(4), strict=True)
+    ]
     loss = placed(model, path).train_step(F.mse_loss)(x, target, chunks=2)
     torch.testing.assert_close(loss.to("cpu"), torch.stack(losses).mean())
 
@@ -314,8 +348,11 @@ def test_unequal_numbers_of_ignored_labels_are_refused_or_weighed(path: str) -> 
     model, x, loss_fn = Classifier(), torch.randn(8, 6), _by_hand
     with pytest.raises(BatchError, match=r"BatchOptions\(weigh=f\)"):
         placed(model, path).train_step(loss_fn)(x, UNEQUAL, chunks=2)
-    check_step(model, _ignoring(0), x, UNEQUAL, None, path, chunks=(1, 2, 4))  # seen, as it is torch's own mean
-    check_step(model, loss_fn, x, UNEQUAL, BatchOptions(weigh=lambda _, t: t != 0), path, chunks=(1, 2))
+    # seen, as it is torch's own mean
+    check_step(model, _ignoring(0), x, UNEQUAL, None, path, chunks=(1, 2, 4))
+    check_step(
+        model, loss_fn, x, UNEQUAL, BatchOptions(weigh=lambda _, t: t != 0), path, chunks=(1, 2)
+    )
     check_step(model, loss_fn, x, EQUAL, None, path, chunks=(1, 2))
 
 
@@ -342,7 +379,8 @@ def test_class_weights_of_a_function_are_refused_or_weighed() -> None:
 
     with pytest.raises(BatchError, match="weigh"):
         placed(model).train_step(loss_fn)(x, UNEQUAL, chunks=4)
-    check_step(model, _ignoring(-100, weight), x, UNEQUAL, None)  # seen, as it is torch's own mean
+    # seen, as it is torch's own mean
+    check_step(model, _ignoring(-100, weight), x, UNEQUAL, None)
     check_step(model, loss_fn, x, UNEQUAL, BatchOptions(weigh=lambda _, t: weight[t]))
 
 
@@ -356,14 +394,21 @@ class WithLoss(Classifier):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_model_that_computes_its_own_loss_is_refused_or_weighed(path: str) -> None:
-    model, inputs = WithLoss(), {"x": torch.randn(8, 6), "labels": torch.tensor([0, 0, 0, 1, 2, 3, 4, 1])}
+    model, inputs = (
+        WithLoss(),
+        {"x": torch.randn(8, 6), "labels": torch.tensor([0, 0, 0, 1, 2, 3, 4, 1])},
+    )
     flow = placed(model, path)
     with pytest.raises(BatchError, match="output 'loss'"):
         flow(**inputs, chunks=4)
     options = BatchOptions(weigh=lambda inputs, _: inputs["labels"] != 0)
     got = flow(**inputs, chunks=4, batch_options=options)
-    torch.testing.assert_close(got["loss"].to("cpu"), copy.deepcopy(model).to("cpu")(**inputs)["loss"])
-    loss = flow.train_step(lambda output, _: output["loss"], batch_options=options)(inputs, chunks=4)
+    torch.testing.assert_close(
+        got["loss"].to("cpu"), copy.deepcopy(model).to("cpu")(**inputs)["loss"]
+    )
+    loss = flow.train_step(lambda output, _: output["loss"], batch_options=options)(
+        inputs, chunks=4
+    )
     torch.testing.assert_close(loss.float().to("cpu"), got["loss"].detach().to("cpu"))
 
 
@@ -379,10 +424,17 @@ def test_sequence_first_models_are_refused_and_the_error_names_the_declaration(
     module, ids = model(), torch.randint(9, (length, 4))
     want = module(ids)
     flow = placed(module, path)
-    with pytest.raises(BatchError, match=r"ids along dimension 0.*BatchOptions\(inputs=1\) gives the batch's results"):
+    with pytest.raises(
+        BatchError,
+        match=r"ids along dimension 0.*BatchOptions\(inputs=1\) gives the batch's results",
+    ):
         flow(ids, chunks=2)
-    torch.testing.assert_close(flow(ids, chunks=2, batch_options=BatchOptions(inputs=1)).to("cpu"), want)
-    torch.testing.assert_close(flow(ids, chunks=4, batch_options=BatchOptions(inputs={"ids": 1})).to("cpu"), want)
+    torch.testing.assert_close(
+        flow(ids, chunks=2, batch_options=BatchOptions(inputs=1)).to("cpu"), want
+    )
+    torch.testing.assert_close(
+        flow(ids, chunks=4, batch_options=BatchOptions(inputs={"ids": 1})).to("cpu"), want
+    )
     torch.testing.assert_close(flow(ids, chunks=1).to("cpu"), want)
 
 
@@ -399,14 +451,23 @@ def test_targets_of_sequence_first_models_are_cut_where_their_samples_lie(path: 
     check_step(Tagger(), every, ids, torch.randint(9, (6, 4)), options, path)
     check_step(Tagger(), every, ids[:4], torch.randint(9, (4, 4)), options, path)
     check_step(Tagger(), last, ids, torch.randint(9, (4,)), None, path, chunks=(1,))
-    check_step(Tagger(), every, ids, torch.randint(9, (6, 4)), BatchOptions(inputs={"ids": 1}, target=1), path)
+    check_step(
+        Tagger(),
+        every,
+        ids,
+        torch.randint(9, (6, 4)),
+        BatchOptions(inputs={"ids": 1}, target=1),
+        path,
+    )
 
 
 def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:
     flow = placed(Encoder().eval())
     batches = [torch.randint(9, (6, size)) for size in (4, 3, 5, 2, 6)]
     want = [flow(batch).to("cpu") for batch in batches]
-    for got, expected in zip(flow.stream(batches, batch_options=BatchOptions(inputs=1)), want, strict=True):
+    for got, expected in zip(
+        flow.stream(batches, batch_options=BatchOptions(inputs=1)), want, strict=True
+    ):
         torch.testing.assert_close(got.to("cpu"), expected)
 
 
@@ -420,12 +481,18 @@ def test_a_list_of_images_is_cut_by_its_items_once_declared(frames: int) -> None
     options = BatchOptions(inputs={"images": "items", "targets": "items"})
     want = model(images, targets)
     flow = placed(model)
-    with pytest.raises(BatchError, match=r"inputs=\{'images': 'items', 'targets': 'items'\}\) gives the batch's"):
+    with pytest.raises(
+        BatchError, match=r"inputs=\{'images': 'items', 'targets': 'items'\}\) gives the batch's"
+    ):
         flow.train_step(lambda loss, _: loss)((images, targets), chunks=2)
     for chunks in (1, 2, 4):
-        got = flow.train_step(lambda loss, _: loss, batch_options=options)((images, targets), chunks=chunks)
+        got = flow.train_step(lambda loss, _: loss, batch_options=options)(
+            (images, targets), chunks=chunks
+        )
         torch.testing.assert_close(got.float().to("cpu"), want.detach())
-        torch.testing.assert_close(flow(images, targets, chunks=chunks, batch_options=options).to("cpu"), want)
+        torch.testing.assert_close(
+            flow(images, targets, chunks=chunks, batch_options=options).to("cpu"), want
+        )
     check_step(model, lambda loss, _: loss, (images, targets), None, options)
 
 
@@ -433,7 +500,9 @@ def test_a_list_of_images_is_cut_by_its_items_once_declared(frames: int) -> None
 def test_lists_of_results_are_joined_by_their_items(path: str) -> None:
     model, images = Detector().eval(), _images()
     want = model(images)
-    got = placed(model, path)(images, chunks=4, batch_options=BatchOptions(inputs={"images": "items"}))
+    got = placed(model, path)(
+        images, chunks=4, batch_options=BatchOptions(inputs={"images": "items"})
+    )
     assert [sorted(one) for one in got] == [["box", "size"]] * 4
     torch.testing.assert_close([one["box"].to("cpu") for one in got], [one["box"] for one in want])
 
@@ -444,10 +513,16 @@ def test_a_target_that_is_a_list_of_samples_is_cut_by_its_items() -> None:
 
     def loss_fn(y: Tensor, t: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack(
-            [(one - target["box"].to(one.device)).pow(2).mean() for one, target in zip(y, t, strict=True)]
+            [
+                (one - target["box"].to(one.device)).pow(2).mean()
+                for one, target in zip(y, t, strict=True)
+            ]
         ).mean()
 
-    x, target = torch.randn(4, 6), [{"box": torch.rand(5), "labels": [1] * place} for place in range(4)]
+    x, target = (
+        torch.randn(4, 6),
+        [{"box": torch.rand(5), "labels": [1] * place} for place in range(4)],
+    )
     with pytest.raises(InputError, match="target='items'"):
         placed(Boxes()).train_step(loss_fn)(x, target, chunks=2)
     check_step(Boxes(), loss_fn, x, target, BatchOptions(target="items"))
@@ -495,7 +570,9 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_comparison_leaves_a_noisy_model_as_it_was(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_leaves_a_noisy_model_as_it_was(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = Noisy(), torch.randn(8, 6)
     twin = copy.deepcopy(model)
     flow, unverified = placed(model, path), placed(twin, path)
@@ -519,7 +596,9 @@ def test_user_hooks_do_not_run_in_a_comparison() -> None:
 def test_batches_of_one_kind_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     flow, runs = placed(Classifier()), []
     compared = placer.DataFlow.run_compared
-    monkeypatch.setattr(placer.DataFlow, "run_compared", lambda self, call: runs.append(1) or compared(self, call))
+    monkeypatch.setattr(
+        placer.DataFlow, "run_compared", lambda self, call: runs.append(1) or compared(self, call)
+    )
     for size in (8, 12, 9):
         flow(torch.randn(size, 6), chunks=3)
     assert len(runs) == 3
@@ -531,8 +610,12 @@ def test_batches_of_one_kind_are_compared_once(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("path", PATHS)
 def test_verification_can_be_turned_off(path: str) -> None:
     model, x = VAE(), torch.rand(8, 6)
-    loss = placed(model, path).train_step(elbo, batch_options=BatchOptions(verify=False))(x, x, chunks=4)
-    want = torch.stack([elbo(copy.deepcopy(model).to("cpu")(part), part) for part in x.split(2)]).mean()
+    loss = placed(model, path).train_step(elbo, batch_options=BatchOptions(verify=False))(
+        x, x, chunks=4
+    )
+    want = torch.stack(
+        [elbo(copy.deepcopy(model).to("cpu")(part), part) for part in x.split(2)]
+    ).mean()
     torch.testing.assert_close(loss.float().to("cpu"), want.detach())
 
 
@@ -544,7 +627,12 @@ def test_verification_can_be_turned_off(path: str) -> None:
 def test_a_step_returns_joined_outputs_and_values(path: str, chunks: int) -> None:
     def loss_fn(y: Tensor, t: Tensor) -> tuple[Tensor, dict[str, Any]]:
         right = y.argmax(1) == t
-        values = {"accuracy": right.float().mean(), "right": right.sum(), "right_each": right, "classes": y.shape[1]}
+        values = {
+            "accuracy": right.float().mean(),
+            "right": right.sum(),
+            "right_each": right,
+            "classes": y.shape[1],
+        }
         return F.cross_entropy(y, t), values
 
     model, x, t = Classifier(), torch.randn(10, 6), torch.randint(5, (10,))
@@ -587,7 +675,10 @@ def test_a_loss_that_gives_another_tuple_is_refused() -> None:
     [
         (BatchOptions(inputs={"y": 1}), "names 'y', which is not an input; there are x"),
         (BatchOptions(inputs={"x": 2}), r"dimension 2 of 'x' is the batch; it has shape \(8, 6\)"),
-        (BatchOptions(inputs={"x": "items"}), r"items of 'x' are samples; it is a tensor of shape \(8, 6\)"),
+        (
+            BatchOptions(inputs={"x": "items"}),
+            r"items of 'x' are samples; it is a tensor of shape \(8, 6\)",
+        ),
         ({"inputs": 1}, "batch_options is a dict"),
     ],
 )
@@ -600,7 +691,12 @@ def test_declarations_that_do_not_fit_are_refused_by_name(options: Any, message:
 def test_inputs_of_unlike_batches_are_refused_where_both_are_declared() -> None:
     flow = placed(Towers())
     with pytest.raises(InputError, match=r"'y' has shape \(8, 5\), 8 along dimension 0.*6 samples"):
-        flow(torch.randn(6, 6), torch.randn(8, 5), chunks=2, batch_options=BatchOptions(inputs={"x": 0, "y": 0}))
+        flow(
+            torch.randn(6, 6),
+            torch.randn(8, 5),
+            chunks=2,
+            batch_options=BatchOptions(inputs={"x": 0, "y": 0}),
+        )
 
 
 # Through profile, placement and JSON.
@@ -610,17 +706,27 @@ def test_a_placement_carries_the_declaration_to_its_flow() -> None:
     model, ids = Encoder().eval(), torch.randint(9, (6, 4))
     options = BatchOptions(inputs={"ids": 1}, outputs=1)
     found = placer.profile(
-        model, ids, DEVICES, training=False, progress=False, cache=False, repeats=1, batch_options=options
+        model,
+        ids,
+        DEVICES,
+        training=False,
+        progress=False,
+        cache=False,
+        repeats=1,
+        batch_options=options,
     )
     assert found.batch_size == 4 and found.batch_options == options
     again = placer.Profile.model_validate_json(found.to_json())
-    request = placer.PlacementRequest(profile=again, constraints=placer.Constraints(min_devices=2), chunks=2)
+    request = placer.PlacementRequest(
+        profile=again, constraints=placer.Constraints(min_devices=2), chunks=2
+    )
     placement = placer.Placement.model_validate_json(placer.solve(request).to_json())
     assert placement.batch_options == options
     want = model(ids)
     flow = placer.DataFlow(model, DEVICES)
     flow.update_flow(placement)
-    torch.testing.assert_close(flow(ids).to("cpu"), want)  # in the placement's two micro-batches
+    # in the placement's two micro-batches
+    torch.testing.assert_close(flow(ids).to("cpu"), want)
     flow.undo()
     assert flow.batch_options == BatchOptions()
 

@@ -1,4 +1,5 @@
-"""A batch of one sample after larger ones: torch's captures hold for two samples or more, where code may look at it."""
+"""A batch of one sample after larger ones: torch's captures hold for two samples or more, where
+code may look at it."""
 
 from __future__ import annotations
 

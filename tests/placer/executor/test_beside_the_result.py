@@ -1,4 +1,5 @@
-"""What forward does beside its result: a graph of operations would lose it, so it is written into the graph or refused.
+"""What forward does beside its result: a graph of operations would lose it, so it is written into
+the graph or refused.
 
 Each model is called twice, as what one call leaves behind is what the next one finds.
 """
@@ -29,7 +30,8 @@ class _Base(nn.Module):
 
 
 class ReplacesBuffers(_Base):
-    """An average, and a count, that are other tensors after every call; the old average has a part in the gradient."""
+    """An average, and a count, that are other tensors after every call; the old average has a part
+    in the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,13 +254,23 @@ def test_looking_at_a_model_leaves_nothing_on_it(make: type[nn.Module]) -> None:
     model, reference = twins(make)
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     capture_graph(model, X)
-    assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert before == (
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
     profile(model, X, ["cpu:0", "cpu:1"], repeats=1, cache=False, progress=False)
     for (name, child), whole in zip(model.named_modules(), reference.modules(), strict=True):
-        own = {key: value for key, value in vars(child).items() if not isinstance(value, (dict, torch.Generator))}
+        own = {
+            key: value
+            for key, value in vars(child).items()
+            if not isinstance(value, (dict, torch.Generator))
+        }
         assert own == {key: getattr(whole, key) for key in own}, name
         for key, buffer in child._buffers.items():
-            assert buffer is whole._buffers[key] is None or torch.equal(buffer, whole._buffers[key]), key
+            assert buffer is whole._buffers[key] is None or torch.equal(
+                buffer, whole._buffers[key]
+            ), key
     _seed()
     left = step(model, model, (X,), {})
     _seed()
@@ -289,7 +301,9 @@ def test_a_model_that_fills_a_cache_in_its_first_call_is_captured_in_its_second(
 
         def forward(self, x: Tensor) -> Tensor:
             if x.shape[1] not in self.angles:
-                self.angles[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype, device=x.device).cos()
+                self.angles[x.shape[1]] = torch.arange(
+                    x.shape[1], dtype=x.dtype, device=x.device
+                ).cos()
             return self.third(self.second(self.first(x) * self.angles[x.shape[1]].to(x.device)))
 
     model, reference = twins(Rotates)
@@ -301,7 +315,9 @@ def test_a_model_that_fills_a_cache_in_its_first_call_is_captured_in_its_second(
         assert flow.not_captured_because == ""
 
 
-def test_a_model_that_keeps_a_tensor_in_every_call_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_keeps_a_tensor_in_every_call_is_looked_at_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks = count_captures(monkeypatch)
     model, _ = twins(KeepsItsState)
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
@@ -338,9 +354,12 @@ def _penalty(run: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
 
 
 def test_gradients_of_gradients_cross_devices() -> None:
-    # A copy's backward pass was no part of the graph: a gradient penalty trained half of the model, wrongly.
+    # A copy's backward pass was no part of the graph: a gradient penalty trained half of the model,
+    # wrongly.
     model, reference = twins(
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)
+        )
     )
     with logical_devices(3):
         flow = DataFlow(model)
@@ -354,11 +373,14 @@ def test_gradients_of_gradients_cross_devices() -> None:
 
 
 def test_a_model_that_differentiates_inside_is_split() -> None:
-    # The tensor that was differentiated by was moved first: its copy has no part in what was differentiated.
+    # The tensor that was differentiated by was moved first: its copy has no part in what was
+    # differentiated.
     class Relaxes(_Base):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            (slope,) = torch.autograd.grad(torch.tanh(self.second(y)).pow(2).sum(), y, create_graph=True)
+            (slope,) = torch.autograd.grad(
+                torch.tanh(self.second(y)).pow(2).sum(), y, create_graph=True
+            )
             return self.third(y - 0.1 * slope)
 
     model, reference = twins(Relaxes)

@@ -72,7 +72,10 @@ def test_a_graph_with_another_result_is_not_used_and_the_reason_names_the_output
     with logical_devices(2):
         flow = _flow(model)
         torch.testing.assert_close(flow(x)["y"].cpu(), want)
-        assert "its graph gives other results than the model: output ['y'] is" in flow.not_captured_because
+        assert (
+            "its graph gives other results than the model: output ['y'] is"
+            in flow.not_captured_because
+        )
 
 
 def test_a_graph_with_other_gradients_is_not_used_in_training() -> None:
@@ -82,7 +85,9 @@ def test_a_graph_with_other_gradients_is_not_used_in_training() -> None:
     with logical_devices(2):
         flow = _flow(model)
         step = flow.train_step(lambda y, _: y.square().mean())
-        with pytest.warns(UserWarning, match=r"another gradient than the model: that of 'first\.weight' has"):
+        with pytest.warns(
+            UserWarning, match=r"another gradient than the model: that of 'first\.weight' has"
+        ):
             step(x, chunks=2)
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
@@ -110,7 +115,8 @@ def test_a_model_with_noise_is_captured_and_left_as_it_was() -> None:
         state = torch.get_rng_state()
         flow(x)
         assert flow.not_captured_because == ""
-    assert model.calls == 0 and model.norm.num_batches_tracked == 1  # a graph does not count calls
+    # a graph does not count calls
+    assert model.calls == 0 and model.norm.num_batches_tracked == 1
     torch.set_rng_state(state)
     torch.randn_like(x)
     assert not any(one.grad is not None for one in model.parameters())
@@ -120,7 +126,9 @@ def test_each_capture_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
     original = placer.DataFlow.compare_capture
     monkeypatch.setattr(
-        placer.DataFlow, "compare_capture", lambda self, *args: compared.append(args) or original(self, *args)
+        placer.DataFlow,
+        "compare_capture",
+        lambda self, *args: compared.append(args) or original(self, *args),
     )
     with logical_devices(2):
         flow = _flow(Linears())

@@ -1,4 +1,5 @@
-"""Calls inside ``flow.applied()`` go through hooks until they have taken as long there as a capture takes."""
+"""Calls inside ``flow.applied()`` go through hooks until they have taken as long there as a capture
+takes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from placer.executor.capture_delay import Waiting
 def test_a_model_is_captured_when_its_calls_have_taken_as_long_on_hooks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, captures: int
 ) -> None:
-    """Tokens then come one capture in all, as it is known by then that lengths vary; the prompt waits for its own."""
+    """Tokens then come one capture in all, as it is known by then that lengths vary; the prompt
+    waits for its own."""
     model, reference = twins(CASES["LlamaForCausalLM"].make, training=False)
     flow = DataFlow(model, ["cpu:0", "cpu:1"], fine_grained=True)
     scatter_layers(flow, 2)
@@ -27,7 +29,9 @@ def test_a_model_is_captured_when_its_calls_have_taken_as_long_on_hooks(
     with flow.applied():
         for _ in range(2):
             found = model.generate(ids, max_new_tokens=5, pad_token_id=0)
-            assert found.tolist() == reference.generate(ids, max_new_tokens=5, pad_token_id=0).tolist()
+            assert (
+                found.tolist() == reference.generate(ids, max_new_tokens=5, pad_token_id=0).tolist()
+            )
             assert len(made) == captures
     flow(ids)  # waits for nothing
     assert len(made) == captures + 1

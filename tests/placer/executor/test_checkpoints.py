@@ -37,7 +37,9 @@ class _Block(nn.Module):
 class _Checkpointed(nn.Module):
     """Blocks that the user lets run again in the backward pass."""
 
-    def __init__(self, reentrant: bool | None = False, dropout: float = 0.0, blocks: int = 3) -> None:
+    def __init__(
+        self, reentrant: bool | None = False, dropout: float = 0.0, blocks: int = 3
+    ) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.blocks = nn.ModuleList(_Block(dropout) for _ in range(blocks))
@@ -47,7 +49,11 @@ class _Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.first(x))
         for block in self.blocks:
-            x = x + (block(x) if self._reentrant is None else checkpoint(block, x, use_reentrant=self._reentrant))
+            x = x + (
+                block(x)
+                if self._reentrant is None
+                else checkpoint(block, x, use_reentrant=self._reentrant)
+            )
         result: Tensor = self.last(x)
         return result
 
@@ -83,7 +89,9 @@ def test_steps_equal_the_unsplit_models(
 ) -> None:
     both = kept(reentrant)
     model, whole = both.model, both.reference
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole)
+    )
     inputs, target = _batch()
     with logical_devices(3), both.flow(fine_grained=fine) as flow:
         step = _place(flow).train_step(functional.mse_loss, ours, schedule)
@@ -98,7 +106,9 @@ def test_steps_equal_the_unsplit_models(
         theirs.step()
         torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(
+            model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name
+        )
 
 
 def test_a_call_of_the_flow_keeps_to_checkpoints_too() -> None:
@@ -109,7 +119,11 @@ def test_a_call_of_the_flow_keeps_to_checkpoints_too() -> None:
     with logical_devices(3):
         flow = _flow(model)
         flow(inputs).pow(2).sum().backward()
-        assert any(isinstance(part, CheckpointedSegment) for _, parts in flow._plans.values() for part in parts)
+        assert any(
+            isinstance(part, CheckpointedSegment)
+            for _, parts in flow._plans.values()
+            for part in parts
+        )
     whole(inputs).pow(2).sum().backward()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
@@ -126,15 +140,20 @@ def test_dropout_is_the_same_in_both_passes(schedule: Order) -> None:
             step = _flow(model).train_step(functional.mse_loss, schedule=schedule)
             torch.manual_seed(2)
             losses.append([step(*_batch(), chunks=4).cpu() for _ in range(2)])
-        gradients.append([parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None])
+        gradients.append(
+            [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        )
     torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=0)
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-12)
 
 
 def _most_alive(reentrant: bool | None, schedule: Order) -> int:
-    """How many inner activations are alive at once in a step of 8 micro-batches through 6 blocks on 2 devices."""
+    """How many inner activations are alive at once in a step of 8 micro-batches through 6 blocks on
+    2 devices."""
     model = _Checkpointed(reentrant, blocks=6).double()
-    step = _flow(model, 2, device_ids=["cpu:0", "cpu:1"]).train_step(functional.mse_loss, schedule=schedule)
+    step = _flow(model, 2, device_ids=["cpu:0", "cpu:1"]).train_step(
+        functional.mse_loss, schedule=schedule
+    )
     inputs, target = _batch(16)
     step(inputs, target, chunks=8)
     gc.collect()
@@ -150,7 +169,8 @@ def test_what_a_checkpoint_lets_go_is_not_kept(schedule: Order) -> None:
 
 
 class _Overwriting(nn.Module):
-    """Parts of a checkpoint write in place to what the one before made, as ``ReLU(inplace=True)`` does."""
+    """Parts of a checkpoint write in place to what the one before made, as ``ReLU(inplace=True)``
+    does."""
 
     def __init__(self, normalises: bool = False, beside: bool = False) -> None:
         super().__init__()
@@ -169,7 +189,9 @@ class _Overwriting(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("options", [{}, {"normalises": True}, {"beside": True}], ids=["", "norm", "beside"])
+@pytest.mark.parametrize(
+    "options", [{}, {"normalises": True}, {"beside": True}], ids=["", "norm", "beside"]
+)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("fine", [True, False])
 def test_parts_of_a_checkpoint_that_overwrite_what_they_read_train_as_in_the_unsplit_model(
@@ -188,6 +210,8 @@ def test_parts_of_a_checkpoint_that_overwrite_what_they_read_train_as_in_the_uns
         model.zero_grad()
         functional.mse_loss(flow(inputs), target.to(flow.output_device)).backward()
     assert flow.not_captured_because == ""
-    for parameter, one, expected in zip(model.parameters(), stepped, reference.parameters(), strict=True):
+    for parameter, one, expected in zip(
+        model.parameters(), stepped, reference.parameters(), strict=True
+    ):
         torch.testing.assert_close(one, expected.grad, atol=1e-10, rtol=1e-10)
         torch.testing.assert_close(parameter.grad, expected.grad, atol=1e-10, rtol=1e-10)

@@ -1,4 +1,5 @@
-"""What a checkpoint runs again in a backward pass runs where it ran before, with or without ``flow.applied()``."""
+"""What a checkpoint runs again in a backward pass runs where it ran before, with or without
+``flow.applied()``."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Own(torch.autograd.Function):
     """A checkpoint as repositories of diffusion models have it."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(x, *parameters)
         with torch.no_grad():
@@ -91,7 +94,11 @@ def _of_method(model: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
 
 def _of_parts(model: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
     h = checkpoint(model.down, x, use_reentrant=reentrant) + x[:, :6]
-    return (checkpoint(lambda h: model.up(h) * model.scale + h.mean(), h, use_reentrant=reentrant)).pow(2).sum()
+    return (
+        (checkpoint(lambda h: model.up(h) * model.scale + h.mean(), h, use_reentrant=reentrant))
+        .pow(2)
+        .sum()
+    )
 
 
 def _of_model(model: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
@@ -107,9 +114,13 @@ def _of_own(model: nn.Module, x: Tensor, _: bool) -> Tensor:
 @pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("loss", [_of_method, _of_parts, _of_model, _of_own])
 def test_gradients_through_checkpoints_of_the_callers_are_the_unsplit_models(
-    loss: Callable[[nn.Module, Tensor, bool], Tensor], is_inside: bool, reentrant: bool, make: type[Coder]
+    loss: Callable[[nn.Module, Tensor, bool], Tensor],
+    is_inside: bool,
+    reentrant: bool,
+    make: type[Coder],
 ) -> None:
-    # Operations between modules met tensors of two devices, or the model ran as if it had not been split.
+    # Operations between modules met tensors of two devices, or the model ran as if it had not been
+    # split.
     for seed in range(3):
         model, reference = twins(make)
         x, y = _leaf(), _leaf()
@@ -126,12 +137,14 @@ def test_gradients_through_checkpoints_of_the_callers_are_the_unsplit_models(
 
 
 def test_an_operation_runs_again_on_the_device_that_it_ran_on() -> None:
-    """Which one that is depends on the module before, and a checkpoint refuses to run anything elsewhere."""
+    """Which one that is depends on the module before, and a checkpoint refuses to run anything
+    elsewhere."""
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         up = model.up(model.down(x))
         product = checkpoint(lambda a, b: (a * b).tanh() * a, x, up, use_reentrant=False)
-        return product.sum() + model.down(x).mean()  # the latest module is another in the backward pass
+        # the latest module is another in the backward pass
+        return product.sum() + model.down(x).mean()
 
     model, reference = twins(Coder)
     x, y = _leaf(), _leaf()
@@ -173,8 +186,8 @@ class _Biased(nn.Module):
 
 
 def test_what_runs_again_is_told_the_device_of_a_tensor() -> None:
-    # A backward pass leaves torch's function modes: the device was a bare cpu, the bias was moved from the host, and so
-    # its gradient was moved back there.
+    # A backward pass leaves torch's function modes: the device was a bare cpu, the bias was moved
+    # from the host, and so its gradient was moved back there.
     model, reference = twins(_Biased)
     x, y = _leaf(), _leaf()
     reference(y).pow(2).sum().backward()
@@ -187,9 +200,12 @@ def test_what_runs_again_is_told_the_device_of_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("make", [Coder, Asks])
-def test_a_checkpoint_may_run_the_flow_itself(make: type[Coder], monkeypatch: pytest.MonkeyPatch) -> None:
-    # What capturing saved for a backward pass of its own counted as the checkpoint's, and the error by which it ends
-    # what it runs again was told as a segment's, or had a model captured anew that cannot be.
+def test_a_checkpoint_may_run_the_flow_itself(
+    make: type[Coder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What capturing saved for a backward pass of its own counted as the checkpoint's, and the error
+    # by which it ends what it runs again was told as a segment's, or had a model captured anew that
+    # cannot be.
     model, reference = twins(make)
     made = count_captures(monkeypatch)
     with logical_devices(3):
@@ -204,7 +220,9 @@ def test_a_checkpoint_may_run_the_flow_itself(make: type[Coder], monkeypatch: py
 
 @pytest.mark.parametrize("loss", [_of_method, _of_model])
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_the_threads_of_autograd_wait_for_nobody(loss: Callable[..., Tensor], is_inside: bool) -> None:
+def test_the_threads_of_autograd_wait_for_nobody(
+    loss: Callable[..., Tensor], is_inside: bool
+) -> None:
     """Each GPU has one; the thread that holds the flow waits for them."""
     model, reference = twins(Coder)
     x, y = _leaf(), _leaf()
@@ -244,18 +262,28 @@ def test_nothing_is_left_on_a_model_whose_backward_pass_is_to_come() -> None:
             result = _of_method(model, x, False)
             with torch.no_grad():
                 model.down(X)
-        assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+        assert not any(
+            child._forward_hooks or child._forward_pre_hooks for child in model.modules()
+        )
         result.backward()
-        assert not any(child._forward_hooks or child._forward_pre_hooks for child in model.modules())
+        assert not any(
+            child._forward_hooks or child._forward_pre_hooks for child in model.modules()
+        )
         _assert_close(_gradients(model, x), _gradients(reference, y))
 
 
 def test_checkpoints_are_torchs_own_again_afterwards() -> None:
-    was = torch.utils.checkpoint.CheckpointFunction.apply, vars(torch.utils.checkpoint)["checkpoint"]
+    was = (
+        torch.utils.checkpoint.CheckpointFunction.apply,
+        vars(torch.utils.checkpoint)["checkpoint"],
+    )
     model, _ = twins(Coder)
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.update_flow()
     with flow.applied():
         functional.mse_loss(checkpoint(model.mixed, _leaf(), use_reentrant=True), X).backward()
     assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
-    assert was == (torch.utils.checkpoint.CheckpointFunction.apply, vars(torch.utils.checkpoint)["checkpoint"])
+    assert was == (
+        torch.utils.checkpoint.CheckpointFunction.apply,
+        vars(torch.utils.checkpoint)["checkpoint"],
+    )

@@ -37,7 +37,9 @@ def test_chunks_equal_an_unsplit_run_of_the_same_micro_batches(chunks: int, trai
     expected = torch.cat([reference(part)["y"] for part in X.tensor_split(chunks)])
     expected.pow(2).sum().backward()
     assert result["size"] == 3
-    torch.testing.assert_close(result["y"].detach().cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        result["y"].detach().cpu(), expected.detach(), atol=1e-10, rtol=1e-10
+    )
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-10, rtol=1e-10)
     for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
@@ -65,13 +67,17 @@ class _OfOneSizeInTheEnd(_OfOneSize):
 
 
 @pytest.mark.parametrize("make", [_OfOneSize, _OfOneSizeInTheEnd])
-def test_results_of_a_model_whose_graph_holds_for_one_size_are_joined(make: type[nn.Module]) -> None:
+def test_results_of_a_model_whose_graph_holds_for_one_size_are_joined(
+    make: type[nn.Module],
+) -> None:
     model, reference = twins(make, training=False)
     with logical_devices(2):
         flow = DataFlow(model)
         scatter_layers(flow, 2)
         if make is _OfOneSize:
-            with pytest.raises(BatchError, match="the result of a batch is not what its micro-batches give"):
+            with pytest.raises(
+                BatchError, match="the result of a batch is not what its micro-batches give"
+            ):
                 flow(X, chunks=2)
         result = flow(X, chunks=2, batch_options=BatchOptions(verify=make is not _OfOneSize))
     assert not flow.not_captured_because
@@ -85,9 +91,14 @@ def test_a_step_says_that_a_smaller_last_micro_batch_would_have_another_graph() 
         flow = DataFlow(model)
         scatter_layers(flow, 2)
         step = flow.train_step(nn.functional.mse_loss, batch_options=BatchOptions(verify=False))
-        with pytest.warns(UserWarning, match="2 of 4, not 3; a batch whose size 3 divides keeps them"):
+        with pytest.warns(
+            UserWarning, match="2 of 4, not 3; a batch whose size 3 divides keeps them"
+        ):
             loss = step(inputs, target, chunks=3)
-    expected = [nn.functional.mse_loss(reference(x), y) for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+    expected = [
+        nn.functional.mse_loss(reference(x), y)
+        for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)
+    ]
     torch.testing.assert_close(loss.cpu(), torch.stack(expected).mean())
 
 
@@ -97,7 +108,9 @@ def test_a_batch_smaller_than_chunks_makes_fewer_micro_batches() -> None:
         flow = DataFlow(model)
         scatter_layers(flow, 2)
         y = flow(X[:3], chunks=8)["y"]
-    torch.testing.assert_close(y.detach().cpu(), reference(X[:3])["y"].detach(), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        y.detach().cpu(), reference(X[:3])["y"].detach(), atol=1e-10, rtol=1e-10
+    )
 
 
 def test_a_loss_that_is_a_mean_is_averaged_over_the_samples() -> None:
@@ -125,7 +138,9 @@ class Beside(Model):
 
 
 @pytest.mark.parametrize("constant", [lambda _: torch.tensor(4096), lambda _: 2 * torch.arange(3)])
-def test_a_constant_that_every_micro_batch_returns_is_returned(constant: Callable[[Tensor], Tensor]) -> None:
+def test_a_constant_that_every_micro_batch_returns_is_returned(
+    constant: Callable[[Tensor], Tensor],
+) -> None:
     # As the size of a sliding window is, which caches of transformers have in a tensor.
     with logical_devices(2):
         flow = DataFlow(Beside(constant).double().eval())
@@ -153,7 +168,11 @@ def test_a_constant_that_every_micro_batch_returns_is_returned(constant: Callabl
 def test_counts_and_sizes_among_the_results_are_those_of_the_batch(
     beside: Callable[[Tensor], Any], chunks: int, is_hooked: bool
 ) -> None:
-    model = Beside(lambda x: beside(x if not is_hooked or bool(x.sum() < 100) else x * 2)).double().eval()
+    model = (
+        Beside(lambda x: beside(x if not is_hooked or bool(x.sum() < 100) else x * 2))
+        .double()
+        .eval()
+    )
     with logical_devices(2):
         flow = DataFlow(model)
         scatter_layers(flow, 2)
@@ -174,7 +193,9 @@ def test_a_number_that_those_of_micro_batches_do_not_tell_is_refused() -> None:
         flow = DataFlow(Beside(lambda x: x.shape[0] + 1).double().eval())
         scatter_layers(flow, 2)
         assert flow(X)["beside"] == 9
-        with pytest.raises(BatchError, match="output 'beside' of a batch is not what its micro-batches give: 9 and"):
+        with pytest.raises(
+            BatchError, match="output 'beside' of a batch is not what its micro-batches give: 9 and"
+        ):
             flow(X, chunks=2)
 
 
@@ -184,7 +205,9 @@ def test_what_holds_for_large_micro_batches_alone_is_seen_anew_for_each_size() -
         scatter_layers(flow, 2)
         assert flow(X, chunks=2)["beside"] == 8
         for _ in range(2):
-            with pytest.raises(BatchError, match="output 'beside' of a batch is not what its micro-batches give"):
+            with pytest.raises(
+                BatchError, match="output 'beside' of a batch is not what its micro-batches give"
+            ):
                 flow(X, chunks=4)
 
 
@@ -204,12 +227,18 @@ def test_numbers_that_an_object_among_the_results_keeps_are_left_as_they_are() -
 @pytest.mark.parametrize(("segments", "chunks"), [(1, 1), (3, 1), (1, 4), (3, 5), (5, 2)])
 def test_the_clock_issues_every_pair_once_after_what_it_needs(segments: int, chunks: int) -> None:
     issued = list(clock(segments, chunks))
-    assert sorted(issued) == [(segment, chunk) for segment in range(segments) for chunk in range(chunks)]
+    assert sorted(issued) == [
+        (segment, chunk) for segment in range(segments) for chunk in range(chunks)
+    ]
     for segment, chunk in issued:
         if segment:
             assert issued.index((segment - 1, chunk)) < issued.index((segment, chunk))
 
 
-@pytest.mark.parametrize(("batch", "chunks", "sizes"), [(8, 3, [3, 3, 2]), (2, 5, [1, 1]), (7, 1, [7]), (0, 2, [0])])
-def test_sizes_of_micro_batches_differ_by_one_at_most(batch: int, chunks: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "chunks", "sizes"), [(8, 3, [3, 3, 2]), (2, 5, [1, 1]), (7, 1, [7]), (0, 2, [0])]
+)
+def test_sizes_of_micro_batches_differ_by_one_at_most(
+    batch: int, chunks: int, sizes: list[int]
+) -> None:
     assert even_sizes(batch, chunks) == sizes

@@ -31,7 +31,9 @@ def test_layer_gpus_names_the_leaves_when_fine_grained() -> None:
 
 
 @pytest.mark.parametrize("place", [2, "2", "cpu:2", torch.device("cpu", 2)])
-def test_a_device_is_given_as_an_index_a_string_or_a_torch_device(place: int | str | torch.device) -> None:
+def test_a_device_is_given_as_an_index_a_string_or_a_torch_device(
+    place: int | str | torch.device,
+) -> None:
     model = Model().double()
     with logical_devices(3):
         placed(model, head=place)(X)
@@ -70,7 +72,10 @@ def test_parameters_and_buffers_keep_their_identity() -> None:
         flow = placed(model, stem=1, body=2)
         flow(X).sum().backward()
         flow.undo()
-    assert all(ours is theirs for ours, theirs in zip(before, [*model.parameters(), *model.buffers()], strict=True))
+    assert all(
+        ours is theirs
+        for ours, theirs in zip(before, [*model.parameters(), *model.buffers()], strict=True)
+    )
 
 
 def test_undo_brings_state_gradients_flags_and_the_map_back() -> None:
@@ -125,7 +130,9 @@ def test_switching_a_part_of_the_model_to_eval_is_seen() -> None:
         model.body.eval()
         reference(X)
         reference.body.eval()
-        torch.testing.assert_close(flow(X).detach().cpu(), reference(X).detach(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            flow(X).detach().cpu(), reference(X).detach(), atol=1e-6, rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("sizes", [(6, 1, 3, 6), (1, 4), (2, 5)])
@@ -134,12 +141,16 @@ def test_batches_of_another_size_run(sizes: tuple[int, ...]) -> None:
     with logical_devices(3):
         flow = placed(model, stem=1, head=2)
         for size in sizes:
-            assert_same(step(flow, model, (X[:size],), {}), step(reference, reference, (X[:size],), {}))
+            assert_same(
+                step(flow, model, (X[:size],), {}), step(reference, reference, (X[:size],), {})
+            )
 
 
 def test_batches_of_a_data_loader_run() -> None:
     model, reference = twins(Model, training=False)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, torch.arange(6)), batch_size=4)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(X, torch.arange(6)), batch_size=4
+    )
     with logical_devices(3):
         flow = placed(model, stem=1, head=2)
         results = [flow(x).detach().cpu() for x, _ in loader]
@@ -166,7 +177,9 @@ def test_a_placement_sets_the_map_the_granularity_and_the_chunks() -> None:
     with logical_devices(3):
         flow = DataFlow(model)
         flow.update_flow(placement)
-        assert list(flow.layer_gpus.items()) == [(name, index % 3) for index, name in enumerate(layers)]
+        assert list(flow.layer_gpus.items()) == [
+            (name, index % 3) for index, name in enumerate(layers)
+        ]
         assert flow.chunks == 3
         assert_same(step(flow, model, (X,), {}), step(reference, reference, (X,), {}), atol=1e-10)
         flow.update_flow(placement.model_dump())
@@ -176,7 +189,9 @@ def test_a_placement_sets_the_map_the_granularity_and_the_chunks() -> None:
 
 
 def _unharmed(flow: DataFlow, reference: nn.Module) -> None:
-    torch.testing.assert_close(flow(X).detach().cpu(), reference(X).detach(), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        flow(X).detach().cpu(), reference(X).detach(), atol=1e-10, rtol=1e-10
+    )
 
 
 def test_an_unknown_layer_is_named_and_nothing_moves() -> None:
@@ -216,7 +231,9 @@ def test_an_infeasible_placement_is_refused_with_its_reason() -> None:
 
 def test_a_placement_of_another_model_is_refused_and_leaves_the_map() -> None:
     model, reference = twins(Model, training=False)
-    placement = Placement(status="optimal", objective="throughput", layer_devices={"features.0": "cpu:0"})
+    placement = Placement(
+        status="optimal", objective="throughput", layer_devices={"features.0": "cpu:0"}
+    )
     with logical_devices(2):
         flow = placed(model, head=1)
         with pytest.raises(PlacementError, match=r"features\.0"):
@@ -269,7 +286,9 @@ def test_an_error_of_the_model_leaves_the_flow_usable() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_model_that_somebody_else_moved_is_where_it_belongs_in_the_next_call(chunks: int) -> None:
-    model, reference = twins(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), training=False)
+    model, reference = twins(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), training=False
+    )
     x = torch.randn(6, 4, dtype=torch.float64)
     with logical_devices(3), torch.no_grad():
         one, other = DataFlow(model), DataFlow(model)
@@ -310,7 +329,11 @@ def test_a_model_of_another_dtype_is_captured_anew() -> None:
 class _HasConstants(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.root = nn.Linear(4, 5), nn.Linear(5, 3), nn.Parameter(torch.ones(5))
+        self.first, self.last, self.root = (
+            nn.Linear(4, 5),
+            nn.Linear(5, 3),
+            nn.Parameter(torch.ones(5)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.tensor([1.0, 2.0, 3.0], dtype=x.dtype, device=x.device)
@@ -351,7 +374,9 @@ def test_inputs_made_in_inference_mode_are_captured_and_written_to_as_others() -
 
 def test_what_a_map_does_not_name_goes_where_its_empty_name_says() -> None:
     model = nn.Sequential(
-        OrderedDict(a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), c=nn.Linear(4, 2))
+        OrderedDict(
+            a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), c=nn.Linear(4, 2)
+        )
     )
     expected = model(torch.ones(3, 4))
     with logical_devices(3):
@@ -384,7 +409,10 @@ def test_modules_below_a_child_stay_where_a_map_puts_them(around: dict[str, int]
         flow.update_flow()
         torch.testing.assert_close(flow(torch.ones(3, 4)).cpu(), expected)
         places = [str(devices.location(layer.weight)) for layer in (*body, model.head)]
-        assert places == ["cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:1"] and not flow.not_captured_because
+        assert (
+            places == ["cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:1"]
+            and not flow.not_captured_because
+        )
         flow.layer_gpus.clear()
         flow.layer_gpus.update(body=1, head=0)
         flow.update_flow()

@@ -1,4 +1,5 @@
-"""The proof that the test bench works: leave out any one transfer of a run, forwards or backwards, and it raises."""
+"""The proof that the test bench works: leave out any one transfer of a run, forwards or backwards,
+and it raises."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class Refused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.norm = (*(nn.Linear(4, 4) for _ in range(3)), nn.LayerNorm(4))
+        self.first, self.second, self.third, self.norm = (
+            *(nn.Linear(4, 4) for _ in range(3)),
+            nn.LayerNorm(4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -44,7 +48,8 @@ MODELS = {
         lambda: DiffusionUNet(channels=8, levels=1),
         (torch.randn(1, 3, 4, 4, dtype=torch.float64), torch.tensor([3])),
     ),
-    # Its tied weight is moved to the head's device in every run, and the gradient lands on a Parameter elsewhere.
+    # Its tied weight is moved to the head's device in every run, and the gradient lands on a
+    # Parameter elsewhere.
     "tied": (TiedTokens, (torch.tensor([[1, 2, 3], [0, 5, 2]]),)),
     "through hooks": (Refused, (torch.randn(6, 4, dtype=torch.float64),)),
 }
@@ -85,7 +90,9 @@ class _OneWay(torch.autograd.Function):
     """A transfer whose way back was forgotten."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copy: Callable[..., Tensor], target: torch.device) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, copy: Callable[..., Tensor], target: torch.device
+    ) -> Tensor:
         return copy(tensor, target)
 
     @staticmethod
@@ -105,7 +112,8 @@ def _flow(name: str) -> tuple[DataFlow, Inputs]:
     model, _ = twins(make)
     flow = DataFlow(model, fine_grained=True)
     scatter_layers(flow, 4, seed=3)
-    flow(*inputs)  # captured, and the root's own state settled, so that what follows is transfers of a run alone
+    # captured, and the root's own state settled, so that what follows is transfers of a run alone
+    flow(*inputs)
     return flow, inputs
 
 
@@ -113,7 +121,10 @@ def _train(flow: DataFlow, inputs: Inputs) -> None:
     flow.zero_grad()
     outputs = flatten(flow(*inputs))[0]
     targets = [devices.copy(torch.zeros_like(output), flow.output_device) for output in outputs]
-    sum(nn.functional.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True)).backward()
+    sum(
+        nn.functional.mse_loss(output, target)
+        for output, target in zip(outputs, targets, strict=True)
+    ).backward()
 
 
 def _caught(run: Callable[[], None]) -> bool:
@@ -136,7 +147,9 @@ def test_a_run_with_all_its_transfers_equals_the_unsplit_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_forgotten_transfer_forwards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_forgotten_transfer_forwards_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with logical_devices(4):
         flow, inputs = _flow(name)
         with _counted(monkeypatch, every := _Transfers()):
@@ -151,12 +164,16 @@ def test_every_forgotten_transfer_forwards_is_caught(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_forgotten_transfer_backwards_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_forgotten_transfer_backwards_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with logical_devices(4):
         flow, inputs = _flow(name)
         with _counted(monkeypatch, every := _Transfers()):
             _train(flow, inputs)
-        numbers = [number for number, differentiable in enumerate(every.backwards) if differentiable]
+        numbers = [
+            number for number, differentiable in enumerate(every.backwards) if differentiable
+        ]
         assert len(numbers) >= 2
         missed = []
         for number in numbers:
@@ -194,7 +211,9 @@ def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradie
             return True
         found = [parameter.grad for parameter in model.parameters()]
         return not all(
-            torch.allclose(one.cpu(), other) for one, other in zip(found, expected, strict=True) if other is not None
+            torch.allclose(one.cpu(), other)
+            for one, other in zip(found, expected, strict=True)
+            if other is not None
         )
 
     with logical_devices(3):

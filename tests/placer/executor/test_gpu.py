@@ -1,4 +1,5 @@
-"""On real GPUs, all that are there: the model list under random maps, optimizer steps, and where the memory is."""
+"""On real GPUs, all that are there: the model list under random maps, optimizer steps, and where
+the memory is."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"]
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """No TF32, no algorithm chosen by timing: the same operation gives the same result on every device."""
-    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = False
+    """No TF32, no algorithm chosen by timing: the same operation gives the same result on every
+    device."""
+    before = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+        torch.backends.cudnn.benchmark
+    ) = False
     torch.backends.cudnn.deterministic = True
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
+    (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+    ) = before
     torch.backends.cudnn.deterministic = False
     torch.backends.cudnn.enabled = True
 
@@ -53,7 +65,8 @@ def _on_gpu(nest: object, device: str = "cuda:0") -> object:
 @pytest.mark.parametrize("case", [*SMALL, *LANGUAGE, *VISION], ids=str)
 def test_split_equals_unsplit(case: Case, training: bool, devices: int) -> None:
     if case.name.startswith("lstm") and not training:
-        torch.backends.cudnn.enabled = False  # cuDNN has no backward pass of an LSTM in eval mode, unsplit either
+        # cuDNN has no backward pass of an LSTM in eval mode, unsplit either
+        torch.backends.cudnn.enabled = False
     model, reference = twins(lambda: without_dropout(case.make()), training)
     args, kwargs = _on_gpu(converted(case.inputs(training), torch.float64))
     whole = step(reference.cuda(), reference, args, kwargs)
@@ -62,7 +75,8 @@ def test_split_equals_unsplit(case: Case, training: bool, devices: int) -> None:
         flow = DataFlow(model, fine_grained=fine_grained)
         scatter_layers(flow, devices, seed)
         split = step(flow, model, args, kwargs)
-        # torch.export gives the state of a cuDNN LSTM a dimension too many, so handing it on cannot be captured.
+        # torch.export gives the state of a cuDNN LSTM a dimension too many, so handing it on cannot
+        # be captured.
         assert flow.not_captured_because == "" or case.name == "lstm_stacked"
         flow.undo()
         assert {tensor.device.type for tensor in named_state(model).values()} <= {"cpu"}
@@ -136,7 +150,9 @@ def test_chunks_equal_the_unsplit_model(chunks: int, devices: int) -> None:
     x = torch.randn(10, 16, dtype=torch.float64)
     flow = DataFlow(model, fine_grained=True)
     scatter_layers(flow, devices)
-    torch.testing.assert_close(flow(x, chunks=chunks).detach().cpu(), reference(x).detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        flow(x, chunks=chunks).detach().cpu(), reference(x).detach(), atol=1e-9, rtol=1e-9
+    )
 
 
 def test_clones_switch_between_maps_on_the_devices(devices: int) -> None:

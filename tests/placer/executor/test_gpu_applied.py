@@ -19,8 +19,12 @@ from placer import DataFlow
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
-@pytest.mark.parametrize("ways", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "ways", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}]
+)
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
+)
 def test_generate_gives_what_it_gives_unsplit(name: str, ways: dict[str, Any]) -> None:
     if name.startswith("T5") and "cache_implementation" in ways:
         pytest.skip("transformers itself makes no such cache for it")
@@ -30,7 +34,9 @@ def test_generate_gives_what_it_gives_unsplit(name: str, ways: dict[str, Any]) -
     flow = DataFlow(model, fine_grained=True)
     scatter_layers(flow, torch.cuda.device_count())
     for length in (5, 8, 5):
-        ids = torch.randint(2, 50, (2, length), generator=torch.Generator().manual_seed(length)).cuda(0)
+        ids = torch.randint(
+            2, 50, (2, length), generator=torch.Generator().manual_seed(length)
+        ).cuda(0)
         options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **ways}
         expected = whole.generate(ids, **options)
         with flow.applied():
@@ -76,7 +82,9 @@ def _places(model: nn.Module) -> list[torch.device]:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("alone", [False, True], ids=["all GPUs", "the first GPU"])
-def test_transformers_trainer_neither_moves_nor_wraps_a_placed_model(tmp_path: Path, alone: bool) -> None:
+def test_transformers_trainer_neither_moves_nor_wraps_a_placed_model(
+    tmp_path: Path, alone: bool
+) -> None:
     pytest.importorskip("accelerate")
     found = transformers()
     torch.manual_seed(0)
@@ -85,9 +93,14 @@ def test_transformers_trainer_neither_moves_nor_wraps_a_placed_model(tmp_path: P
     scatter_layers(flow, 1 if alone else torch.cuda.device_count())
     data = [{"input_ids": (ids := torch.randint(2, 40, (6,))), "labels": ids} for _ in range(8)]
     options = {"max_steps": 3, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    before, weights = _places(model), [parameter.detach().clone() for parameter in model.parameters()]
+    before, weights = (
+        _places(model),
+        [parameter.detach().clone() for parameter in model.parameters()],
+    )
     with flow.applied() as placed:
-        trainer = found.Trainer(placed, found.TrainingArguments(str(tmp_path), **options), train_dataset=data)
+        trainer = found.Trainer(
+            placed, found.TrainingArguments(str(tmp_path), **options), train_dataset=data
+        )
         trainer.train()
         assert trainer.model_wrapped is model
     assert _places(model) == before
@@ -105,7 +118,9 @@ def test_an_accelerator_neither_moves_nor_wraps_a_placed_model(last: int) -> Non
     before = _places(model)
     with flow.applied() as placed:
         accelerator = accelerate.Accelerator()
-        prepared, optimizer = accelerator.prepare(placed, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = accelerator.prepare(
+            placed, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         assert prepared is model
         accelerator.backward(prepared(torch.randn(4, 8, device="cuda:0")).square().mean())
         optimizer.step()

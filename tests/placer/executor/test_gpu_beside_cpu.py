@@ -1,4 +1,5 @@
-"""On one real GPU and the CPU beside it, as a model runs that one card cannot hold: passes, training steps, streams."""
+"""On one real GPU and the CPU beside it, as a model runs that one card cannot hold: passes,
+training steps, streams."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def _scattered(model: nn.Module, how: str, **options: Any) -> DataFlow:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("case", [case for case in (*SMALL, *LANGUAGE) if "lstm" not in case.name], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in (*SMALL, *LANGUAGE) if "lstm" not in case.name], ids=str
+)
 def test_split_equals_unsplit(case: Case, training: bool) -> None:
     model, reference = twins(lambda: without_dropout(case.make()), training)
     args, kwargs = converted(case.inputs(training), torch.float64)
@@ -82,7 +85,9 @@ def test_three_steps_equal_the_unsplit_models(name: str, how: str, schedule: Ord
         theirs.step()
         torch.testing.assert_close(loss.cpu(), expected, atol=1e-8, rtol=1e-8)
     for key, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key].cpu(), value, atol=1e-7, rtol=1e-7, msg=key)
+        torch.testing.assert_close(
+            model.state_dict()[key].cpu(), value, atol=1e-7, rtol=1e-7, msg=key
+        )
 
 
 @MAPS

@@ -22,11 +22,16 @@ CHUNKS = 4
 
 
 class _Model(nn.Module):
-    """Running statistics, a write in place, a skip over two layers; and something else in half precision."""
+    """Running statistics, a write in place, a skip over two layers; and something else in half
+    precision."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.act = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)
+        self.first, self.norm, self.act = (
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(inplace=True),
+        )
         self.middle, self.tanh = nn.Linear(16, 16), nn.Tanh()
         self.wide, self.gelu, self.last = nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)
 
@@ -82,7 +87,9 @@ def _train(
     schedule: Order = "1f1b",
     segments: int = 1,
     recompute: bool = False,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(weights, lr=0.05, momentum=0.9),
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda weights: torch.optim.SGD(
+        weights, lr=0.05, momentum=0.9
+    ),
     **options: Any,
 ) -> Any:
     """Three steps, against the unsplit model's over the same micro-batches."""
@@ -120,7 +127,9 @@ def test_recomputed_stages_train_as_the_unsplit_model(schedule: Order, sizes: li
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_segments_train_as_the_unsplit_model(
+    schedule: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter(range(1000, 0, -10))
     trial = compiled_stages._trial_ms
     monkeypatch.setattr(
@@ -216,7 +225,9 @@ def test_deferred_running_statistics_are_those_of_whole_batches() -> None:
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_an_interrupt_in_the_middle_of_a_step_leaves_the_model_as_it_was(micro_batch: int) -> None:
     model, whole = _pair()
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, whole)
+    )
     flow = _flow(model)
     step = flow.train_step(functional.mse_loss, ours)
     step(*_batch(), chunks=CHUNKS)
@@ -282,9 +293,12 @@ def _dropped(recompute: bool, seed: int = 0, steps: int = 3) -> list[tuple[Tenso
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout_is_the_same_forwards_and_backwards_and_differs_between_steps(recompute: bool) -> None:
+def test_dropout_is_the_same_forwards_and_backwards_and_differs_between_steps(
+    recompute: bool,
+) -> None:
     found = _dropped(recompute)
-    for loss, said in found:  # the loss is linear in the bias, if both passes dropped the same
+    # the loss is linear in the bias, if both passes dropped the same
+    for loss, said in found:
         torch.testing.assert_close(loss, said, atol=1e-6, rtol=1e-5)
     assert len({float(loss) for loss, _ in found}) == len(found)
 
@@ -300,7 +314,9 @@ def test_a_seed_repeats_dropout(recompute: bool) -> None:
 
 def test_small_calls_that_come_often_are_recorded_and_right() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(20))).double()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(20))
+    ).double()
     whole = copy.deepcopy(model).cuda(0).eval()
     flow = _flow(model).eval()
     with torch.no_grad():
@@ -309,9 +325,13 @@ def test_small_calls_that_come_often_are_recorded_and_right() -> None:
             if call > 8:
                 for each in (model, whole):
                     each[3][0].weight.mul_(0.5)
-            torch.testing.assert_close(flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(
+                flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10
+            )
         for _ in range(12):
-            torch.testing.assert_close(flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10)
+            torch.testing.assert_close(
+                flow(x).cpu(), whole(x.cuda(0)).cpu(), atol=1e-10, rtol=1e-10
+            )
     recorded = [one for one in flow._streams.pipelines() if one._is_open]
     assert len(recorded) == 2  # of both shapes
     assert {stage.not_recorded_because for one in recorded for stage in one.stages} == {""}
@@ -328,7 +348,8 @@ def test_a_layer_that_allows_no_cuda_graph_runs_eagerly_and_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), _Synchronises(), nn.Linear(8, 4)).double()
     whole = copy.deepcopy(model).cuda(0)
-    step = unverified(_flow(model)).train_step(functional.mse_loss)  # its samples meet
+    # its samples meet
+    step = unverified(_flow(model)).train_step(functional.mse_loss)
     with pytest.warns(UserWarning, match="runs without CUDA graphs.*layer '1'"):
         loss = step(*_batch(), chunks=CHUNKS)
     assert any("layer '1'" in why for why in step.not_recorded_because.values())

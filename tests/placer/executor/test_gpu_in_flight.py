@@ -27,13 +27,19 @@ def test_the_allocators_cache_may_be_emptied_while_steps_are_under_way() -> None
         pytest.skip("needs two GPUs")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1))
-    # On the first device, 33 MB each: what a device does not read where it lies is brought there whole.
-    inputs, target = torch.randn(64, 3, 256, 256, device="cuda:0"), torch.randint(4, (64, 256, 256), device="cuda:0")
+    # On the first device, 33 MB each: what a device does not read where it lies is brought there
+    # whole.
+    inputs, target = (
+        torch.randn(64, 3, 256, 256, device="cuda:0"),
+        torch.randint(4, (64, 256, 256), device="cuda:0"),
+    )
     expected = _unsplit_losses(copy.deepcopy(model).to("cuda:0"), inputs, target)
     flow = DataFlow(model, ["cuda:0", "cuda:1"])
     flow.layer_gpus.update({"0": "cuda:0", "1": "cuda:1", "2": "cuda:1"})
     flow.update_flow()
-    step = flow.train_step(_loss, torch.optim.SGD(flow.parameters(), lr=0.1), schedule="zero-bubble")
+    step = flow.train_step(
+        _loss, torch.optim.SGD(flow.parameters(), lr=0.1), schedule="zero-bubble"
+    )
     losses = []
     for _ in range(_STEPS):
         for index in range(2):

@@ -28,7 +28,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicted_for_steps(name: str) -> None:
+def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicted_for_steps(
+    name: str,
+) -> None:
     make, data = MODELS[name]
     count = torch.cuda.device_count()
     if count < 2:
@@ -36,7 +38,9 @@ def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicte
     model, inputs = make(), data()
     measured = profile(model, inputs, training=True, optimizer="adam", progress=False)
     placement = solve(
-        PlacementRequest(profile=measured, schedule="fill-drain", constraints=Constraints(contiguous=True))
+        PlacementRequest(
+            profile=measured, schedule="fill-drain", constraints=Constraints(contiguous=True)
+        )
     )
     for index in range(count):
         _warm_libraries(index)
@@ -55,7 +59,8 @@ def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicte
         torch.cuda.synchronize(index)
         torch.cuda.reset_peak_memory_stats(index)
     flow(inputs).mean().backward()
-    # Recorded steps keep places for what crosses, and freed memory serves no other pass: a call needs less.
+    # Recorded steps keep places for what crosses, and freed memory serves no other pass: a call
+    # needs less.
     for load in placement.devices:
         index = torch.device(load.device).index
         torch.cuda.synchronize(index)
@@ -67,7 +72,9 @@ def test_the_peak_of_calls_and_autograds_backward_pass_is_below_what_is_predicte
 def _loss(output: Tensor, target: Tensor) -> Tensor:
     """Of classes, which are the last dimension of a language model's result, and else the second."""
     logits = output.flatten(0, 1) if output.dim() == 3 else output
-    return functional.cross_entropy(logits.float(), target.flatten() if output.dim() == 3 else target)
+    return functional.cross_entropy(
+        logits.float(), target.flatten() if output.dim() == 3 else target
+    )
 
 
 TARGETS: dict[str, Callable[[int], Tensor]] = {
@@ -80,38 +87,63 @@ TARGETS: dict[str, Callable[[int], Tensor]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", MODELS)
-def test_recorded_passes_and_their_loss_reserve_what_is_predicted_within_a_tenth(name: str, schedule: Schedule) -> None:
+def test_recorded_passes_and_their_loss_reserve_what_is_predicted_within_a_tenth(
+    name: str, schedule: Schedule
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     make, data = MODELS[name]
     model, part, chunks = make(), data(), 4
     target = TARGETS[name](len(part))
-    measured = profile(model, part, 2, optimizer="sgd", progress=False, loss_fn=_loss, target=target)
+    measured = profile(
+        model, part, 2, optimizer="sgd", progress=False, loss_fn=_loss, target=target
+    )
     asked = PlacementRequest(
-        profile=measured, schedule=schedule, chunks=chunks, constraints=Constraints(contiguous=True, min_devices=2)
+        profile=measured,
+        schedule=schedule,
+        chunks=chunks,
+        constraints=Constraints(contiguous=True, min_devices=2),
     )
     placement = solve(asked)
-    _assert_reserved(model, placement, schedule, torch.cat([part] * chunks), torch.cat([target] * chunks), share=0.1)
+    _assert_reserved(
+        model,
+        placement,
+        schedule,
+        torch.cat([part] * chunks),
+        torch.cat([target] * chunks),
+        share=0.1,
+    )
 
 
 @pytest.mark.gpu
-def test_wherever_a_unet_is_cut_its_steps_reserve_what_is_predicted_within_a_part_in_twenty_five() -> None:
+def test_wherever_a_unet_is_cut_its_steps_reserve_what_is_predicted_within_a_part_in_twenty_five() -> (
+    None
+):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     make, data = MODELS["unet"]
     part, chunks = data(), 4
     target = TARGETS["unet"](len(part))
     batch, goal = torch.cat([part] * chunks), torch.cat([target] * chunks)
-    measured = profile(make(), part, 2, optimizer="sgd", progress=False, loss_fn=_loss, target=target)
+    measured = profile(
+        make(), part, 2, optimizer="sgd", progress=False, loss_fn=_loss, target=target
+    )
     for cut in range(12, len(measured.layers), 12):
         pinned = {layer.name: f"cuda:{int(at >= cut)}" for at, layer in enumerate(measured.layers)}
         rules = Constraints(contiguous=True, pinned=pinned)
-        placement = solve(PlacementRequest(profile=measured, schedule="1f1b", chunks=chunks, constraints=rules))
+        placement = solve(
+            PlacementRequest(profile=measured, schedule="1f1b", chunks=chunks, constraints=rules)
+        )
         _assert_reserved(make(), placement, "1f1b", batch, goal, share=0.04)
 
 
 def _assert_reserved(
-    model: nn.Module, placement: Placement, schedule: Schedule, batch: Tensor, target: Tensor, share: float
+    model: nn.Module,
+    placement: Placement,
+    schedule: Schedule,
+    batch: Tensor,
+    target: Tensor,
+    share: float,
 ) -> None:
     """What a third step reserves at its peak is what the placement predicts within a share of it."""
     gc.collect()  # what earlier tests left would be freed meanwhile
@@ -135,7 +167,8 @@ def _assert_reserved(
 
 
 def _warm_libraries(index: int) -> None:
-    """Let cuBLAS take its workspaces, forwards and backwards: the device's reserve holds them, not the placement."""
+    """Let cuBLAS take its workspaces, forwards and backwards: the device's reserve holds them, not
+    the placement."""
     square = torch.ones(256, 256, device=f"cuda:{index}", requires_grad=True)
     (square @ square).sum().backward()
     torch.cuda.synchronize(index)

@@ -1,4 +1,5 @@
-"""On real GPUs: plain tensors that several devices read, and ties that are split, against the unsplit model."""
+"""On real GPUs: plain tensors that several devices read, and ties that are split, against the
+unsplit model."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ from placer.zoo import gpt
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("exact"),
-    pytest.mark.filterwarnings("ignore:.*without CUDA graphs", "ignore:.*micro-batches run one after another"),
+    pytest.mark.filterwarnings(
+        "ignore:.*without CUDA graphs", "ignore:.*micro-batches run one after another"
+    ),
 ]
 
 
 def _flow(net: Net) -> DataFlow:
     flow = DataFlow(net)
-    flow.batch_options = BatchOptions(verify="write" not in net.use)  # else micro-batches see what others wrote
+    # else micro-batches see what others wrote
+    flow.batch_options = BatchOptions(verify="write" not in net.use)
     flow.layer_gpus.update(a=0, b=torch.cuda.device_count() - 1, c=0)
     flow.update_flow()
     return flow
@@ -95,7 +99,12 @@ def test_a_split_tie_gives_what_the_unsplit_model_gives_and_follows_its_original
     model = gpt(layers=4, width=16, heads=2, context=8, vocabulary=11, tied=True).double().eval()
     reference, tokens = copy.deepcopy(model), [torch.randint(11, (4, 8)) for _ in range(4)]
     last = torch.cuda.device_count() - 1
-    asked: dict[str, Any] = {"training": False, "split_tied": True, "progress": False, "cache": False}
+    asked: dict[str, Any] = {
+        "training": False,
+        "split_tied": True,
+        "progress": False,
+        "cache": False,
+    }
     if last:
         asked["constraints"] = Constraints(min_devices=2, contiguous=True)
     with torch.no_grad():
@@ -116,7 +125,9 @@ def test_a_split_tie_gives_what_the_unsplit_model_gives_and_follows_its_original
                 net.token_embedding.weight.mul_(1.5)  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
+)
 def test_accelerate_runs_the_device_map_of_whole_blocks(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     if torch.cuda.device_count() < 2:

@@ -22,7 +22,8 @@ def _kinds() -> dict[str, Kind]:
         from quantised_kinds import QUANTISED
     except ImportError:  # torchao or bitsandbytes is not installed
         return KINDS
-    return KINDS | {name: kind for name, kind in QUANTISED.items() if "packed" not in name}  # for calls on a CPU
+    # for calls on a CPU
+    return KINDS | {name: kind for name, kind in QUANTISED.items() if "packed" not in name}
 
 
 ALL = _kinds()
@@ -61,8 +62,19 @@ def test_a_placed_model_gives_what_the_unsplit_model_gives_and_comes_back(kind: 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_layers_are_measured_on_a_gpu(kind: str) -> None:
-    found = profile(model_of(ALL[kind]), batch_of(ALL[kind]), PLACES[:1], training=False, cache=False, progress=False)
-    assert all(time > 0 for layer in (found.layers[0], found.layers[-1]) for time in layer.forward_ms.values())
+    found = profile(
+        model_of(ALL[kind]),
+        batch_of(ALL[kind]),
+        PLACES[:1],
+        training=False,
+        cache=False,
+        progress=False,
+    )
+    assert all(
+        time > 0
+        for layer in (found.layers[0], found.layers[-1])
+        for time in layer.forward_ms.values()
+    )
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -1,4 +1,5 @@
-"""Attributes that forward puts items in: a capture leaves none behind, and a graph does not keep their number."""
+"""Attributes that forward puts items in: a capture leaves none behind, and a graph does not keep
+their number."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def _flow(model: nn.Module) -> DataFlow:
 
 
 @pytest.mark.parametrize(("make", "add"), KINDS.values(), ids=KINDS)
-def test_a_model_that_counts_in_a_container_runs_as_unsplit(make: Callable[[], Any], add: Add) -> None:
+def test_a_model_that_counts_in_a_container_runs_as_unsplit(
+    make: Callable[[], Any], add: Add
+) -> None:
     torch.manual_seed(0)
     model, x = _Growing(make(), add, True).double(), torch.randn(4, WIDTH, dtype=torch.float64)
     with torch.no_grad():

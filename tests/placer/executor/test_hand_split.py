@@ -1,4 +1,5 @@
-"""Models that were split by hand, whose code names devices: the map's take their place, and they are pipelined."""
+"""Models that were split by hand, whose code names devices: the map's take their place, and they
+are pipelined."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def by_name(model: SplitByHand, x: Tensor) -> Tensor:
 
 def by_keyword(model: SplitByHand, x: Tensor) -> Tensor:
     hidden = model.first(x.to(device="cuda:0", dtype=torch.float32))
-    return model.second(hidden.to(device=torch.device("cuda", 1), non_blocking=True)) + torch.ones(4, device="cuda:1")
+    return model.second(hidden.to(device=torch.device("cuda", 1), non_blocking=True)) + torch.ones(
+        4, device="cuda:1"
+    )
 
 
 def by_method(model: SplitByHand, x: Tensor) -> Tensor:
@@ -50,7 +53,8 @@ def by_the_parameters(model: SplitByHand, x: Tensor) -> Tensor:
 
 
 def check(forward: Forward, kind: str) -> None:
-    """A call and two steps on a map that swaps the two devices, against the layers without any device."""
+    """A call and two steps on a map that swaps the two devices, against the layers without any
+    device."""
     torch.manual_seed(0)
     model = SplitByHand(forward)
     whole = copy.deepcopy(model)
@@ -76,7 +80,9 @@ def check(forward: Forward, kind: str) -> None:
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
 
 
-@pytest.mark.parametrize("forward", [by_name, by_keyword, by_method, by_stand_in, by_the_parameters])
+@pytest.mark.parametrize(
+    "forward", [by_name, by_keyword, by_method, by_stand_in, by_the_parameters]
+)
 def test_the_maps_devices_take_the_place_of_those_in_the_code(forward: Forward) -> None:
     with logical_devices(2):
         check(forward, "cpu")

@@ -134,7 +134,8 @@ class StochasticDepth(_Base):
 
 
 class GrowsAList(_Base):
-    """Layers add to a list, and replace what is in an object, that they are given; as attention does in a cache."""
+    """Layers add to a list, and replace what is in an object, that they are given; as attention
+    does in a cache."""
 
     class _Adds(nn.Module):
         def __init__(self) -> None:
@@ -216,7 +217,12 @@ REFUSED: list[type[nn.Module]] = [
 
 
 def _transformer(name: str) -> Callable[[], nn.Module]:
-    pair = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    pair = {
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
     pair |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16, "vocab_size": 40}
     tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
     drops = {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
@@ -243,7 +249,12 @@ def _transformer(name: str) -> Callable[[], nn.Module]:
             model = transformers.BartForConditionalGeneration(config)
         else:
             config = transformers.WhisperConfig(
-                **pair, **tokens, **drops, num_mel_bins=4, max_source_positions=8, max_target_positions=16
+                **pair,
+                **tokens,
+                **drops,
+                num_mel_bins=4,
+                max_source_positions=8,
+                max_target_positions=16,
             )
             model = transformers.WhisperForConditionalGeneration(config)
         assert isinstance(model, nn.Module)
@@ -264,7 +275,9 @@ def _transformer_inputs(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("make", REFUSED)
 @pytest.mark.parametrize("fine_grained", [True, False], ids=["fine", "submodule"])
-def test_a_refused_model_runs_split_with_the_same_results(make: type[nn.Module], fine_grained: bool) -> None:
+def test_a_refused_model_runs_split_with_the_same_results(
+    make: type[nn.Module], fine_grained: bool
+) -> None:
     model, reference = twins(make)
     with logical_devices(3):
         flow = DataFlow(model, fine_grained=fine_grained)
@@ -311,13 +324,16 @@ def test_the_reason_names_what_torch_export_said() -> None:
 
 
 def test_a_custom_function_keeps_its_own_backward() -> None:
-    # torch.export keeps what its forward does and drops its backward: gradients were those of round, zero.
+    # torch.export keeps what its forward does and drops its backward: gradients were those of
+    # round, zero.
     with pytest.raises(CaptureError, match="StraightThrough"):
         capture_graph(CustomFunction().double(), X, hooks=False)
 
 
 @pytest.mark.parametrize("make", [Item, CustomFunction, BooleanSelection, ToList])
-def test_chunks_run_one_after_another_as_the_unsplit_model_on_the_same_micro_batches(make: type[nn.Module]) -> None:
+def test_chunks_run_one_after_another_as_the_unsplit_model_on_the_same_micro_batches(
+    make: type[nn.Module],
+) -> None:
     model, reference = twins(make)
     with logical_devices(3):
         flow = unverified(DataFlow(model))  # some read a value of all samples
@@ -341,9 +357,13 @@ def _run_layers(model: nn.Module, inputs: list[Any], **options: Any) -> tuple[An
     return graph, [values[name] for name in graph.outputs]
 
 
-@pytest.mark.parametrize("make", [BranchOnAValue, Item, NumpyCall, CustomFunction, LoopOverData, Nonzero])
+@pytest.mark.parametrize(
+    "make", [BranchOnAValue, Item, NumpyCall, CustomFunction, LoopOverData, Nonzero]
+)
 @pytest.mark.parametrize("granularity", ["auto", "fine"])
-def test_the_layers_of_a_traced_model_compute_its_output(make: type[nn.Module], granularity: str) -> None:
+def test_the_layers_of_a_traced_model_compute_its_output(
+    make: type[nn.Module], granularity: str
+) -> None:
     model, _ = twins(make, training=False)
     graph, outputs = _run_layers(model, [X], given=((X,),), granularity=granularity)
     assert not graph.captured
@@ -472,7 +492,8 @@ def test_a_table_that_an_object_makes_at_first_is_real_and_the_model_is_captured
 
 
 class _Splits(_Base):
-    """Refused for its branch; it gives a module on another device a whole and a part of it, which that writes to."""
+    """Refused for its branch; it gives a module on another device a whole and a part of it, which
+    that writes to."""
 
     def __init__(self, whole_first: bool = False) -> None:
         super().__init__()
@@ -566,7 +587,9 @@ class _Noting(nn.Module):
         return x * (1 if x.sum() > 0 else 2)
 
 
-def test_what_an_object_holds_stays_where_it_is_when_modules_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_object_holds_stays_where_it_is_when_modules_are_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, whole = twins(_Noting)
     ours, theirs, copies = _Notes(), _Notes(), []
     copy = tensor_moves.copy
@@ -578,7 +601,8 @@ def test_what_an_object_holds_stays_where_it_is_when_modules_are_entered(monkeyp
         for _ in range(3):
             copies.clear()
             result = flow(X, ours)
-        assert len(copies) <= 3  # the input, what goes from step to step, the result
+        # the input, what goes from step to step, the result
+        assert len(copies) <= 3
         assert [str(devices.location(one)) for one in ours.seen] == ["cpu:0", "cpu:1", "cpu:1"]
     assert flow.not_captured_because
     expected = [whole(X, theirs) for _ in range(3)][-1]
@@ -597,13 +621,16 @@ _WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "add_": Tensor.add_,
     "item": lambda view, other: operator.setitem(view, slice(None), other),
     "out": lambda view, other: torch.mul(other, 2.0, out=view),
-    "out of several": lambda view, other: torch.max(other, 1, out=(view[:, 0], torch.zeros(1, dtype=torch.int64))),
+    "out of several": lambda view, other: torch.max(
+        other, 1, out=(view[:, 0], torch.zeros(1, dtype=torch.int64))
+    ),
 }
 _BITWISE = {"&=": operator.iand, "|=": operator.ior, "^=": operator.ixor, "<<=": operator.ilshift}
 
 
 class _WritesToAView(nn.Module):
-    """Writes to a part of one layer's result by another's, and asks for a value so that it is not captured."""
+    """Writes to a part of one layer's result by another's, and asks for a value so that it is not
+    captured."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], object], whole: bool = False) -> None:
         super().__init__()
@@ -648,7 +675,9 @@ class CalculatesOnLists(_Base):
 
 
 @pytest.mark.parametrize("make", [CopiesIntoAPart, CalculatesOnLists])
-def test_gradients_of_copies_and_of_operations_on_lists_cross_devices(make: type[nn.Module]) -> None:
+def test_gradients_of_copies_and_of_operations_on_lists_cross_devices(
+    make: type[nn.Module],
+) -> None:
     # A copy of torch's own sent its gradient to no stand-in; lists met lists of other devices.
     model, reference = twins(make)
     with logical_devices(2):

@@ -1,4 +1,5 @@
-"""Passes through hooks, of a flow and of a look: what runs again in backward passes, and what is left as it was."""
+"""Passes through hooks, of a flow and of a look: what runs again in backward passes, and what is
+left as it was."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ class _Residual(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_what_a_checkpoint_runs_again_is_aligned_again(use_reentrant: bool) -> None:
-    # Hooks were gone in the backward pass, or the operations between the modules met tensors of two devices there.
+    # Hooks were gone in the backward pass, or the operations between the modules met tensors of two
+    # devices there.
     class Checkpoints(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.stem, self.blocks = nn.Linear(4, 4), nn.ModuleList(_Residual() for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)  # is not captured for this
+            # is not captured for this
+            x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)
             x = self.stem(x)
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=use_reentrant)
@@ -48,7 +51,13 @@ def test_what_a_checkpoint_runs_again_is_aligned_again(use_reentrant: bool) -> N
     model, reference = twins(Checkpoints)
     with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
-        places = {"stem": 0, "blocks.0.first": 1, "blocks.0.second": 2, "blocks.1.first": 0, "blocks.1.second": 1}
+        places = {
+            "stem": 0,
+            "blocks.0.first": 1,
+            "blocks.0.second": 2,
+            "blocks.1.first": 0,
+            "blocks.1.second": 1,
+        }
         flow.layer_gpus.update(places)
         flow.update_flow()
         splits = [step(flow, model, (X,), {}) for _ in range(2)]
@@ -81,11 +90,14 @@ def test_tracing_leaves_parameters_that_forward_writes_to_as_they_were() -> None
             self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)  # is not captured for this
+            # is not captured for this
+            x = torch.from_numpy(x.detach().cpu().numpy()).to(x.device)
             with torch.no_grad():
                 self.student.bias.clamp_(-0.1, 0.1)
                 self.student.weight[0] = 0.5
-                for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                for mine, its in zip(
+                    self.teacher.parameters(), self.student.parameters(), strict=True
+                ):
                     mine.data.mul_(0.9).add_(its.data, alpha=0.1)
             return self.student(x) - self.teacher(x)
 
@@ -105,7 +117,9 @@ def test_a_model_that_makes_a_kind_of_tensor_of_its_own_is_traced() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)[None]
-            y = nn.functional.scaled_dot_product_attention(y, y, y, attn_mask=causal_lower_right(len(x), len(x)))
+            y = nn.functional.scaled_dot_product_attention(
+                y, y, y, attn_mask=causal_lower_right(len(x), len(x))
+            )
             return self.second(y[0])
 
     graph = capture_graph(Biased().double(), X)

@@ -154,7 +154,9 @@ RETURNING = [
 
 @pytest.mark.parametrize("model", RETURNING)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_every_kind_of_output_comes_back_as_the_model_returns_it(model: type[nn.Module], training: bool) -> None:
+def test_every_kind_of_output_comes_back_as_the_model_returns_it(
+    model: type[nn.Module], training: bool
+) -> None:
     assert_split_equals_unsplit(model, (X,), training=training)
 
 
@@ -187,7 +189,9 @@ class TakesCache(_Model):
 
 
 class TakesKeywords(_Model):
-    def forward(self, x: Tensor, scale: float = 1.0, *, mask: Tensor | None = None, flag: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, scale: float = 1.0, *, mask: Tensor | None = None, flag: bool = False
+    ) -> Tensor:
         y = self.run(x)[1] * scale
         y = y if mask is None else y * mask
         return -y if flag else y
@@ -238,7 +242,8 @@ def test_other_constants_among_the_inputs_are_another_capture() -> None:
         scatter_layers(flow, 2)
         for scale, flag in ((1.0, False), (2.0, False), (2.0, True), (1.0, False)):
             assert_same(
-                step(flow, model, (X, scale), {"flag": flag}), step(reference, reference, (X, scale), {"flag": flag})
+                step(flow, model, (X, scale), {"flag": flag}),
+                step(reference, reference, (X, scale), {"flag": flag}),
             )
 
 
@@ -301,7 +306,9 @@ def test_a_dict_that_is_itself_the_argument_is_told_how_to_be_given(way: str) ->
     flow.update_flow()
     batch, target = {"x": torch.randn(2, 4)}, torch.randn(2, 2)
     with pytest.raises((TypeError, StageError)) as caught:
-        flow.train_step(nn.MSELoss())(batch, target) if way == "step" else list(flow.stream([batch]))
+        flow.train_step(nn.MSELoss())(batch, target) if way == "step" else list(
+            flow.stream([batch])
+        )
     told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "where the model takes a dict itself, give it as (inputs,)" in told
     assert flow.train_step(nn.MSELoss())((batch,), target) > 0

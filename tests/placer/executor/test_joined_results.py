@@ -23,16 +23,27 @@ EQUAL: dict[str, Way] = {
     "a sum over the samples": lambda h: h.square().sum() / h.shape[0],
     "a sum over all numbers": lambda h: -h.sum() / h.numel(),
     "sum of sums": lambda h: h.sum() + 3 * h.square().sum(),
-    "sums of sums": lambda h: [h.sum(0).sum(), h.sum(1).sum(), h.sum(0).mean(), h.sum(0)[1] - h.nansum()],
+    "sums of sums": lambda h: [
+        h.sum(0).sum(),
+        h.sum(1).sum(),
+        h.sum(0).mean(),
+        h.sum(0)[1] - h.nansum(),
+    ],
     "products with itself": lambda h: [torch.einsum("nk,nk->", h, h), h.flatten() @ h.flatten()],
-    "means of means": lambda h: [h.mean(0).mean(), h.mean(1).mean() + 1, h.mean(0).sum() - h.mean()],
+    "means of means": lambda h: [
+        h.mean(0).mean(),
+        h.mean(1).mean() + 1,
+        h.mean(0).sum() - h.mean(),
+    ],
     "mean": lambda h: h.mean() * 2,
     "loss, a mean": lambda h: functional.mse_loss(h, h * 2),
     "loss, a sum": lambda h: functional.mse_loss(h, h * 2, reduction="sum"),
     "how many": lambda h: {"sum": (h > 0).sum(), "count": torch.count_nonzero(h > 0)},
     "transposed": lambda h: h.t(),
     "stacked": lambda h: torch.stack([h, h * 2]),
-    "rows of each sample in turn": lambda h: functional.linear(h.reshape(-1, 4), torch.eye(4).to(h)).relu() * 2,
+    "rows of each sample in turn": lambda h: (
+        functional.linear(h.reshape(-1, 4), torch.eye(4).to(h)).relu() * 2
+    ),
     "a row for every number": lambda h: h.double().flatten(),
     "nested": lambda h: {"first": [h.t()[None], h.sum()], "all": h},
     "a mean of each number": lambda h: h.mean(0),
@@ -43,7 +54,10 @@ DECLARED: dict[str, tuple[Way, Any]] = {
     "largest of each number": (lambda h: {"top": h.amax(0)}, {"top": "max"}),
     "smallest": (lambda h: [-h.max(), h.sum()], {"0": "min"}),
     "whether any and all": (lambda h: ((h > 0).any(), (h > 0).all()), {0: "max", 1: "min"}),
-    "by a function": (lambda h: h.square().sum().sqrt(), lambda parts, sizes: torch.stack(parts).square().sum().sqrt()),
+    "by a function": (
+        lambda h: h.square().sum().sqrt(),
+        lambda parts, sizes: torch.stack(parts).square().sum().sqrt(),
+    ),
 }
 REFUSED: dict[str, Way] = {
     "norm": lambda h: h.norm(),
@@ -115,7 +129,10 @@ def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> 
 @pytest.mark.parametrize("way", REFUSED.values(), ids=REFUSED)
 def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
     for chunks in (2, 6):
-        with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give: .*chunks=1"):
+        with pytest.raises(
+            BatchError,
+            match=r"the result of a batch is not what its micro-batches give: .*chunks=1",
+        ):
             _split(_Ended(way), torch.randn(6, 6), chunks=chunks)
     whole, _ = _split(model := _Ended(way), x := torch.randn(6, 6), chunks=1)
     torch.testing.assert_close(whole, model.cpu()(x), check_device=False)
@@ -126,10 +143,15 @@ class _Recurrent(nn.Module):
 
     def __init__(self, hooked: bool) -> None:
         super().__init__()
-        self.lstm, self.last, self.hooked = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 3), hooked
+        self.lstm, self.last, self.hooked = (
+            nn.LSTM(6, 8, 2, batch_first=True),
+            nn.Linear(8, 3),
+            hooked,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.hooked and x.abs().max() > 100:  # torch.export refuses to go by values
+        # torch.export refuses to go by values
+        if self.hooked and x.abs().max() > 100:
             x = x / 2
         h, (hidden, cells) = self.lstm(x)
         return self.last(h), hidden, cells
@@ -157,15 +179,21 @@ class _Tagger(nn.Module):
         self.lstm, self.last = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed, _ = self.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        packed, _ = self.lstm(
+            pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        )
         result: Tensor = self.last(pad_packed_sequence(packed, batch_first=True)[0])
         return result
 
 
 def test_results_of_other_shapes_are_refused_with_both_shapes() -> None:
     inputs = torch.randn(4, 5, 6), torch.tensor([5, 3, 2, 1])
-    with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give"):
+    with pytest.raises(
+        BatchError, match=r"the result of a batch is not what its micro-batches give"
+    ):
         _split(_Tagger(), *inputs, chunks=2)
-    with pytest.raises(InputError, match=r"has shape \(2, 5, 3\) for one micro-batch and \(2, 2, 3\) for another"):
+    with pytest.raises(
+        InputError, match=r"has shape \(2, 5, 3\) for one micro-batch and \(2, 2, 3\) for another"
+    ):
         with logical_devices(2), torch.no_grad():
             _flow(_Tagger())(*inputs, chunks=2, batch_options=BatchOptions(verify=False))

@@ -1,4 +1,5 @@
-"""What forward leaves in what it is given, in a cache or a tensor, the caller finds there, as of the unsplit model."""
+"""What forward leaves in what it is given, in a cache or a tensor, the caller finds there, as of
+the unsplit model."""
 
 from __future__ import annotations
 
@@ -105,12 +106,16 @@ def test_the_caller_finds_what_the_unsplit_model_leaves(name: str, kind: str, ch
         assert all(now is was for now, was in zip(ours[1:], before, strict=True))
         results, found = tree_map_only(Tensor, Tensor.cpu, (results, flatten(ours)[0]))
         nested = flatten(ours)[1].key
-        assert ("hooks" in flow.not_captured_because) == (kind == "hooked"), flow.not_captured_because
+        assert ("hooks" in flow.not_captured_because) == (kind == "hooked"), (
+            flow.not_captured_because
+        )
     torch.testing.assert_close((results, found), (expected, flatten(theirs)[0]))
     assert nested == flatten(theirs)[1].key
 
 
-def test_an_empty_cache_for_each_call_has_the_model_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_cache_for_each_call_has_the_model_captured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = count_captures(monkeypatch)
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(Decodes().double().eval())
@@ -134,7 +139,10 @@ def test_a_training_step_leaves_nothing_in_its_inputs_and_gives_the_same_gradien
         flow.update_flow()
         flow.train_step(nn.functional.mse_loss)(x, target, chunks=2)
         assert (flow.not_captured_because, x.tolist()) == ("", _x().tolist())
-        found = [None if parameter.grad is None else parameter.grad.cpu() for parameter in model.parameters()]
+        found = [
+            None if parameter.grad is None else parameter.grad.cpu()
+            for parameter in model.parameters()
+        ]
     torch.testing.assert_close(found, expected)
 
 
@@ -195,7 +203,12 @@ def test_gradients_go_through_what_was_written_to(hooked: bool) -> None:
         y = forward(x, kept)
         (y.sum() + kept.pow(2).sum() + (x * x).sum()).backward()
         assert scale.grad is not None
-        return torch.cat([scale.grad.flatten(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+        return torch.cat(
+            [
+                scale.grad.flatten(),
+                *(p.grad.flatten() for p in model.parameters() if p.grad is not None),
+            ]
+        )
 
     expected = losses(model)
     model.zero_grad(set_to_none=True)
@@ -230,7 +243,9 @@ class WritesInside(_Base):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_layer_that_writes_to_a_tensor_on_another_device_is_seen_by_the_caller(hooked: bool) -> None:
+def test_a_layer_that_writes_to_a_tensor_on_another_device_is_seen_by_the_caller(
+    hooked: bool,
+) -> None:
     model = WritesInside().double()
     cache = {"k": torch.zeros_like(_x())}
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A measured timeline has every pass and copy once, in an order that can be; the prediction is the simulated one."""
+"""A measured timeline has every pass and copy once, in an order that can be; the prediction is the
+simulated one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ROWS, FEATURES, CHUNKS, DEVICES = 8, 5, 4, 3
 
 
 def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS) -> Profile:
-    """Made-up times of the model's own layers: layer i takes i + 1 ms forwards, twice that backwards."""
+    """Made-up times of the model's own layers: layer i takes i + 1 ms forwards, twice that
+    backwards."""
     graph = capture_graph(model, inputs)
     maker = {name: layer.name for layer in graph.layers for name in layer.writes}
     readers = graph.readers()
@@ -31,7 +33,11 @@ def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS)
         training=True,
         batch_size=batch_size,
         layers=tuple(
-            Layer(name=layer.name, forward_ms={"toy": index + 1.0}, backward_ms={"toy": 2.0 * (index + 1)})
+            Layer(
+                name=layer.name,
+                forward_ms={"toy": index + 1.0},
+                backward_ms={"toy": 2.0 * (index + 1)},
+            )
             for index, layer in enumerate(graph.layers)
         ),
         edges=tuple(
@@ -40,7 +46,10 @@ def _profile(model: nn.Module, inputs: Tensor, batch_size: int = ROWS // CHUNKS)
             if readers[name]
         ),
         cluster=Cluster(
-            devices=tuple(Device(name=f"cpu:{index}", type="toy", memory_bytes=2**30) for index in range(DEVICES)),
+            devices=tuple(
+                Device(name=f"cpu:{index}", type="toy", memory_bytes=2**30)
+                for index in range(DEVICES)
+            ),
             links=tuple(
                 Link(source=f"cpu:{a}", target=f"cpu:{b}", bandwidth_bytes_per_s=1e6)
                 for a in range(DEVICES)
@@ -55,19 +64,31 @@ def _placed(model: nn.Module, profile: Profile, parts: int = DEVICES) -> DataFlo
     names = [layer.name for layer in profile.layers]
     places = {name: f"cpu:{index * parts // len(names)}" for index, name in enumerate(names)}
     flow = DataFlow(model)
-    flow.update_flow(Placement(status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS))
+    flow.update_flow(
+        Placement(status="feasible", objective="throughput", layer_devices=places, chunks=CHUNKS)
+    )
     return flow
 
 
 def _case(training: bool) -> tuple[nn.Module, Tensor, Tensor, Profile]:
     model, _ = twins(Skips, training)
     inputs = torch.randn(ROWS, FEATURES, dtype=torch.float64)
-    return model, inputs, torch.randn(ROWS, FEATURES, dtype=torch.float64), _profile(model, inputs[:2])
+    return (
+        model,
+        inputs,
+        torch.randn(ROWS, FEATURES, dtype=torch.float64),
+        _profile(model, inputs[:2]),
+    )
 
 
 def _in_an_order_that_can_be(measurement: Measurement) -> None:
-    """Every transfer starts after the pass that made what it carries, and ends before the pass that reads it."""
-    passes = {(row.stage, row.kind, row.micro_batch): row for row in measurement.measured if row.target is None}
+    """Every transfer starts after the pass that made what it carries, and ends before the pass that
+    reads it."""
+    passes = {
+        (row.stage, row.kind, row.micro_batch): row
+        for row in measurement.measured
+        if row.target is None
+    }
     for row in measurement.measured:
         phase = "backward" if row.kind == "gradients" else "forward"
         if row.kind in ("values", "gradients", "inputs"):
@@ -84,8 +105,15 @@ def test_a_training_step_has_every_pass_of_every_micro_batch_once(schedule: Orde
         flow = _placed(model, profile)
         step = flow.train_step(functional.mse_loss, schedule=schedule)
         measurement = flow.measure(inputs, target, step=step, profile=profile)
-    kinds = ("forward", "backward", "weights") if schedule == "zero-bubble" else ("forward", "backward")
-    expected = {(stage, kind, number) for stage in range(DEVICES) for kind in kinds for number in range(CHUNKS)}
+    kinds = (
+        ("forward", "backward", "weights") if schedule == "zero-bubble" else ("forward", "backward")
+    )
+    expected = {
+        (stage, kind, number)
+        for stage in range(DEVICES)
+        for kind in kinds
+        for number in range(CHUNKS)
+    }
     found = [(row.stage, row.kind, row.micro_batch) for row in measurement.rows]
     assert len(found) == len(expected) and set(found) == expected
     assert {row.device for row in measurement.rows} == {f"cpu:{index}" for index in range(DEVICES)}
@@ -113,7 +141,9 @@ def test_the_predicted_busy_time_is_the_sum_of_the_layers_times() -> None:
         inferred = flow.eval().measure(inputs, profile=profile)
         places = {name: str(flow._device(place)) for name, place in flow.layer_gpus.items()}
     for device in trained.devices:
-        forward_ms = sum(layer.forward_ms["toy"] for layer in profile.layers if places[layer.name] == device)
+        forward_ms = sum(
+            layer.forward_ms["toy"] for layer in profile.layers if places[layer.name] == device
+        )
         assert inferred.busy_ms(device, predicted=True) == pytest.approx(CHUNKS * forward_ms)
         assert trained.busy_ms(device, predicted=True) == pytest.approx(3 * CHUNKS * forward_ms)
 
@@ -122,15 +152,23 @@ def test_predicted_transfers_take_what_the_profile_says_of_their_link() -> None:
     model, inputs, _, profile = _case(training=False)
     with logical_devices(DEVICES):
         measurement = _placed(model, profile).measure(inputs, profile=profile)
-    places = {layer.name: index * DEVICES // len(profile.layers) for index, layer in enumerate(profile.layers)}
+    places = {
+        layer.name: index * DEVICES // len(profile.layers)
+        for index, layer in enumerate(profile.layers)
+    }
     crossing: dict[tuple[int, int], int] = {}
     for edge in profile.edges:
         for there in {places[name] for name in edge.targets} - {places[edge.source]}:
             crossing[places[edge.source], there] = crossing.get((places[edge.source], there), 0) + 1
-    found = {(row.stage, row.target): row.end_ms - row.start_ms for row in measurement.predicted if row.target}
+    found = {
+        (row.stage, row.target): row.end_ms - row.start_ms
+        for row in measurement.predicted
+        if row.target
+    }
     assert set(found) == set(crossing)
     for way, count in crossing.items():
-        assert found[way] == pytest.approx(count * 1.0)  # 1000 bytes at a megabyte a second each
+        # 1000 bytes at a megabyte a second each
+        assert found[way] == pytest.approx(count * 1.0)
 
 
 def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were() -> None:
@@ -150,7 +188,9 @@ def test_what_is_measured_leaves_weights_buffers_and_random_numbers_as_they_were
 
 
 def test_a_model_in_training_mode_is_what_it_was_after_its_inference_was_measured() -> None:
-    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).train()
+    model = nn.Sequential(
+        nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)
+    ).train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.update_flow()
@@ -194,7 +234,10 @@ def test_a_profile_of_other_micro_batches_is_named() -> None:
 def test_a_profile_of_other_layers_is_refused() -> None:
     model, inputs, _, profile = _case(training=False)
     other = Profile(layers=(Layer(name="elsewhere", forward_ms={"toy": 1.0}),))
-    with logical_devices(DEVICES), pytest.raises(InputError, match="the profile has no times of layer"):
+    with (
+        logical_devices(DEVICES),
+        pytest.raises(InputError, match="the profile has no times of layer"),
+    ):
         _placed(model, profile).measure(inputs, profile=other)
 
 
@@ -207,12 +250,16 @@ def test_a_target_without_a_step_is_refused() -> None:
 def test_what_is_no_step_is_told_what_to_give() -> None:
     model, inputs, target, profile = _case(training=True)
     step: Any = functional.mse_loss  # an AttributeError of its missing flow came
-    with logical_devices(DEVICES), pytest.raises(InputError, match=r"step is a function; give what .* train_step"):
+    with (
+        logical_devices(DEVICES),
+        pytest.raises(InputError, match=r"step is a function; give what .* train_step"),
+    ):
         _placed(model, profile).measure(inputs, target, step=step)
 
 
 def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
-    model, inputs, _, profile = _case(training=True)  # it was refused, though step(inputs) runs
+    # it was refused, though step(inputs) runs
+    model, inputs, _, profile = _case(training=True)
     with logical_devices(DEVICES):
         flow = _placed(model, profile)
         step = flow.train_step(lambda output, _: output.square().mean())
@@ -222,11 +269,14 @@ def test_a_step_whose_loss_needs_no_target_is_measured_without_one() -> None:
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_more_micro_batches_than_samples_are_refused(training: bool) -> None:
-    model, inputs, target, profile = _case(training)  # as many as there were samples were measured
+    # as many as there were samples were measured
+    model, inputs, target, profile = _case(training)
     with logical_devices(DEVICES):
         flow = _placed(model, profile)
         step = flow.train_step(functional.mse_loss) if training else None
-        with pytest.raises(InputError, match="chunks=9 is more than the samples of the inputs, 8; give"):
+        with pytest.raises(
+            InputError, match="chunks=9 is more than the samples of the inputs, 8; give"
+        ):
             flow.measure(inputs, target if training else None, step=step, chunks=ROWS + 1)
 
 

@@ -1,4 +1,5 @@
-"""What users give by mistake: the error names it and the way out, and the flow can be used as before."""
+"""What users give by mistake: the error names it and the way out, and the flow can be used as
+before."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _placement(around: str = "") -> Placement:
     return Placement(status="optimal", objective="throughput", layer_devices=places)
 
 
-@pytest.mark.parametrize("take", [DataFlow, lambda model: capture_graph(model, X)], ids=["DataFlow", "capture"])
+@pytest.mark.parametrize(
+    "take", [DataFlow, lambda model: capture_graph(model, X)], ids=["DataFlow", "capture"]
+)
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -52,11 +55,15 @@ def test_a_word_for_a_flag_of_a_flow_is_refused_as_it_would_count_as_true(name: 
 
 @pytest.mark.parametrize("devices", ["cpu:0", torch.device("cpu"), 0.5])
 def test_one_device_without_a_list_is_named_with_the_list_to_write(devices: Any) -> None:
-    with pytest.raises(InputError, match=r"give a list, such as \['cuda:0', 'cuda:1'\], or their number"):
+    with pytest.raises(
+        InputError, match=r"give a list, such as \['cuda:0', 'cuda:1'\], or their number"
+    ):
         DataFlow(ToyModel(), device_ids=devices)
 
 
-def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placement_names_it() -> None:
+def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placement_names_it() -> (
+    None
+):
     by_hand, placed = (DataFlow(ToyModel(), DEVICES[:1]) for _ in range(2))
     by_hand.layer_gpus["net2"] = 1
     by_hand.update_flow()
@@ -68,7 +75,10 @@ def test_a_device_beside_those_of_the_flow_is_one_of_them_once_a_map_or_a_placem
     ("given", "told"),
     [
         ({"net1": "cpu:1"}, r"a map of layers goes into flow.layer_gpus.update\(...\)"),
-        ('{"layer_devices": {"net1": "cpu:1"}}', "a str; give a Placement, which Placement.model_validate_json"),
+        (
+            '{"layer_devices": {"net1": "cpu:1"}}',
+            "a str; give a Placement, which Placement.model_validate_json",
+        ),
         ({"layer_devices": {"net1": "cpu:1"}}, "this is no placement: .*status"),
     ],
 )
@@ -80,13 +90,19 @@ def test_what_is_no_placement_is_told_apart(given: Any, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "path"), [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")], ids=["DataParallel", "compile"]
+    ("wrap", "path"),
+    [(nn.DataParallel, "module"), (torch.compile, "_orig_mod")],
+    ids=["DataParallel", "compile"],
 )
-def test_a_wrapped_model_takes_its_own_placement_alone(wrap: Callable[[nn.Module], nn.Module], path: str) -> None:
+def test_a_wrapped_model_takes_its_own_placement_alone(
+    wrap: Callable[[nn.Module], nn.Module], path: str
+) -> None:
     model = ToyModel()
     expected = model(X)
     flow, plain = DataFlow(wrap(model), DEVICES), DataFlow(model, DEVICES)
-    with pytest.raises(PlacementError, match=rf"there is {path}.net1: give the model that is wrapped, model.{path}"):
+    with pytest.raises(
+        PlacementError, match=rf"there is {path}.net1: give the model that is wrapped, model.{path}"
+    ):
         flow.update_flow(_placement())
     with pytest.raises(PlacementError, match=rf"of a wrapped model: suggest one for model.{path}"):
         plain.update_flow(_placement(f"{path}."))
@@ -99,13 +115,15 @@ def test_a_scripted_model_is_refused_with_the_way_out() -> None:
     scripted = torch.jit.script(ToyModel())
     # What torch.export makes of it, a TypeError of its forward, was told first.
     with pytest.raises(
-        CaptureError, match=r"^the model was compiled by torch.jit, .*: give the module that it was made"
+        CaptureError,
+        match=r"^the model was compiled by torch.jit, .*: give the module that it was made",
     ):
         placer.suggest(scripted, X, devices=DEVICES)
     flow = DataFlow(scripted, DEVICES)
     flow.update_flow()
     with pytest.raises(
-        CaptureError, match=r"^the model was compiled by torch\.jit, .*: give the module that it was made from$"
+        CaptureError,
+        match=r"^the model was compiled by torch\.jit, .*: give the module that it was made from$",
     ):
         flow(X)
 
@@ -119,9 +137,12 @@ def _stepping() -> Any:
 @pytest.mark.parametrize("inputs", [(X, X), {"xx": X}])
 @pytest.mark.filterwarnings("error")
 def test_inputs_that_the_model_refuses_are_no_matter_of_its_capture(inputs: Any) -> None:
-    # It was warned before that the model is not captured, because torch.export had met the same TypeError.
+    # It was warned before that the model is not captured, because torch.export had met the same
+    # TypeError.
     flow, step = _stepping()
-    with pytest.raises(StageError, match=r"TypeError: ToyModel\.forward\(\) (takes|got an unexpected)"):
+    with pytest.raises(
+        StageError, match=r"TypeError: ToyModel\.forward\(\) (takes|got an unexpected)"
+    ):
         step(inputs, torch.randn(4, 5), chunks=2)
     step(X, torch.randn(4, 5), chunks=2)
     assert not flow.not_captured_because
@@ -130,15 +151,21 @@ def test_inputs_that_the_model_refuses_are_no_matter_of_its_capture(inputs: Any)
 @pytest.mark.parametrize("update", ["no", None, 2])
 def test_a_step_that_is_told_neither_to_update_nor_not_to_is_refused(update: Any) -> None:
     _, step = _stepping()
-    with pytest.raises(InputError, match=rf"update is {update!r}; give True, or False to let the gradients wait"):
+    with pytest.raises(
+        InputError, match=rf"update is {update!r}; give True, or False to let the gradients wait"
+    ):
         step(X, torch.randn(4, 5), update=update)
 
 
 @pytest.mark.parametrize("in_flight", ["x", 3, [0]])
-def test_what_is_no_number_of_micro_batches_in_flight_is_refused_under_every_schedule(in_flight: Any) -> None:
+def test_what_is_no_number_of_micro_batches_in_flight_is_refused_under_every_schedule(
+    in_flight: Any,
+) -> None:
     flow, step = _stepping()
     flow.in_flight = in_flight
-    with pytest.raises(InputError, match=r"flow\.in_flight is .*: give a number of micro-batches, 1 or more"):
+    with pytest.raises(
+        InputError, match=r"flow\.in_flight is .*: give a number of micro-batches, 1 or more"
+    ):
         step(X, torch.randn(4, 5))
 
 
@@ -146,9 +173,13 @@ def test_an_optimizer_of_another_model_is_named_before_a_step() -> None:
     model = ToyModel()
     flow = DataFlow(model, DEVICES)
     flow.update_flow()
-    with pytest.raises(InputError, match=r"no parameter of this ToyModel.*; make it from flow.parameters\(\)"):
+    with pytest.raises(
+        InputError, match=r"no parameter of this ToyModel.*; make it from flow.parameters\(\)"
+    ):
         flow.train_step(functional.mse_loss, torch.optim.SGD(ToyModel().parameters(), lr=0.1))
-    flow.train_step(functional.mse_loss, torch.optim.SGD(model.net2.parameters(), lr=0.1))(X, torch.randn(4, 5))
+    flow.train_step(functional.mse_loss, torch.optim.SGD(model.net2.parameters(), lr=0.1))(
+        X, torch.randn(4, 5)
+    )
 
 
 def test_what_is_no_optimizer_is_named_and_nothing_moves() -> None:
@@ -167,7 +198,11 @@ def test_a_map_that_is_none_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("key", "told"),
-    [(0, r"the key 0; give names of layers, such as '0'"), ((0,), "such as '0'"), (None, "such as '0'")],
+    [
+        (0, r"the key 0; give names of layers, such as '0'"),
+        ((0,), "such as '0'"),
+        (None, "such as '0'"),
+    ],
 )
 def test_a_layer_that_is_not_named_by_its_name_is_told_which_that_is(key: Any, told: str) -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2)), DEVICES)
@@ -207,7 +242,9 @@ def test_an_empty_batch_runs_but_cannot_be_measured() -> None:
     assert flow(X[:0]).shape == (0, 5)
 
 
-def test_a_model_whose_parameters_are_all_frozen_runs_and_says_that_there_is_nothing_to_train() -> None:
+def test_a_model_whose_parameters_are_all_frozen_runs_and_says_that_there_is_nothing_to_train() -> (
+    None
+):
     model = ToyModel().requires_grad_(False)
     flow = DataFlow(model, DEVICES)
     flow.update_flow(_placement())
@@ -234,7 +271,9 @@ def flow() -> DataFlow:
 
 def test_what_steps_no_parameters_is_told_apart_from_an_optimizer(flow: DataFlow) -> None:
     optimizer = torch.optim.SGD(flow.parameters(), lr=0.1)
-    with pytest.raises(InputError, match=r"the class SGD; give an instance, such as SGD\(flow.parameters"):
+    with pytest.raises(
+        InputError, match=r"the class SGD; give an instance, such as SGD\(flow.parameters"
+    ):
         flow.train_step(functional.mse_loss, torch.optim.SGD)  # type: ignore[arg-type]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(InputError, match="a StepLR, which steps no parameters; give the optimizer"):
@@ -252,7 +291,9 @@ def test_what_steps_no_parameters_is_told_apart_from_an_optimizer(flow: DataFlow
     ],
     ids=["empty", "numpy", "nothing"],
 )
-def test_what_is_no_batch_to_train_on_is_named_and_nothing_is_stepped(flow: DataFlow, inputs: Any, told: str) -> None:
+def test_what_is_no_batch_to_train_on_is_named_and_nothing_is_stepped(
+    flow: DataFlow, inputs: Any, told: str
+) -> None:
     before = [parameter.detach().clone() for parameter in flow.parameters()]
     step = flow.train_step(functional.mse_loss, torch.optim.SGD(flow.parameters(), lr=0.1))
     with pytest.raises(InputError, match=told):
@@ -263,22 +304,31 @@ def test_what_is_no_batch_to_train_on_is_named_and_nothing_is_stepped(flow: Data
 
 @pytest.mark.parametrize("loss_fn", [functional.cross_entropy, functional.mse_loss])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_target_that_is_a_numpy_array_is_told_what_to_give(flow: DataFlow, chunks: int, loss_fn: Any) -> None:
+def test_a_target_that_is_a_numpy_array_is_told_what_to_give(
+    flow: DataFlow, chunks: int, loss_fn: Any
+) -> None:
     # mse_loss raised "'int' object is not callable", as size is a number in arrays.
     step = flow.train_step(loss_fn)
-    with pytest.raises(InputError, match=r"a numpy array of shape \(4,\); give tensors, as torch.as_tensor\(x\) is$"):
+    with pytest.raises(
+        InputError,
+        match=r"a numpy array of shape \(4,\); give tensors, as torch.as_tensor\(x\) is$",
+    ):
         step(X, torch.arange(4).numpy(), chunks=chunks)
 
 
 @pytest.mark.parametrize("chunks", [0, -1, 1.5, True, "2"])
-def test_what_is_no_number_of_micro_batches_is_named_wherever_it_is_given(flow: DataFlow, chunks: Any) -> None:
+def test_what_is_no_number_of_micro_batches_is_named_wherever_it_is_given(
+    flow: DataFlow, chunks: Any
+) -> None:
     step = flow.train_step(functional.mse_loss, torch.optim.SGD(flow.parameters(), lr=0.1))
     for run in (
         lambda: flow(X, chunks=chunks),
         lambda: step(X, torch.randn(4, 5), chunks=chunks),
         lambda: flow.measure(X, chunks=chunks),
     ):
-        with pytest.raises(InputError, match=f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more"):
+        with pytest.raises(
+            InputError, match=f"chunks={chunks!r}: give a whole number of micro-batches, 1 or more"
+        ):
             run()
 
 
@@ -304,12 +354,16 @@ class _Counts(nn.Module):
         super().__init__()
         self.net1, self.net2 = nn.Linear(10, 10), nn.Linear(10, 5)
 
-    def forward(self, x: torch.Tensor, counts: list[int], size: tuple[int, ...] = (4, 4, 4, 4)) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, counts: list[int], size: tuple[int, ...] = (4, 4, 4, 4)
+    ) -> torch.Tensor:
         hidden: torch.Tensor = self.net1(x)
         return self.net2(hidden * torch.tensor(counts, device=x.device)[:, None])  # type: ignore[no-any-return]
 
 
-def test_a_list_with_an_entry_for_each_sample_is_refused_with_the_declaration_that_cuts_it() -> None:
+def test_a_list_with_an_entry_for_each_sample_is_refused_with_the_declaration_that_cuts_it() -> (
+    None
+):
     flow = DataFlow(_Counts(), device_ids=DEVICES)
     flow.layer_gpus.update(net1=0, net2=1)
     flow.update_flow()
@@ -320,10 +374,14 @@ def test_a_list_with_an_entry_for_each_sample_is_refused_with_the_declaration_th
         lambda: flow(X, counts, chunks=2),
         lambda: step((X, counts), torch.zeros(4, 5), chunks=2),
     ):
-        with pytest.raises(BatchError, match=r"inputs=\{'counts': 'items'\}\) gives the batch's results"):
+        with pytest.raises(
+            BatchError, match=r"inputs=\{'counts': 'items'\}\) gives the batch's results"
+        ):
             run()
     torch.testing.assert_close(flow(X, counts, chunks=2, batch_options=options), whole)
-    with pytest.raises(InputError, match=r"'x' has shape .*4 along dimension 0.* the batch has 3 samples"):
+    with pytest.raises(
+        InputError, match=r"'x' has shape .*4 along dimension 0.* the batch has 3 samples"
+    ):
         flow(X, [1, 2, 3], chunks=2, batch_options=BatchOptions(inputs={"counts": "items", "x": 0}))
 
 

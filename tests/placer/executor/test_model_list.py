@@ -1,4 +1,5 @@
-"""Every model that must run split does so, with the outputs, gradients and buffers of the unsplit one."""
+"""Every model that must run split does so, with the outputs, gradients and buffers of the unsplit
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def test_split_equals_unsplit_under_every_kind_of_map(case: Case, training: bool
     _compare(case, training, ["fine", "submodule", "placement"])
 
 
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=THOROUGH)], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "training", [True, pytest.param(False, marks=THOROUGH)], ids=["train", "eval"]
+)
 @pytest.mark.parametrize("case", VISION, ids=str)
 def test_split_equals_unsplit_on_large_vision_models(case: Case, training: bool) -> None:
     _compare(case, training, ["fine"] if training else ["placement"])

@@ -1,4 +1,5 @@
-"""Operations that hold graphs of their own, and those inside torch.func: each is in one layer, and runs split."""
+"""Operations that hold graphs of their own, and those inside torch.func: each is in one layer, and
+runs split."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class ChoosesOperations(_Base):
 
 
 class ChoosesModules(_Base):
-    """The branches call modules, one of which has a place of its own in the model, and read an attribute."""
+    """The branches call modules, one of which has a place of its own in the model, and read an
+    attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,12 @@ class ChoosesModules(_Base):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        y = torch.cond(y.sum() > 0, lambda y: self.second(y) * self.scale, lambda y: torch.tanh(self.third(y)), (y,))
+        y = torch.cond(
+            y.sum() > 0,
+            lambda y: self.second(y) * self.scale,
+            lambda y: torch.tanh(self.third(y)),
+            (y,),
+        )
         return self.third(y)
 
 
@@ -67,7 +74,9 @@ class LoopsWithoutGradients(_Base):
         y = self.first(x)
         with torch.no_grad():
             count = torch.zeros((), dtype=torch.int64, device=y.device)
-            _, z = while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, torch.tanh(z) * 1.5), (count, y.detach()))
+            _, z = while_loop(
+                lambda i, z: i < 3, lambda i, z: (i + 1, torch.tanh(z) * 1.5), (count, y.detach())
+            )
         return self.third(self.second(y) + z)
 
 
@@ -93,7 +102,10 @@ class Vectorised(_Base):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.vmap(self.second)(self.first(x))
-        return self.third(torch.vmap(torch.vmap(torch.sin))(y) + torch.vmap(lambda row: row @ self.second.weight)(y))
+        return self.third(
+            torch.vmap(torch.vmap(torch.sin))(y)
+            + torch.vmap(lambda row: row @ self.second.weight)(y)
+        )
 
 
 class ForwardDerivative(_Base):
@@ -114,11 +126,15 @@ def _(x: Tensor, scale: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _keep_scale(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor) -> None:
+def _keep_scale(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, float], output: Tensor
+) -> None:
     ctx.scale = inputs[1]  # type: ignore[attr-defined]
 
 
-scaled.register_autograd(lambda ctx, gradient: (gradient * ctx.scale * 2, None), setup_context=_keep_scale)
+scaled.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.scale * 2, None), setup_context=_keep_scale
+)
 
 
 class OwnOperator(_Base):
@@ -130,7 +146,8 @@ class OwnOperator(_Base):
 
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> None:
-    """The unsplit models have torch compile their branches, and it does so a few times in a process and no more."""
+    """The unsplit models have torch compile their branches, and it does so a few times in a process
+    and no more."""
     torch._dynamo.reset()
 
 
@@ -147,11 +164,14 @@ NESTED: list[type[nn.Module]] = [
 
 
 class _Both(CapturedOnce):
-    """Both models, and what the unsplit one gives: torch compiles its branches for that, each time anew."""
+    """Both models, and what the unsplit one gives: torch compiles its branches for that, each time
+    anew."""
 
     def __init__(self, make: type[nn.Module], training: bool) -> None:
         super().__init__(make, training)
-        self.whole = {sign: step(self.reference, self.reference, (sign * (X + 1),), {}) for sign in (1, -1)}
+        self.whole = {
+            sign: step(self.reference, self.reference, (sign * (X + 1),), {}) for sign in (1, -1)
+        }
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +234,9 @@ def test_a_training_step_gives_the_gradients_of_the_unsplit_model(
     kept = both(make, True)
     with logical_devices(3), kept.flow() as flow:
         scatter_layers(flow, 3)
-        train = flow.train_step(lambda output, target: (output - target).pow(2).mean(), schedule=schedule)
+        train = flow.train_step(
+            lambda output, target: (output - target).pow(2).mean(), schedule=schedule
+        )
         found = []
         for x in TRAINED:
             train(x, X.to("cpu:0"), chunks=3)
@@ -263,7 +285,8 @@ def test_a_model_that_is_not_captured_chooses_too() -> None:
             return super().forward(torch.from_numpy(x.detach().cpu().numpy()).to(x.device))
 
     model, reference = twins(Converts)
-    flow = DataFlow(model, ["cpu:0", "cpu:1"])  # torch compiles branches under no mode like that of logical devices
+    # torch compiles branches under no mode like that of logical devices
+    flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.layer_gpus.update(first=1, second=1, third=0)
     flow.update_flow()
     split = step(flow, model, (X + 1,), {})
@@ -271,7 +294,11 @@ def test_a_model_that_is_not_captured_chooses_too() -> None:
     assert_same(split, step(reference, reference, (X + 1,), {}))
     flow.undo()
     options = {"repeats": 1, "cache": False, "progress": False}
-    assert [layer.name for layer in profile(model, X, ["cpu:0"], **options).layers] == ["first", "third", "second"]
+    assert [layer.name for layer in profile(model, X, ["cpu:0"], **options).layers] == [
+        "first",
+        "third",
+        "second",
+    ]
 
 
 def test_modules_inside_a_branch_are_no_layers_of_a_model_that_is_not_captured() -> None:
@@ -285,9 +312,14 @@ def test_modules_inside_a_branch_are_no_layers_of_a_model_that_is_not_captured()
 
 
 def test_a_graph_of_its_own_makes_tensors_where_its_layer_runs() -> None:
-    device = torch.device("meta")  # stands for another device, which a machine without GPUs has not
+    # stands for another device, which a machine without GPUs has not
+    device = torch.device("meta")
     exported = export(ChoosesOperations(), (X.float(),), {})
-    bodies = [found for node in exported.module.graph.nodes if (found := nested_ops.body(exported.module, node))]
+    bodies = [
+        found
+        for node in exported.module.graph.nodes
+        if (found := nested_ops.body(exported.module, node))
+    ]
     assert len(bodies) == 2
     for body in bodies:
         there = nested_ops.on(body, "cpu", device)
@@ -300,10 +332,14 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
     class Other(ChoosesModules):
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            y = torch.cond(y.sum() > 0, lambda y: self.second(y) * 3, lambda y: torch.tanh(self.third(y)), (y,))
+            y = torch.cond(
+                y.sum() > 0, lambda y: self.second(y) * 3, lambda y: torch.tanh(self.third(y)), (y,)
+            )
             return self.third(y)
 
-    one, again, other = (capture_graph(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other))
+    one, again, other = (
+        capture_graph(make(), X.float()).hash for make in (ChoosesModules, ChoosesModules, Other)
+    )
     assert one == again != other
 
 
@@ -311,7 +347,9 @@ def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("training", [True, False])
 def test_tangents_pass_from_device_to_device(training: bool, chunks: int, gradients: bool) -> None:
-    model, reference = twins(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), training)
+    model, reference = twins(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), training
+    )
     x = torch.randn(4, 3, dtype=torch.float64)
     tangent = torch.randn_like(x)
     expected = torch.func.jvp(reference, (x,), (tangent,))
@@ -321,7 +359,9 @@ def test_tangents_pass_from_device_to_device(training: bool, chunks: int, gradie
         flow.update_flow()
         for _ in range(2):
             with forward_ad.dual_level():
-                found = forward_ad.unpack_dual(flow(forward_ad.make_dual(x, tangent), chunks=chunks))
+                found = forward_ad.unpack_dual(
+                    flow(forward_ad.make_dual(x, tangent), chunks=chunks)
+                )
                 for one, other in zip(found, expected, strict=True):
                     torch.testing.assert_close(one.detach().cpu(), other.detach())
         if chunks == 1:
@@ -329,7 +369,9 @@ def test_tangents_pass_from_device_to_device(training: bool, chunks: int, gradie
                 torch.testing.assert_close(one.detach().cpu(), other.detach())
 
 
-@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian, torch.vmap])
+@pytest.mark.parametrize(
+    "transform", [torch.func.jacfwd, torch.func.jacrev, torch.func.hessian, torch.vmap]
+)
 def test_the_first_call_of_a_flow_may_be_in_a_transform(transform: Callable[..., Any]) -> None:
     model, reference = twins(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
@@ -352,7 +394,9 @@ def test_vmap_of_a_flow_sees_that_two_inputs_share_memory() -> None:
         flow = DataFlow(model)
         flow.layer_gpus.update(first=0, third=1)
         flow.update_flow()
-        torch.testing.assert_close(torch.vmap(flow)(x, x).cpu(), torch.vmap(reference)(other_x, other_x))
+        torch.testing.assert_close(
+            torch.vmap(flow)(x, x).cpu(), torch.vmap(reference)(other_x, other_x)
+        )
         torch.testing.assert_close(x, other_x)
 
 
@@ -377,7 +421,8 @@ def test_after_a_failure_inside_torch_func_other_work_goes_on() -> None:
 
 
 def test_a_result_of_a_layer_is_written_to_through_views_in_a_step_with_halves() -> None:
-    # Of inputs of three dimensions a linear layer gives a view of a product, and as one of a function of Placer's own.
+    # Of inputs of three dimensions a linear layer gives a view of a product, and as one of a
+    # function of Placer's own.
     class Divides(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -397,7 +442,9 @@ def test_a_result_of_a_layer_is_written_to_through_views_in_a_step_with_halves()
         flow = DataFlow(model)
         flow.layer_gpus.update(first=0, second=1)
         flow.update_flow()
-        train = flow.train_step(lambda output, target: (output - target).pow(2).mean(), schedule="zero-bubble")
+        train = flow.train_step(
+            lambda output, target: (output - target).pow(2).mean(), schedule="zero-bubble"
+        )
         train(x, x.to("cpu:0"), chunks=3)
     (reference(x) - x).pow(2).mean().backward()
     for mine, its in zip(model.parameters(), reference.parameters(), strict=True):

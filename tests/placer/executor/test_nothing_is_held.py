@@ -1,4 +1,5 @@
-"""What failed, and what is let go of, holds no memory: at once, for no device asks Python to look for cycles."""
+"""What failed, and what is let go of, holds no memory: at once, for no device asks Python to look
+for cycles."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CHUNKS = 4
 
 
 class _Model(nn.Module):
-    """Both kinds of layers whose weight gradients can wait, one that fails, and a buffer that a step changes."""
+    """Both kinds of layers whose weight gradients can wait, one that fails, and a buffer that a
+    step changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +49,8 @@ def _place(flow: DataFlow, recompute: bool = False) -> DataFlow:
     flow.layer_gpus.update(MAP)
     flow.update_flow()
     flow.recompute = [0, 1, 2] if recompute else []
-    flow.batch_options = BatchOptions(verify=False)  # whose passes would be the first, and fail
+    # whose passes would be the first, and fail
+    flow.batch_options = BatchOptions(verify=False)
     for training in (True, False):
         flow.train(training)
         with torch.no_grad():
@@ -99,7 +102,11 @@ def test_a_first_pass_that_fails_leaves_nothing(
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("fault", [_no_memory, lambda: ValueError("a fault")])
 def test_a_later_step_that_fails_leaves_no_more_than_there_was_before_it(
-    schedule: Order, recompute: bool, phase: str, fault: Callable[[], BaseException], both: CapturedOnce
+    schedule: Order,
+    recompute: bool,
+    phase: str,
+    fault: Callable[[], BaseException],
+    both: CapturedOnce,
 ) -> None:
     with both.flow(device_ids=PLACES) as flow:
         step = _place(flow, recompute).train_step(functional.mse_loss, schedule=schedule)
@@ -140,7 +147,9 @@ def test_a_new_shape_takes_the_memory_of_others_before_it_runs_out() -> None:
             step(X[:size], TARGET[:size], chunks=2)
         faults.reset()
         faults.at["forward", 0] = _no_memory
-        with pytest.warns(UserWarning, match=r"beside the passes of 2 other\(s\), of this step or of"):
+        with pytest.warns(
+            UserWarning, match=r"beside the passes of 2 other\(s\), of this step or of"
+        ):
             loss = step(X[:6], TARGET[:6], chunks=2)
         assert len(step.pipelines) == 1
         one = alive.bytes
@@ -162,7 +171,9 @@ def _stream(flow: DataFlow) -> None:
 
 
 @pytest.mark.parametrize("run", [_train, _call, _stream])
-def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(run: Callable[[DataFlow], None]) -> None:
+def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(
+    run: Callable[[DataFlow], None],
+) -> None:
     model = _Model()
     flow = _flow(model)
     with _counted(model) as alive, Faults() as faults:
@@ -215,7 +226,8 @@ def _step_with_a_failing_optimizer(flow: DataFlow) -> None:
     try:
         flow.train_step(functional.mse_loss, optimizer)(X, TARGET, chunks=CHUNKS)
     finally:
-        flow.zero_grad()  # gradients stay in place, as after any optimizer that fails
+        # gradients stay in place, as after any optimizer that fails
+        flow.zero_grad()
 
 
 def _step_with_a_failing_loss(flow: DataFlow) -> None:
@@ -234,7 +246,14 @@ def _profile(flow: DataFlow) -> None:
     placer.profile(flow.module, X, ["cpu:0"], training=True, progress=False, repeats=1, cache=False)
 
 
-RUNS = [_train, _call, _step_with_a_failing_optimizer, _step_with_a_failing_loss, _applied, _profile]
+RUNS = [
+    _train,
+    _call,
+    _step_with_a_failing_optimizer,
+    _step_with_a_failing_loss,
+    _applied,
+    _profile,
+]
 
 
 @pytest.mark.parametrize("make", [_Model, _Branching])
@@ -267,7 +286,9 @@ def _replace_step(made: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("let_go", [_drop_step, _replace_step])
-def test_a_step_that_is_let_go_of_leaves_the_gradients_alone(schedule: Order, let_go: Callable[[Any], None]) -> None:
+def test_a_step_that_is_let_go_of_leaves_the_gradients_alone(
+    schedule: Order, let_go: Callable[[Any], None]
+) -> None:
     model = _Model()
     flow = _flow(model)
     made: dict[str, Any] = {"flow": flow}

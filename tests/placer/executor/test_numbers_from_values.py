@@ -1,4 +1,5 @@
-"""Numbers and shapes that depend on the values of tensors: no pass may keep those that it was prepared with."""
+"""Numbers and shapes that depend on the values of tensors: no pass may keep those that it was
+prepared with."""
 
 from __future__ import annotations
 

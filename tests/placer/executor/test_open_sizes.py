@@ -1,4 +1,5 @@
-"""Inputs of many shapes: what was of two sizes is left open, so that a third needs no capture of its own."""
+"""Inputs of many shapes: what was of two sizes is left open, so that a third needs no capture of
+its own."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         down = torch.relu(self.norm(self.down(x)))
         up = functional.interpolate(self.up(down), size=x.shape[-2:])
-        return self.head(torch.cat([up, functional.interpolate(down, size=x.shape[-2:])]).mean((2, 3)))
+        return self.head(
+            torch.cat([up, functional.interpolate(down, size=x.shape[-2:])]).mean((2, 3))
+        )
 
 
 class Branches(nn.Module):
@@ -82,10 +85,14 @@ def _ids(length: int, batch: int = 3) -> Tensor:
 
 
 def _floats(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
-def _assert_all_equal(make: Any, inputs: list[Tensor], training: bool = True, **options: Any) -> None:
+def _assert_all_equal(
+    make: Any, inputs: list[Tensor], training: bool = True, **options: Any
+) -> None:
     """Each in turn gives what the unsplit model gives: results, gradients, buffers."""
     model, reference = twins(make, training)
     with logical_devices(3):
@@ -111,7 +118,10 @@ def test_a_batch_as_large_as_a_length_is_told_from_it(monkeypatch: pytest.Monkey
 
 def test_a_length_and_a_batch_of_one_have_graphs_of_their_own() -> None:
     """torch takes a size of one for fixed: what is added to it may be spread over it."""
-    _assert_all_equal(Attends, [_ids(5), _ids(6), _ids(1), _ids(7), _ids(7, 1), _ids(1, 1), _ids(8, 1), _ids(9, 1)])
+    _assert_all_equal(
+        Attends,
+        [_ids(5), _ids(6), _ids(1), _ids(7), _ids(7, 1), _ids(1, 1), _ids(8, 1), _ids(9, 1)],
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -122,20 +132,25 @@ def test_images_of_any_height_and_width(training: bool, monkeypatch: pytest.Monk
     assert len(made) == 3  # the second is of another height alone
 
 
-def test_what_a_model_does_with_long_inputs_alone_is_captured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_does_with_long_inputs_alone_is_captured_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = count_captures(monkeypatch)
     _assert_all_equal(Branches, [_floats(3, length, 4) for length in (4, 5, 9, 6, 12, 7, 20, 8)])
     assert len(made) == 3
 
 
-def test_a_model_that_holds_for_one_length_is_captured_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_holds_for_one_length_is_captured_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = count_captures(monkeypatch)
     _assert_all_equal(OfOneLength, [_floats(3, length, 4) for length in (4, 5, 6, 5, 4)])
     assert len(made) == 3
 
 
 class Rounds(OfOneLength):
-    """A number of its length in a tensor, which says how much is taken: known where the length is a number."""
+    """A number of its length in a tensor, which says how much is taken: known where the length is a
+    number."""
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.first(x)) * int(torch.tensor(x.shape[1] / 2).ceil())
@@ -158,7 +173,9 @@ def test_what_cannot_be_captured_with_an_open_length_is_captured_for_each(make: 
         flow = DataFlow(model, enable_clone=True)
         scatter_layers(flow, 2)
         for length in (5, 6, 7):
-            torch.testing.assert_close(flow(_floats(3, length, 4)).cpu(), reference(_floats(3, length, 4)))
+            torch.testing.assert_close(
+                flow(_floats(3, length, 4)).cpu(), reference(_floats(3, length, 4))
+            )
 
 
 class Counts(OfOneLength):
@@ -177,7 +194,8 @@ class Counts(OfOneLength):
 
 
 class ScalesLate(OfOneLength):
-    """A parameter of its own is used before the layers for short inputs, and behind them for long ones."""
+    """A parameter of its own is used before the layers for short inputs, and behind them for long
+    ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +229,11 @@ def test_sizes_that_are_returned_are_those_of_the_call() -> None:
             assert found[1:] == expected[1:] and type(found[1]) is torch.Size
 
 
-def test_sizes_that_take_too_long_to_prove_are_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch took minutes for a Swin whose height was open, and the next height needed a capture all the same."""
+def test_sizes_that_take_too_long_to_prove_are_not_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch took minutes for a Swin whose height was open, and the next height needed a capture all
+    the same."""
     monkeypatch.setattr(model_captures, "_PATIENCE", 0.0)
     made = count_captures(monkeypatch)
     _assert_all_equal(Attends, [_ids(length) for length in (5, 7, 6, 7)])
@@ -229,7 +250,8 @@ class Step(OfOneLength):
 
 
 def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a sliding window's cache, which counts tokens: each token had a large model captured anew."""
+    """As those of a sliding window's cache, which counts tokens: each token had a large model
+    captured anew."""
     model, reference = twins(Step)
     made = count_captures(monkeypatch)
     x = _floats(3, 5, 4)
@@ -249,7 +271,9 @@ def test_calls_of_which_none_comes_back_run_through_hooks(monkeypatch: pytest.Mo
     assert len(made) == 5
 
 
-def test_steps_and_streams_do_not_capture_every_shape_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_streams_do_not_capture_every_shape_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, reference = twins(OfOneLength)
     made = count_captures(monkeypatch)
     inputs = [_floats(4, length, 4) for length in range(3, 13)]
@@ -275,7 +299,9 @@ def test_micro_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
         for length in (5, 7, 6, 12):
-            torch.testing.assert_close(flow(_ids(length, 7), chunks=3).cpu(), reference(_ids(length, 7)))
+            torch.testing.assert_close(
+                flow(_ids(length, 7), chunks=3).cpu(), reference(_ids(length, 7))
+            )
     assert len(made) == 2
 
 
@@ -286,7 +312,9 @@ def test_calls_and_streams_of_many_lengths() -> None:
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
         for length in lengths:
-            torch.testing.assert_close(flow(_ids(length, 6), chunks=2).cpu(), reference(_ids(length, 6)))
+            torch.testing.assert_close(
+                flow(_ids(length, 6), chunks=2).cpu(), reference(_ids(length, 6))
+            )
         streamed = list(flow.stream([_ids(length) for length in lengths]))
     for length, result in zip(lengths, streamed, strict=True):
         torch.testing.assert_close(result.cpu(), reference(_ids(length)))
@@ -303,7 +331,9 @@ def test_training_steps_of_many_lengths(schedule: Any, monkeypatch: pytest.Monke
     with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3)
-        train = flow.train_step(loss_fn, torch.optim.SGD(model.parameters(), lr=0.5), schedule=schedule)
+        train = flow.train_step(
+            loss_fn, torch.optim.SGD(model.parameters(), lr=0.5), schedule=schedule
+        )
         for length in (5, 7, 6, 7, 12, 5):
             ids = _ids(length, 6)
             loss = train(ids, ids, chunks=3)

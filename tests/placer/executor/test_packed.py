@@ -1,4 +1,5 @@
-"""Packed sequences: their lengths are on the host, where torch wants them, and the rest follows the map."""
+"""Packed sequences: their lengths are on the host, where torch wants them, and the rest follows the
+map."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class _Encoder(nn.Module):
         self.rnn = nn.GRU(6, 6, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> PackedSequence:
-        packed, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        packed, _ = self.rnn(
+            pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        )
         assert isinstance(packed, PackedSequence)
         return packed
 
@@ -49,7 +52,9 @@ class _Tagger(nn.Module):
 
 def _placed(model: nn.Module, names: list[str]) -> DataFlow:
     flow = DataFlow(model, names)
-    flow.layer_gpus.update(zip(("embedding", "encoder", "decoder", "head"), names * 2, strict=False))
+    flow.layer_gpus.update(
+        zip(("embedding", "encoder", "decoder", "head"), names * 2, strict=False)
+    )
     flow.update_flow()
     return flow
 
@@ -79,8 +84,12 @@ def test_the_lengths_of_a_packed_sequence_stay_on_the_host() -> None:
 
 def test_it_is_profiled() -> None:
     with logical_devices(2):
-        found = profile(_Tagger(), (TOKENS, LENGTHS), ["cpu:0", "cpu:1"], progress=False, repeats=1, cache=False)
-    assert {"embedding", "encoder", "decoder", "head"} <= {layer.name.split(".")[0] for layer in found.layers}
+        found = profile(
+            _Tagger(), (TOKENS, LENGTHS), ["cpu:0", "cpu:1"], progress=False, repeats=1, cache=False
+        )
+    assert {"embedding", "encoder", "decoder", "head"} <= {
+        layer.name.split(".")[0] for layer in found.layers
+    }
 
 
 @pytest.mark.gpu

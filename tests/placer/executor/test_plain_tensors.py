@@ -1,8 +1,8 @@
 """Plain tensors: those that forward reads and that are neither parameters nor buffers nor inputs.
 
-Before, each was copied to a device once, when layers were placed. So what forward wrote to it, and what the user wrote
-to it between calls, was lost on other devices, and torch.export detached those that require a gradient.
-"""
+Before, each was copied to a device once, when layers were placed. So what forward wrote to it, and
+what the user wrote to it between calls, was lost on other devices, and torch.export detached those
+that require a gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from placer.testing import logical_devices
 
 def _flow(net: Net) -> DataFlow:
     flow = DataFlow(net, device_ids=["cpu:0", "cpu:1"])
-    flow.batch_options = BatchOptions(verify="write" not in net.use)  # else micro-batches see what others wrote
+    # else micro-batches see what others wrote
+    flow.batch_options = BatchOptions(verify="write" not in net.use)
     flow.layer_gpus.update(a=0, b=1, c=0)
     flow.update_flow()
     return flow
@@ -48,12 +49,16 @@ def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: st
 
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(use: str, hooks: bool) -> None:
+def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(
+    use: str, hooks: bool
+) -> None:
     use += " hooks" * hooks
     net = fresh("variable", use)
     with torch.no_grad():
         expected = [
-            tensor for x in INPUTS for tensor in (torch.cat([net(part) for part in x.chunk(2)]), net.table().clone())
+            tensor
+            for x in INPUTS
+            for tensor in (torch.cat([net(part) for part in x.chunk(2)]), net.table().clone())
         ]
     net = fresh("variable", use)
     with logical_devices(2), torch.no_grad():
@@ -154,9 +159,13 @@ def test_one_that_requires_a_gradient_gets_it(way: str, steps: bool) -> None:
             if split:
                 flow.update_flow()
                 if steps:
-                    flow.train_step(functional.mse_loss)(INPUTS[0], torch.zeros_like(INPUTS[0]), chunks=2)
+                    flow.train_step(functional.mse_loss)(
+                        INPUTS[0], torch.zeros_like(INPUTS[0]), chunks=2
+                    )
                 else:
-                    functional.mse_loss(flow(INPUTS[0]).cpu(), torch.zeros_like(INPUTS[0])).backward()
+                    functional.mse_loss(
+                        flow(INPUTS[0]).cpu(), torch.zeros_like(INPUTS[0])
+                    ).backward()
                 assert "register it as an nn.Parameter" in flow.not_captured_because
         gradient = net.used().grad
         assert gradient is not None
@@ -198,12 +207,16 @@ def test_two_that_share_memory_are_no_two_copies_where_forward_writes_to_it() ->
 
 
 class Cached(nn.Module):
-    """Keys of earlier calls in a plain tensor, as reference implementations of language models have them."""
+    """Keys of earlier calls in a plain tensor, as reference implementations of language models have
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.keys, self.values = torch.zeros(2, 8, 4, dtype=DTYPE), torch.zeros(2, 8, 4, dtype=DTYPE)
+        self.keys, self.values = (
+            torch.zeros(2, 8, 4, dtype=DTYPE),
+            torch.zeros(2, 8, 4, dtype=DTYPE),
+        )
         self.double()
 
     def forward(self, x: Tensor, start: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Training under autocast, and random numbers: both as on the unsplit model, as far as a pipeline can."""
+"""Training under autocast, and random numbers: both as on the unsplit model, as far as a pipeline
+can."""
 
 from __future__ import annotations
 
@@ -18,12 +19,17 @@ SCHEDULES: tuple[Order, ...] = ("1f1b", "fill-drain", "zero-bubble")
 
 
 class _Mixed(nn.Module):
-    """A convolution, norms and linear layers: what autocast casts, and what it does not; and a look at what it did."""
+    """A convolution, norms and linear layers: what autocast casts, and what it does not; and a look
+    at what it did."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
-        self.narrow, self.scale, self.wide = nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+        self.narrow, self.scale, self.wide = (
+            nn.Linear(16, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8, bias=False),
+        )
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +67,9 @@ def mixed() -> CapturedOnce:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_steps_under_autocast_and_without_take_turns(dtype: torch.dtype, schedule: Order, mixed: CapturedOnce) -> None:
+def test_steps_under_autocast_and_without_take_turns(
+    dtype: torch.dtype, schedule: Order, mixed: CapturedOnce
+) -> None:
     model, whole = mixed.model, mixed.reference
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
     inputs, target = _batch()
@@ -87,7 +95,8 @@ def test_steps_under_autocast_and_without_take_turns(dtype: torch.dtype, schedul
 
 
 def test_steps_in_one_autocast_region_use_the_weights_that_the_optimizer_left() -> None:
-    # Autocast keeps cast weights until its region ends; a pass that used them would not see the optimizer's step.
+    # Autocast keeps cast weights until its region ends; a pass that used them would not see the
+    # optimizer's step.
     torch.manual_seed(0)
     model = _Mixed()
     inputs, target = _batch()
@@ -103,7 +112,9 @@ def test_float16_with_a_scaler_under_autocast_equals_the_unsplit_model() -> None
     model = _Mixed()
     whole = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole))
-    one, other = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1) for _ in range(2))
+    one, other = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1) for _ in range(2)
+    )
     inputs, target = _batch()
     with logical_devices(3):
         step = _flow(model).train_step(functional.cross_entropy, ours, scaler=one)
@@ -127,7 +138,12 @@ class _Noisy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.one, self.middle, self.two = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.first, self.one, self.middle, self.two = (
+            nn.Linear(4, 4),
+            nn.Dropout(0.5),
+            nn.Linear(4, 4),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.one(1 + 0 * self.first(x))
@@ -155,7 +171,9 @@ def _masks(seed: int, schedule: Order, steps: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dropout_differs_between_micro_batches_and_steps_and_a_seed_repeats_it(schedule: Order) -> None:
+def test_dropout_differs_between_micro_batches_and_steps_and_a_seed_repeats_it(
+    schedule: Order,
+) -> None:
     first, again, other = _masks(3, schedule), _masks(3, schedule), _masks(4, schedule)
     assert len(first) == 8
     assert all(not torch.equal(one, two) for i, one in enumerate(first) for two in first[:i])

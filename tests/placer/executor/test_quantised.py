@@ -1,4 +1,5 @@
-"""Layers that torchao and bitsandbytes quantise, placed: all of a weight moves, and results are the unsplit model's."""
+"""Layers that torchao and bitsandbytes quantise, placed: all of a weight moves, and results are the
+unsplit model's."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from model_list import torchvision_models
-from placed_weights import CLOSE, Adapted, assert_adapters_train_as_unsplit, assert_moves_and_comes_back
+from placed_weights import (
+    CLOSE,
+    Adapted,
+    assert_adapters_train_as_unsplit,
+    assert_moves_and_comes_back,
+)
 from placed_weights import assert_runs_as_unsplit as assert_runs
 from torch import nn
 from weight_kinds import batch_of, model_of
@@ -41,8 +47,13 @@ def test_a_placed_model_gives_what_the_unsplit_model_gives(kind: str) -> None:
 def test_bytes_are_those_that_are_stored_and_the_model_stays_as_it_was(kind: str) -> None:
     model, x = model_of(QUANTISED[kind]), batch_of(QUANTISED[kind])
     found = profile(model, x, ["cpu:0"], training=False, cache=False, progress=False, repeats=1)
-    for layer, module in zip((found.layers[0], found.layers[-1]), (model[0], model[2]), strict=True):
-        stored = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in QUANTISED[kind].stored(module)}
+    for layer, module in zip(
+        (found.layers[0], found.layers[-1]), (model[0], model[2]), strict=True
+    ):
+        stored = {
+            tensor.data_ptr(): tensor.numel() * tensor.itemsize
+            for tensor in QUANTISED[kind].stored(module)
+        }
         assert layer.param_bytes + layer.buffer_bytes == sum(stored.values())
     with torch.no_grad():
         assert torch.equal(model(x), model_of(QUANTISED[kind])(x))
@@ -53,7 +64,10 @@ def test_a_weight_that_the_first_call_packs_is_not_packed_by_a_look() -> None:
 
     def made() -> Any:
         torch.manual_seed(0)
-        layers = [bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4") for _ in range(2)]
+        layers = [
+            bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")
+            for _ in range(2)
+        ]
         return nn.Sequential(*layers).to("cpu").eval().requires_grad_(False)
 
     model, x = made(), batch_of(QUANTISED["bitsandbytes nf4"])
@@ -71,7 +85,9 @@ def test_adapters_over_a_quantised_layer_train_as_in_the_unsplit_model(kind: str
     assert_adapters_train_as_unsplit(QUANTISED[kind], "1f1b")
 
 
-@pytest.mark.parametrize("kind", ["torchao int8 weights", "torchao float8 weights", "bitsandbytes nf4"])
+@pytest.mark.parametrize(
+    "kind", ["torchao int8 weights", "torchao float8 weights", "bitsandbytes nf4"]
+)
 def test_a_quantised_model_with_adapters_is_profiled_and_placed_for_training(kind: str) -> None:
     layers = model_of(QUANTISED[kind])
     model = nn.Sequential(*(Adapted(layers[index], 64) for index in (0, 2))).train()
@@ -86,9 +102,12 @@ def test_a_quantised_model_with_adapters_is_profiled_and_placed_for_training(kin
 
 
 def test_peft_adapters_over_bitsandbytes_layers_train_as_in_the_unsplit_model() -> None:
-    torchvision_models()  # which peft imports by way of transformers, with or without its compiled operators
+    # which peft imports by way of transformers, with or without its compiled operators
+    torchvision_models()
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["0", "2"], r=4, lora_dropout=0.0, init_lora_weights=False)
+    config = peft.LoraConfig(
+        target_modules=["0", "2"], r=4, lora_dropout=0.0, init_lora_weights=False
+    )
 
     def made() -> nn.Module:
         model = model_of(QUANTISED["bitsandbytes nf4"])
@@ -104,11 +123,15 @@ def test_peft_adapters_over_bitsandbytes_layers_train_as_in_the_unsplit_model() 
         train = flow.train_step(nn.functional.mse_loss)
         loss = train(x, x, chunks=2)
         layer: Any = model[2]
-        assert devices.location(layer.base_layer.weight.quant_state.absmax) == torch.device("cpu", 1)
+        assert devices.location(layer.base_layer.weight.quant_state.absmax) == torch.device(
+            "cpu", 1
+        )
     expected = nn.functional.mse_loss(reference(x), x)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach().to(loss.dtype), **CLOSE)
-    trained = [name for name, parameter in reference.named_parameters() if parameter.grad is not None]
+    trained = [
+        name for name, parameter in reference.named_parameters() if parameter.grad is not None
+    ]
     assert any("lora_A" in name for name in trained)
     for (name, mine), its in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (mine.grad is None) == (its.grad is None), name

@@ -54,7 +54,9 @@ def test_a_batch_whose_samples_meet_is_not_cut(way: Way) -> None:
     with logical_devices(2):
         flow = _flow(way)
         flow(torch.randn(6, 6))
-        with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give.*chunks=1"):
+        with pytest.raises(
+            BatchError, match=r"the result of a batch is not what its micro-batches give.*chunks=1"
+        ):
             flow(torch.randn(6, 6), chunks=2)
         flow(torch.randn(6, 6), chunks=2, batch_options=BatchOptions(verify=False))
 
@@ -69,7 +71,9 @@ def test_a_step_whose_samples_meet_inside_the_model_is_refused() -> None:
         flow = _flow(_Similarity())
         step = flow.train_step(lambda result, target: result)
         step(torch.randn(6, 6), None, chunks=1)
-        with pytest.raises(BatchError, match=r"the result of a batch is not what its micro-batches give"):
+        with pytest.raises(
+            BatchError, match=r"the result of a batch is not what its micro-batches give"
+        ):
             step(torch.randn(6, 6), None, chunks=2)
 
 
@@ -81,14 +85,19 @@ def test_where_samples_are_apart_nothing_is_told(way: Way) -> None:
 
 
 class _Alibi(nn.Module):
-    """Lays out what it makes of the mask by the size of the other input, as Falcon does: their batch is one."""
+    """Lays out what it makes of the mask by the size of the other input, as Falcon does: their
+    batch is one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        slopes = (mask[:, None] * torch.ones(2, 1)).reshape(mask.shape[0] * 2, 1, 5).reshape(x.shape[0], -1, 1, 5)
+        slopes = (
+            (mask[:, None] * torch.ones(2, 1))
+            .reshape(mask.shape[0] * 2, 1, 5)
+            .reshape(x.shape[0], -1, 1, 5)
+        )
         return self.last(self.first(x)), slopes
 
 

@@ -1,4 +1,5 @@
-"""Layers of one device together: a placement with branches is one stage a device, and trains as the unsplit model."""
+"""Layers of one device together: a placement with branches is one stage a device, and trains as the
+unsplit model."""
 
 from __future__ import annotations
 
@@ -48,12 +49,16 @@ def _trained(model: nn.Module, places: dict[str, int], schedule: Order) -> tuple
         flow = DataFlow(model)
         flow.layer_gpus.update(places)
         flow.update_flow()
-        step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule)
+        step = flow.train_step(
+            functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule
+        )
         for _ in range(2):
             step(x, y, chunks=4)
         stages = len(step.pipelines[0].stages)
         for name, value in whole.state_dict().items():
-            torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
+            torch.testing.assert_close(
+                model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name
+            )
     return stages, model
 
 
@@ -73,7 +78,9 @@ def test_branches_on_two_devices_are_a_stage_each_in_calls_and_streams_too() -> 
     model.zero_grad()
     with logical_devices(3):
         flow = DataFlow(model)
-        flow.layer_gpus.update({"stem": 0, "left1": 0, "left2": 0, "right1": 1, "right2": 1, "head": 2})
+        flow.layer_gpus.update(
+            {"stem": 0, "left1": 0, "left2": 0, "right1": 1, "right2": 1, "head": 2}
+        )
         flow.update_flow()
         found = flow(x, chunks=4)
         found.sum().backward()
@@ -98,7 +105,14 @@ def test_every_layer_still_runs_after_those_that_it_needs() -> None:
     places = [torch.device("cpu", place[layer.name]) for layer in graph.layers]
     ordered, found = stage_by_stage(graph, places)
     assert [device.index for device in found] == [0, 1, 1, 2, 2, 2]
-    assert [layer.name for layer in ordered.layers] == ["stem", "left1", "left2", "right1", "right2", "head"]
+    assert [layer.name for layer in ordered.layers] == [
+        "stem",
+        "left1",
+        "left2",
+        "right1",
+        "right2",
+        "head",
+    ]
     there = set(graph.inputs)
     for layer in ordered.layers:
         assert there.issuperset(layer.reads)

@@ -15,7 +15,9 @@ from placer.executor.training.training_pipeline import Order
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
-MATRIX = torch.tensor([[0.5, 0, 0, 2], [0, 0, 1, 0], [3, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float64)
+MATRIX = torch.tensor(
+    [[0.5, 0, 0, 2], [0, 0, 1, 0], [3, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.float64
+)
 
 
 class GraphNetwork(nn.Module):
@@ -65,7 +67,9 @@ def test_a_step_with_a_sparse_buffer_gives_the_unsplit_models_gradients(schedule
         flow = DataFlow(model)
         flow.layer_gpus.update(first=1, second=0)
         flow.update_flow()
-        train = flow.train_step(lambda output, target: (output - target).pow(2).mean(), schedule=schedule)
+        train = flow.train_step(
+            lambda output, target: (output - target).pow(2).mean(), schedule=schedule
+        )
         for _ in range(2):
             train(X, X.to("cpu:0"), chunks=3)
     (reference(X) - X).pow(2).mean().backward()
@@ -95,8 +99,11 @@ def test_a_model_with_sparse_tensors_is_measured(training: bool) -> None:
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
 def test_a_sparse_tensor_has_the_bytes_of_its_parts(layout: str) -> None:
-    sparse = getattr(MATRIX, {"coo": "to_sparse", "csr": "to_sparse_csr", "csc": "to_sparse_csc"}[layout])()
-    indices = 2 * 5 if layout == "coo" else 5 + 5  # five values of eight bytes; four rows or columns have five borders
+    sparse = getattr(
+        MATRIX, {"coo": "to_sparse", "csr": "to_sparse_csr", "csc": "to_sparse_csc"}[layout]
+    )()
+    # five values of eight bytes; four rows or columns have five borders
+    indices = 2 * 5 if layout == "coo" else 5 + 5
     assert tensor_bytes(sparse) == 8 * (5 + indices)
     assert devices.addresses([MATRIX, sparse])[0] == MATRIX.data_ptr()
     assert devices.addresses([sparse]) != devices.addresses([sparse.clone()])
@@ -110,7 +117,9 @@ def test_a_sparse_input_is_trained_on_whole_and_not_cut() -> None:
         flow = DataFlow(model)
         scatter_layers(flow, 2)
         train = flow.train_step(functional.mse_loss)
-        with pytest.raises(InputError, match=r"is torch.sparse_coo, which cannot be cut.*to_dense\(\), or chunks=1"):
+        with pytest.raises(
+            InputError, match=r"is torch.sparse_coo, which cannot be cut.*to_dense\(\), or chunks=1"
+        ):
             train((x, edges), target, chunks=2)
         for _ in range(2):
             train((x, edges), target, chunks=1)

@@ -68,7 +68,9 @@ def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 
 def _same(model: nn.Module, whole: nn.Module) -> None:
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(
+            model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +86,12 @@ def _fails_in_the_second_step(
     expected: Any,
     schedule: Order,
 ) -> BaseException:
-    """One good step, one that fails, one good step; then undo. Compared with two steps of the unsplit model."""
+    """One good step, one that fails, one good step; then undo. Compared with two steps of the
+    unsplit model."""
     model, whole = both.model, both.reference
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole)
+    )
     with logical_devices(3), Faults() as faults, both.flow() as flow:
         step = _place(flow).train_step(functional.mse_loss, ours, schedule)
         step(*_batch(), chunks=CHUNKS)
@@ -112,7 +117,9 @@ def _fails_in_the_second_step(
 def test_an_exception_names_segment_layer_and_micro_batch(
     phase: str, micro_batch: int, schedule: Order, both: CapturedOnce
 ) -> None:
-    error = _fails_in_the_second_step(both, phase, micro_batch, lambda: ValueError("a fault"), StageError, schedule)
+    error = _fails_in_the_second_step(
+        both, phase, micro_batch, lambda: ValueError("a fault"), StageError, schedule
+    )
     assert isinstance(error, StageError)
     assert (error.device, error.layer, error.batch) == ("cpu:1", "brittle", micro_batch)
     assert isinstance(error.__cause__, ValueError)
@@ -121,24 +128,37 @@ def test_an_exception_names_segment_layer_and_micro_batch(
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_out_of_memory_is_also_torchs_own_error_and_says_what_helps(phase: str, both: CapturedOnce) -> None:
+def test_out_of_memory_is_also_torchs_own_error_and_says_what_helps(
+    phase: str, both: CapturedOnce
+) -> None:
     def fault() -> BaseException:
         return torch.OutOfMemoryError("no room for 2 GiB")
 
     error = _fails_in_the_second_step(both, phase, 1, fault, torch.OutOfMemoryError, "1f1b")
-    assert isinstance(error, StageError) and (error.device, error.layer, error.batch) == ("cpu:1", "brittle", 1)
-    assert "no room for 2 GiB; place fewer layers there, or cut the batch into more micro-batches" in str(error)
+    assert isinstance(error, StageError) and (error.device, error.layer, error.batch) == (
+        "cpu:1",
+        "brittle",
+        1,
+    )
+    assert (
+        "no room for 2 GiB; place fewer layers there, or cut the batch into more micro-batches"
+        in str(error)
+    )
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_interrupt_stays_one_and_its_note_says_where(phase: str, both: CapturedOnce) -> None:
     error = _fails_in_the_second_step(both, phase, 2, KeyboardInterrupt, KeyboardInterrupt, "1f1b")
-    note = f"while micro-batch 2 was in the {phase} pass of segment 1 of 3 on cpu:1, layer 'brittle'"
+    note = (
+        f"while micro-batch 2 was in the {phase} pass of segment 1 of 3 on cpu:1, layer 'brittle'"
+    )
     assert error.__notes__ == [note]
 
 
 def test_placers_own_errors_keep_their_type(both: CapturedOnce) -> None:
-    error = _fails_in_the_second_step(both, "forward", 1, lambda: MixedDevicesError("mixed"), MixedDevicesError, "1f1b")
+    error = _fails_in_the_second_step(
+        both, "forward", 1, lambda: MixedDevicesError("mixed"), MixedDevicesError, "1f1b"
+    )
     assert "micro-batch 1" in error.__notes__[0]
 
 
@@ -147,9 +167,13 @@ def test_a_failure_while_the_pipeline_is_prepared_leaves_everything_as_it_was() 
     model = _Model().double()
     whole = copy.deepcopy(model)
     with logical_devices(3), Faults() as faults:
-        step = _flow(model).train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        step = _flow(model).train_step(
+            functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         faults.at["forward", 0] = lambda: ValueError("a fault")
-        with pytest.raises(StageError, match="micro-batch 0 failed in the first pass of segment 1 of 3 on cpu:1"):
+        with pytest.raises(
+            StageError, match="micro-batch 0 failed in the first pass of segment 1 of 3 on cpu:1"
+        ):
             step(*_batch(), chunks=CHUNKS)
         _same(model, whole)
         faults.reset()
@@ -203,7 +227,10 @@ def test_a_call_that_fails_names_segment_layer_and_micro_batch_too(chunks: int) 
         flow = _flow(model)
         faults.reset()
         faults.at["forward", chunks - 1] = lambda: ValueError("a fault")
-        with pytest.raises(StageError, match=f"micro-batch {chunks - 1} failed in the forward pass of segment 1 of 3"):
+        with pytest.raises(
+            StageError,
+            match=f"micro-batch {chunks - 1} failed in the forward pass of segment 1 of 3",
+        ):
             flow(inputs, chunks=chunks)
         faults.reset()
         torch.testing.assert_close(flow(inputs, chunks=chunks).detach().cpu(), expected.detach())
@@ -226,12 +253,16 @@ class _Branching(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("phase", "place"), [("forward", "on cpu:1, layer 'two.0'"), ("backward", "on cpu:0")])
+@pytest.mark.parametrize(
+    ("phase", "place"), [("forward", "on cpu:1, layer 'two.0'"), ("backward", "on cpu:0")]
+)
 def test_a_model_that_runs_through_hooks_is_left_as_it_was_too(phase: str, place: str) -> None:
     torch.manual_seed(0)
     model = _Branching().double()
     whole = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole)
+    )
     with logical_devices(2), Faults() as faults:
         flow = DataFlow(model)
         flow.layer_gpus["two"] = 1
@@ -242,7 +273,10 @@ def test_a_model_that_runs_through_hooks_is_left_as_it_was_too(phase: str, place
         _unsplit_step(whole, theirs)
         faults.reset()
         faults.at[phase, 2] = lambda: ValueError("a fault")
-        with pytest.raises(StageError, match=f"micro-batch 2 failed in the training pass {place}: ValueError: a fault"):
+        with pytest.raises(
+            StageError,
+            match=f"micro-batch 2 failed in the training pass {place}: ValueError: a fault",
+        ):
             step(*_batch(), chunks=CHUNKS)
         _same(model, whole)
         assert all(parameter.grad is None for parameter in model.parameters())

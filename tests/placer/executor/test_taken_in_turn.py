@@ -56,7 +56,8 @@ MODELS = pytest.mark.parametrize("make", [_Twice, _Before, _Behind])
 
 
 def _placed(model: nn.Module, **options: bool) -> DataFlow:
-    flow = unverified(DataFlow(model, **options))  # micro-batches depend on one another
+    # micro-batches depend on one another
+    flow = unverified(DataFlow(model, **options))
     flow.layer_gpus.update(first=0, centre=0, last=1)
     flow.update_flow()
     return flow
@@ -91,13 +92,17 @@ def test_training_takes_micro_batches_in_turn(make: type[nn.Module], schedule: O
 @MODELS
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_calls_and_streams_take_micro_batches_in_turn(make: type[nn.Module], streamed: bool, chunks: int) -> None:
+def test_calls_and_streams_take_micro_batches_in_turn(
+    make: type[nn.Module], streamed: bool, chunks: int
+) -> None:
     model, whole = twins(make)
     with logical_devices(2), torch.no_grad():
         flow = _placed(model)
         for _ in range(3):
             inputs = torch.randn(8, 4, dtype=torch.float64)
-            results = flow.stream(inputs.chunk(chunks)) if streamed else [flow(inputs, chunks=chunks)]
+            results = (
+                flow.stream(inputs.chunk(chunks)) if streamed else [flow(inputs, chunks=chunks)]
+            )
             expected = torch.cat([whole(x) for x in inputs.chunk(chunks)])
             torch.testing.assert_close(torch.cat([y.cpu() for y in results]), expected)
     torch.testing.assert_close(model.centre.mean.cpu(), whole.centre.mean)

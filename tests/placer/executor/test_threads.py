@@ -1,4 +1,5 @@
-"""Flows that several threads call at once, as a server does, answer each as the unsplit model would."""
+"""Flows that several threads call at once, as a server does, answer each as the unsplit model
+would."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def _assert_all_are_served(make: type[nn.Module], way: str, devices: list[str]) 
         with torch.no_grad():
             for _ in range(CALLS):
                 x = torch.randn(6, 8, dtype=torch.float64, generator=random)
-                expected = whole(x) if way == "call" else torch.cat([whole(part) for part in x.chunk(2)])
+                expected = (
+                    whole(x) if way == "call" else torch.cat([whole(part) for part in x.chunk(2)])
+                )
                 torch.testing.assert_close(WAYS[way](flow, x).cpu(), expected)
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -89,13 +92,16 @@ def test_every_thread_has_the_results_of_its_own_batches(make: type[nn.Module], 
 @pytest.mark.usefixtures("often", "exact")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_thread_has_the_results_of_its_own_batches_on_gpus(way: str) -> None:
-    _assert_all_are_served(_Net, way, [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))])
+    _assert_all_are_served(
+        _Net, way, [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))]
+    )
 
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads_take_turns_at_steps_of_one_flow(shared: bool) -> None:
-    """They ran into one another's micro-batches, and the process ended in "corrupted double-linked list"."""
+    """They ran into one another's micro-batches, and the process ended in "corrupted double-linked
+    list"."""
     model, whole = twins(_Net)
     flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
     flow.layer_gpus.update(first=0, middle=1, last=0)
@@ -183,7 +189,9 @@ def test_flows_of_one_model_take_turns_as_each_moves_its_weights() -> None:
                 torch.testing.assert_close(flow(x).cpu(), whole(x))
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(serve, *places) for places in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))]:
+        for done in [
+            pool.submit(serve, *places) for places in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))
+        ]:
             done.result(timeout=120)
     assert len(inside) >= 4 * CALLS and max(inside) == 1
 
@@ -198,14 +206,17 @@ class _Synchronises(_Net):
     """The host waits to see whether there is an inverse."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ torch.linalg.inv(torch.eye(8, dtype=x.dtype, device=x.device) + x.T @ x))
+        return super().forward(
+            x @ torch.linalg.inv(torch.eye(8, dtype=x.dtype, device=x.device) + x.T @ x)
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("often", "exact")
 @pytest.mark.parametrize("make", [_Net, _Synchronises])
 def test_a_thread_may_wait_for_a_device_while_another_one_records(make: type[_Net]) -> None:
-    """It was told that it called a synchronizing operation; what may not be recorded is told all the same."""
+    """It was told that it called a synchronizing operation; what may not be recorded is told all
+    the same."""
     model, whole = twins(make)
     whole.cuda(0)
     flow = unverified(DataFlow(model))  # samples meet in an inverse
@@ -224,9 +235,14 @@ def test_a_thread_may_wait_for_a_device_while_another_one_records(make: type[_Ne
         waiting = pool.submit(wait)
         try:
             for rows in (4, 6, 6, 8, 8):
-                x, goal = torch.randn(rows, 8, dtype=torch.float64), torch.zeros(rows, 3, dtype=torch.float64)
+                x, goal = (
+                    torch.randn(rows, 8, dtype=torch.float64),
+                    torch.zeros(rows, 3, dtype=torch.float64),
+                )
                 parts = zip(x.cuda(0).chunk(2), goal.cuda(0).chunk(2), strict=True)
-                expected = sum(functional.mse_loss(whole(part), zeros).detach() / 2 for part, zeros in parts)
+                expected = sum(
+                    functional.mse_loss(whole(part), zeros).detach() / 2 for part, zeros in parts
+                )
                 torch.testing.assert_close(step(x, goal, chunks=2), expected)
         finally:
             over.set()
@@ -249,17 +265,23 @@ def test_steps_are_recorded_while_a_loader_pins_batches_in_a_thread() -> None:
         size = 0
         while not over.is_set():
             size += 1
-            torch.empty(100_000 * size).pin_memory().to(device, non_blocking=True)  # each size anew: nothing is cached
+            # each size anew: nothing is cached
+            torch.empty(100_000 * size).pin_memory().to(device, non_blocking=True)
         return size
 
     with ThreadPoolExecutor(1) as pool:
         pinned = pool.submit(pin)
         try:
             for rows in (4, 6, 8):
-                x, goal = torch.randn(rows, 8, dtype=torch.float64), torch.zeros(rows, 3, dtype=torch.float64)
+                x, goal = (
+                    torch.randn(rows, 8, dtype=torch.float64),
+                    torch.zeros(rows, 3, dtype=torch.float64),
+                )
                 expected = functional.mse_loss(whole(x.to(device)), goal.to(device)).detach()
                 torch.testing.assert_close(step(x, goal, chunks=2), expected)
         finally:
             over.set()
         assert pinned.result(timeout=60) > 1
-    assert {stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages} == {""}
+    assert {
+        stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages
+    } == {""}

@@ -32,17 +32,27 @@ def test_infinite_and_missing_numbers_have_to_stand_in_the_same_places() -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [(torch.float64, 1e-8), (torch.float32, 1e-3), (torch.float16, 0.1), (torch.bfloat16, 0.2)]
+    ("kind", "step"),
+    [(torch.float64, 1e-8), (torch.float32, 1e-3), (torch.float16, 0.1), (torch.bfloat16, 0.2)],
 )
 def test_the_tolerance_is_that_of_the_coarsest_type(kind: torch.dtype, step: float) -> None:
-    close = Closeness.of([ONE, ONE.to(kind)]) if kind != torch.float64 else Closeness.of([ONE.to(kind)])
+    close = (
+        Closeness.of([ONE, ONE.to(kind)]) if kind != torch.float64 else Closeness.of([ONE.to(kind)])
+    )
     assert close(ONE.double() * (1 + step / 100), ONE.double())
     assert not close(ONE.double() * (1 + step * 2), ONE.double())
 
 
 @pytest.mark.parametrize(
     ("one", "other", "equal"),
-    [(3, 3, True), (3, 4, False), (1.0, 1.0 + 1e-7, True), (1.0, 1.1, False), ("a", "a", True), (True, False, False)],
+    [
+        (3, 3, True),
+        (3, 4, False),
+        (1.0, 1.0 + 1e-7, True),
+        (1.0, 1.1, False),
+        ("a", "a", True),
+        (True, False, False),
+    ],
 )
 def test_numbers_and_words_are_compared(one: Any, other: Any, equal: bool) -> None:
     assert Closeness.of([ONE])(one, other) is equal

@@ -1,4 +1,5 @@
-"""Inside ``flow.applied()`` training loops of other libraries leave a model where it is placed, and as it is."""
+"""Inside ``flow.applied()`` training loops of other libraries leave a model where it is placed, and
+as it is."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ HALVES = {"": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
 
 def _llama() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     found = transformers()
-    model: nn.Module = found.LlamaForCausalLM(found.LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes))
+    model: nn.Module = found.LlamaForCausalLM(
+        found.LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes)
+    )
     return model
 
 
@@ -56,8 +64,12 @@ def _trainer(model: nn.Module, folder: Path, gpus: int, **options: Any) -> Any:
         def n_gpu(self) -> int:
             return min(gpus, int(vars(self).get("_seen", gpus)))
 
-        def __setattr__(self, name: str, value: Any) -> None:  # the trainer's way to say that it uses but one
-            super().__setattr__("_seen" if name == "_n_gpu" and "_ready" in vars(self) else name, value)
+        def __setattr__(
+            self, name: str, value: Any
+        ) -> None:  # the trainer's way to say that it uses but one
+            super().__setattr__(
+                "_seen" if name == "_n_gpu" and "_ready" in vars(self) else name, value
+            )
 
     arguments = Arguments(
         str(folder),
@@ -74,7 +86,10 @@ def _trainer(model: nn.Module, folder: Path, gpus: int, **options: Any) -> Any:
     _ = arguments.device
     vars(arguments)["_ready"] = True
     generator = torch.Generator().manual_seed(1)
-    data = [{"input_ids": (ids := torch.randint(40, (6,), generator=generator)), "labels": ids} for _ in range(8)]
+    data = [
+        {"input_ids": (ids := torch.randint(40, (6,), generator=generator)), "labels": ids}
+        for _ in range(8)
+    ]
     return found.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
@@ -96,14 +111,18 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
     yield found
 
 
-def test_a_trainer_that_sees_two_gpus_would_wrap_a_model_elsewhere(tmp_path: Path, wrapped: list[nn.Module]) -> None:
+def test_a_trainer_that_sees_two_gpus_would_wrap_a_model_elsewhere(
+    tmp_path: Path, wrapped: list[nn.Module]
+) -> None:
     _trainer(_llama(), tmp_path, gpus=2).train()
     assert len(wrapped) == 1  # else the tests below could not fail
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}])
 @pytest.mark.parametrize(
-    "places", [HALVES, {"": 0}, {"": 1}], ids=["two devices", "the trainer's device", "another device"]
+    "places",
+    [HALVES, {"": 0}, {"": 1}],
+    ids=["two devices", "the trainer's device", "another device"],
 )
 def test_transformers_trainer_neither_moves_nor_wraps_it(
     tmp_path: Path, wrapped: list[nn.Module], places: dict[str, int], options: dict[str, Any]
@@ -142,7 +161,9 @@ def test_an_accelerator_neither_moves_nor_wraps_it(places: dict[str, int]) -> No
         before = _places(model)
         with flow.applied() as placed:
             accelerator = Accelerator(cpu=True)
-            prepared, optimizer = accelerator.prepare(placed, torch.optim.SGD(model.parameters(), lr=0.1))
+            prepared, optimizer = accelerator.prepare(
+                placed, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
             assert prepared is model
             for _ in range(2):
                 optimizer.zero_grad()
@@ -191,10 +212,14 @@ def test_the_map_is_taken_away_afterwards(before: dict[str, str] | None) -> None
 
 def test_generate_of_an_encoder_and_decoder_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     found = transformers()
-    monkeypatch.setattr("transformers.generation.utils.add_hook_to_module", lambda *_, **__: pytest.fail("a hook"))
+    monkeypatch.setattr(
+        "transformers.generation.utils.add_hook_to_module", lambda *_, **__: pytest.fail("a hook")
+    )
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    model = found.T5ForConditionalGeneration(found.T5Config(vocab_size=40, decoder_start_token_id=0, **sizes)).eval()
+    model = found.T5ForConditionalGeneration(
+        found.T5Config(vocab_size=40, decoder_start_token_id=0, **sizes)
+    ).eval()
     whole = copy.deepcopy(model)
     ids: Tensor = torch.randint(2, 40, (2, 5))
     with logical_devices(2):
@@ -207,12 +232,21 @@ def test_generate_of_an_encoder_and_decoder_leaves_no_hook(monkeypatch: pytest.M
 
 
 def test_a_map_of_gpus_has_their_numbers_and_always_two_values() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    )
     first, second, host = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu", 0)
-    assert device_map(model, Assignment({"0": first, "2": second}, first)) == {"": first, "0": 0, "2.0": 1, "2.1": 1}
+    assert device_map(model, Assignment({"0": first, "2": second}, first)) == {
+        "": first,
+        "0": 0,
+        "2.0": 1,
+        "2.1": 1,
+    }
     alone = device_map(model, Assignment({"": second}, first))
     assert alone == {"": second, "0": 1, "2.0": 1, "2.1": 1}
-    assert len(set(alone.values())) == 2  # of one value the trainer would think that the model may be replicated
+    # of one value the trainer would think that the model may be replicated
+    assert len(set(alone.values())) == 2
     mixed = device_map(model, Assignment({"0": host, "2": second}, second))
     assert mixed == {"": second, "0": "cpu:0", "2.0": 1, "2.1": 1}
-    assert not {"cpu", "disk"}.intersection(map(str, mixed.values()))  # which would mean that weights are offloaded
+    # which would mean that weights are offloaded
+    assert not {"cpu", "disk"}.intersection(map(str, mixed.values()))

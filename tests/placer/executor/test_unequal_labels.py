@@ -1,7 +1,8 @@
-"""Batches in which micro-batches have unequal numbers of labels that count, and losses whose values hide it.
+"""Batches in which micro-batches have unequal numbers of labels that count, and losses whose values
+hide it.
 
-A comparison of the first batch, or of its first samples, says nothing about these: each test names why.
-"""
+A comparison of the first batch, or of its first samples, says nothing about these: each test names
+why."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _classifier() -> nn.Module:
 
 
 def _inputs() -> Tensor:
-    return torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        SAMPLES, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _mean_over_known(output: Tensor, target: Tensor) -> Tensor:
@@ -70,14 +73,20 @@ LATER: dict[str, tuple[Loss, Any, Any]] = {
     "part of torch's loss": (_half, EQUAL, UNEQUAL),
     "all labels at first": (_half, LABELS, UNEQUAL),
     "label 0": (_over_zeros, LABELS, torch.tensor([1, 2, 3, 4, 1, 0, 0, 0])),
-    "a label that torch's loss leaves out": (_over_fours, LABELS, torch.tensor([1, 2, 3, 1, 1, 2, 4, 4])),
+    "a label that torch's loss leaves out": (
+        _over_fours,
+        LABELS,
+        torch.tensor([1, 2, 3, 1, 1, 2, 4, 4]),
+    ),
     "a mask": (_by_mask, (LABELS, LABELS > 0), (LABELS, UNEQUAL > 0)),
     "weights": (_by_mask, (LABELS, torch.ones(SAMPLES)), (LABELS, torch.linspace(0.1, 2, SAMPLES))),
 }
 
 
 @pytest.mark.parametrize(("loss_fn", "first", "later"), LATER.values(), ids=LATER)
-def test_a_later_batch_of_unequal_numbers_is_compared_again(loss_fn: Loss, first: Any, later: Any) -> None:
+def test_a_later_batch_of_unequal_numbers_is_compared_again(
+    loss_fn: Loss, first: Any, later: Any
+) -> None:
     with logical_devices(2):
         step = _flow(_classifier()).train_step(loss_fn)
         step(_inputs(), first, chunks=2)
@@ -116,11 +125,13 @@ def test_a_kind_of_batches_is_compared_once_for_each_kind_of_inequality() -> Non
         before = calls
         for seed in range(4):
             step(_inputs(), torch.randint(1, CLASSES, (SAMPLES,)).clamp(min=1 - seed % 2), chunks=2)
-        assert calls - before <= 4 * 2  # a compared step runs the loss on the whole batch and twice on each part
+        # a compared step runs the loss on the whole batch and twice on each part
+        assert calls - before <= 4 * 2
 
 
 def test_a_loss_that_agrees_by_chance_is_seen_by_its_gradient() -> None:
-    """Every sample has the same loss, as in a model that knows nothing, so that each mean over some is equal."""
+    """Every sample has the same loss, as in a model that knows nothing, so that each mean over some
+    is equal."""
 
     class Same(nn.Module):
         def __init__(self) -> None:
@@ -149,7 +160,9 @@ def test_a_loss_that_draws_random_numbers_is_compared_with_the_same_numbers() ->
         flow = _flow(_classifier())
         assert flow.train_step(_noisy)(_inputs(), labels, chunks=2) > 0
         with pytest.raises(BatchError, match=r"weigh=f"):
-            flow.train_step(lambda output, target: _noisy(output, target) * len(target))(_inputs(), labels, chunks=2)
+            flow.train_step(lambda output, target: _noisy(output, target) * len(target))(
+                _inputs(), labels, chunks=2
+            )
 
 
 def test_a_value_that_is_a_python_number_is_refused_as_it_would_not_change() -> None:
@@ -240,7 +253,9 @@ class _Branching(nn.Module):
 def test_losses_of_micro_batches_on_two_devices_are_added() -> None:
     with logical_devices(2):
         flow = _flow(_Branching().double())
-        step = flow.train_step(lambda output, _: output.square().mean(), batch_options=BatchOptions(verify=False))
+        step = flow.train_step(
+            lambda output, _: output.square().mean(), batch_options=BatchOptions(verify=False)
+        )
         model = flow.module
         assert isinstance(model, _Branching)
         loss = step(_inputs(), None, chunks=2)
@@ -268,11 +283,16 @@ class _State(nn.Module):
 
 def test_a_refusal_names_the_dimension_of_an_input_that_lies_elsewhere() -> None:
     model = _State().double()
-    x, state = torch.randn(4, 3, WIDTH, dtype=torch.float64), torch.randn(1, 4, 8, dtype=torch.float64)
+    x, state = (
+        torch.randn(4, 3, WIDTH, dtype=torch.float64),
+        torch.randn(1, 4, 8, dtype=torch.float64),
+    )
     with torch.no_grad(), logical_devices(2):
         want = model(x, state)
         flow = _flow(model)
-        with pytest.raises(BatchError, match=r"BatchOptions\(inputs=\{'state': 1\}\) gives the batch's results"):
+        with pytest.raises(
+            BatchError, match=r"BatchOptions\(inputs=\{'state': 1\}\) gives the batch's results"
+        ):
             flow(x, state, chunks=2)
         found = flow(x, state, chunks=2, batch_options=BatchOptions(inputs={"state": 1}))
         torch.testing.assert_close(found.cpu(), want)
@@ -295,5 +315,7 @@ def test_a_refusal_keeps_the_dimension_that_was_declared_for_other_inputs() -> N
     x, padding = torch.randn(5, 4, 8, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bool)
     with torch.no_grad(), logical_devices(2):
         flow = _flow(_Masked().double())
-        with pytest.raises(BatchError, match=r"BatchOptions\(inputs=\{'\*': 1, 'padding': 0\}\) gives"):
+        with pytest.raises(
+            BatchError, match=r"BatchOptions\(inputs=\{'\*': 1, 'padding': 0\}\) gives"
+        ):
             flow(x, padding, chunks=2, batch_options=BatchOptions(inputs=1))

@@ -1,4 +1,5 @@
-"""What forward reads and keeps outside of its modules: variables of its file, settings, attributes of classes."""
+"""What forward reads and keeps outside of its modules: variables of its file, settings, attributes
+of classes."""
 
 from __future__ import annotations
 
@@ -114,7 +115,9 @@ def _placed(model: nn.Module) -> DataFlow:
         ("own class", lambda patch, model: patch.setattr(Net, "scale", 2.0)),
     ],
 )
-def test_what_forward_reads_may_change_between_calls(way: str, change: Any, monkeypatch: Any) -> None:
+def test_what_forward_reads_may_change_between_calls(
+    way: str, change: Any, monkeypatch: Any
+) -> None:
     model = Net(way)
     unsplit = copy.deepcopy(model)
     with logical_devices(2):
@@ -126,7 +129,9 @@ def test_what_forward_reads_may_change_between_calls(way: str, change: Any, monk
         unsplit.own.scale = model.own.scale
         torch.testing.assert_close(flow(X).cpu(), unsplit(X))
         assert not torch.allclose(flow(X).cpu(), before)
-        torch.testing.assert_close(step(X, Y, chunks=2).cpu(), functional.cross_entropy(unsplit(X), Y).detach())
+        torch.testing.assert_close(
+            step(X, Y, chunks=2).cpu(), functional.cross_entropy(unsplit(X), Y).detach()
+        )
         assert not flow.not_captured_because
 
 

@@ -1,4 +1,5 @@
-"""Weights that are more than one block of numbers: placed models are right, and all of a weight moves with a layer."""
+"""Weights that are more than one block of numbers: placed models are right, and all of a weight
+moves with a layer."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def test_the_state_of_a_placed_model_is_loaded_into_it(kind: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_over_a_frozen_layer_train_as_in_the_unsplit_model(kind: str, schedule: str) -> None:
+def test_adapters_over_a_frozen_layer_train_as_in_the_unsplit_model(
+    kind: str, schedule: str
+) -> None:
     why = assert_adapters_train_as_unsplit(KINDS[kind], schedule)
     assert (why == "") == KINDS[kind].captured, why
 
@@ -118,7 +121,9 @@ def trained(layer: Any) -> nn.Sequential:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layer", [lambda: Linear(Around), lambda: Sparse("coo", False)], ids=["wrapper", "sparse"])
+@pytest.mark.parametrize(
+    "layer", [lambda: Linear(Around), lambda: Sparse("coo", False)], ids=["wrapper", "sparse"]
+)
 def test_such_a_weight_that_is_trained_has_the_gradient_of_the_unsplit_model(layer: Any) -> None:
     model, reference, x = trained(layer), trained(layer), batch_of(KINDS["wrapper"])
     with logical_devices(2):
@@ -126,12 +131,16 @@ def test_such_a_weight_that_is_trained_has_the_gradient_of_the_unsplit_model(lay
         flow.layer_gpus.update(first=1, act=0, second=0)
         flow.update_flow()
         train = flow.train_step(nn.functional.mse_loss)
-        with pytest.warns(UserWarning, match=r"'first\.(weight|matrix)' is trained and not a plain tensor"):
+        with pytest.warns(
+            UserWarning, match=r"'first\.(weight|matrix)' is trained and not a plain tensor"
+        ):
             train(x, x, chunks=2)
         mine = {name: parameter.grad.to("cpu") for name, parameter in model.named_parameters()}
     nn.functional.mse_loss(reference(x), x).backward()
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(mine[name].to_dense(), parameter.grad.to_dense(), **CLOSE, msg=name)
+        torch.testing.assert_close(
+            mine[name].to_dense(), parameter.grad.to_dense(), **CLOSE, msg=name
+        )
     found = profile(trained(layer), x, ["cpu:0"], cache=False, progress=False, repeats=1)
     assert found.layers[0].grad_bytes > 0
 
@@ -153,7 +162,9 @@ def test_layers_that_share_an_attached_tensor_have_a_copy_each_where_they_are() 
         assert_on([model[0].weight.state.scale], torch.device("cpu", 0))
         assert_on([model[2].weight.state.scale], torch.device("cpu", 1))
         assert devices.location(code) == torch.device("cpu")
-        torch.testing.assert_close(flow(batch_of(KINDS["attached object"])).cpu(), expected, **CLOSE)
+        torch.testing.assert_close(
+            flow(batch_of(KINDS["attached object"])).cpu(), expected, **CLOSE
+        )
 
 
 def test_another_name_for_the_memory_of_a_weight_remains_one_after_a_move() -> None:
@@ -197,7 +208,9 @@ def test_state_that_was_replaced_after_a_call_is_used_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("kind", ["attached object", "wrapper", "csr parameter"])
-def test_a_move_that_fails_puts_all_of_a_weight_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_fails_puts_all_of_a_weight_back(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of(KINDS[kind])
     copied = devices.copy
 
@@ -216,10 +229,14 @@ def test_a_move_that_fails_puts_all_of_a_weight_back(kind: str, monkeypatch: pyt
             assert_on(KINDS[kind].stored(layer), torch.device("cpu", 0))
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "wrapper with a linear layer", "csr buffer", "coo parameter"])
+@pytest.mark.parametrize(
+    "kind", ["wrapper", "wrapper with a linear layer", "csr buffer", "coo parameter"]
+)
 def test_a_graph_with_such_a_weight_is_not_sent_as_if_it_were_dense(kind: str) -> None:
     graph = capture_graph(model_of(KINDS[kind]), batch_of(KINDS[kind]))
-    with pytest.raises(CaptureError, match=r"profile the model on the machine with the devices|profile it where"):
+    with pytest.raises(
+        CaptureError, match=r"profile the model on the machine with the devices|profile it where"
+    ):
         to_wire(graph)
 
 
@@ -250,7 +267,9 @@ class Doubled(nn.Parameter):
             return result * 2 if func is nn.functional.linear else result
 
 
-def test_a_parameter_of_a_class_with_functions_of_its_own_gives_what_the_unsplit_model_gives() -> None:
+def test_a_parameter_of_a_class_with_functions_of_its_own_gives_what_the_unsplit_model_gives() -> (
+    None
+):
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     model[1].weight = Doubled(model[1].weight.detach(), requires_grad=False)
@@ -272,7 +291,9 @@ class Stopping(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Stopping:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner: Tensor) -> None:
         self.inner = inner
@@ -281,7 +302,9 @@ class Stopping(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Stopping:
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> Stopping:
         return cls(inner["inner"])
 
     @classmethod
@@ -300,7 +323,9 @@ class Stopping(torch.Tensor):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_gradient_that_the_class_of_a_weight_stops_is_stopped_in_a_placed_model(training: bool) -> None:
+def test_a_gradient_that_the_class_of_a_weight_stops_is_stopped_in_a_placed_model(
+    training: bool,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Linear(Stopping)).train(training)
     reference = copy.deepcopy(model)

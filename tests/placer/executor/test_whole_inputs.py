@@ -47,7 +47,8 @@ class Lookup(nn.Module):
 
 
 class Heads(nn.Module):
-    """The mask is one of all heads, and given to torch's attention; there is one weight for each class."""
+    """The mask is one of all heads, and given to torch's attention; there is one weight for each
+    class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +64,8 @@ class Heads(nn.Module):
 
 
 class Padded(nn.Module):
-    """Rows of the mask are picked by their numbers, as transformers does: nothing ties it to the batch."""
+    """Rows of the mask are picked by their numbers, as transformers does: nothing ties it to the
+    batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +78,8 @@ class Padded(nn.Module):
 
 
 class Scattered(nn.Module):
-    """What is made of images takes the places of some tokens, one sample after another; they are returned, too."""
+    """What is made of images takes the places of some tokens, one sample after another; they are
+    returned, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,8 @@ class Positions(nn.Module):
 
 
 class Mixed(nn.Module):
-    """An adjacency matrix of the nodes, which all samples have, and one that mixes what a layer made."""
+    """An adjacency matrix of the nodes, which all samples have, and one that mixes what a layer
+    made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +133,9 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor, adjacency: Tensor, mix: Tensor) -> Tensor:
         x = adjacency @ torch.relu(self.first(x))
-        result: Tensor = self.last(torch.einsum("bnk,km->bnm", x, mix) @ mix + functional.linear(x, mix))
+        result: Tensor = self.last(
+            torch.einsum("bnk,km->bnm", x, mix) @ mix + functional.linear(x, mix)
+        )
         return result
 
 
@@ -151,7 +157,9 @@ INPUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 
 
 @pytest.fixture(params=INPUTS)
-def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, nn.Module, tuple[Tensor, ...]]]:
+def case(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[nn.Module, nn.Module, tuple[Tensor, ...]]]:
     """A model, its twin and what they are given, where there are three stand-ins."""
     make, inputs = INPUTS[request.param]
     model, reference = twins(make, training=True)
@@ -202,15 +210,21 @@ def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(
 
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("name", PARTS)
-def test_what_nothing_in_the_graph_ties_to_another_size_is_a_part_of_the_batch(name: str, chunks: int) -> None:
-    """A padding mask went whole to every micro-batch: all were computed with the first samples' rows."""
+def test_what_nothing_in_the_graph_ties_to_another_size_is_a_part_of_the_batch(
+    name: str, chunks: int
+) -> None:
+    """A padding mask went whole to every micro-batch: all were computed with the first samples'
+    rows."""
     make, inputs = PARTS[name]
     model, reference = twins(make, training=True)
     given, target = inputs(), torch.zeros(B)
 
     def loss_fn(result: Any, target: Tensor) -> Tensor:
         parts = result if isinstance(result, tuple) else (result,)
-        loss: Tensor = sum((part.square().mean((1, 2)).mean() for part in parts), torch.zeros((), dtype=torch.float64))
+        loss: Tensor = sum(
+            (part.square().mean((1, 2)).mean() for part in parts),
+            torch.zeros((), dtype=torch.float64),
+        )
         return loss
 
     with logical_devices(3):

@@ -16,7 +16,8 @@ MakeTrial = Callable[..., Trial]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Layers of a few microseconds gain nothing from threads, and on a busy machine wait long for each other's."""
+    """Layers of a few microseconds gain nothing from threads, and on a busy machine wait long for
+    each other's."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,14 +36,18 @@ def make_trial() -> MakeTrial:
         mutated_reads: Sequence[int] = (),
         device: str = "cpu:0",
     ) -> Trial:
-        def run(device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]) -> tuple[Any, ...]:
+        def run(
+            device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
+        ) -> tuple[Any, ...]:
             result = function(*reads, *state)
             return result if isinstance(result, tuple) else (result,)
 
         names = tuple(f"read{index}" for index in range(len(reads)))
         layer = Layer("layer", ("layer",), "Test", (), (), names, ("write",), run, "signature")
         values = {
-            name: Value(name, tuple(read.shape), read.dtype, read.nbytes, 0, read.requires_grad, "before")
+            name: Value(
+                name, tuple(read.shape), read.dtype, read.nbytes, 0, read.requires_grad, "before"
+            )
             for name, read in zip(names, reads, strict=True)
         }
         reads = [read.detach() for read in reads]
@@ -57,13 +62,18 @@ def make_trial() -> MakeTrial:
 
 @pytest.fixture
 def predict_inference() -> Callable[[Profile], int]:
-    """The peak of an inference on one device, without the model's state, by what a profile says, in bytes."""
+    """The peak of an inference on one device, without the model's state, by what a profile says, in
+    bytes."""
 
     def predict(found: Profile) -> int:
         place = {layer.name: index for index, layer in enumerate(found.layers)}
-        spans = [(place[edge.source], max(place[name] for name in edge.targets), edge.bytes) for edge in found.edges]
+        spans = [
+            (place[edge.source], max(place[name] for name in edge.targets), edge.bytes)
+            for edge in found.edges
+        ]
         return max(
-            sum(size for first, last, size in spans if first <= index <= last) + layer.forward_workspace_bytes
+            sum(size for first, last, size in spans if first <= index <= last)
+            + layer.forward_workspace_bytes
             for index, layer in enumerate(found.layers)
         )
 
@@ -72,7 +82,8 @@ def predict_inference() -> Callable[[Profile], int]:
 
 @pytest.fixture
 def run_in_order() -> Callable[[LayerGraph, Tensor, torch.device], None]:
-    """Runs the layers of a graph in order without gradients; a value ends after the last layer that reads it."""
+    """Runs the layers of a graph in order without gradients; a value ends after the last layer that
+    reads it."""
 
     def run(graph: LayerGraph, x: Tensor, device: torch.device) -> None:
         values: dict[str, Any] = {graph.inputs[0]: x}

@@ -60,7 +60,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def test_the_reserve_of_an_accelerator_is_never_given_away(
     accelerator: torch.device, limit: int | None, usable: int
 ) -> None:
-    (described,) = measure([accelerator], resolve_limits([accelerator], limit), lambda _: None).devices
+    (described,) = measure(
+        [accelerator], resolve_limits([accelerator], limit), lambda _: None
+    ).devices
     assert described.usable_bytes == usable
     assert described.memory_bytes == (limit or 100)
 

@@ -18,7 +18,8 @@ linear: Callable[..., Tensor] = torch.ops.aten.linear.default
 
 
 class Rows:
-    """Stands in for ``placer.devices``: runs rows where they would be recorded, and tells times of its own."""
+    """Stands in for ``placer.devices``: runs rows where they would be recorded, and tells times of
+    its own."""
 
     def __init__(self, short_ms: float, long_ms: float, cache_bytes: int = 0) -> None:
         self.times = [[short_ms] * 3, [long_ms] * 3]
@@ -44,14 +45,18 @@ class Rows:
             run()
         return passes
 
-    def queued_ms(self, passes: Any, device: torch.device, repeats: int, before: Any) -> list[list[float]]:
+    def queued_ms(
+        self, passes: Any, device: torch.device, repeats: int, before: Any
+    ) -> list[list[float]]:
         return self.times
 
 
 @pytest.fixture
 def left(make_trial: Any) -> Any:
     """A linear layer that ran both ways in halves, the one by weight left for later."""
-    trial = make_trial(linear, [torch.randn(8, 16, requires_grad=True)], [torch.randn(4, 16, requires_grad=True)])
+    trial = make_trial(
+        linear, [torch.randn(8, 16, requires_grad=True)], [torch.randn(4, 16, requires_grad=True)]
+    )
     trial.set_gradients(present=True)
     trial.forward_in_halves()
     trial.accumulate()
@@ -63,7 +68,9 @@ def share(trial: Any, rows: Rows, monkeypatch: pytest.MonkeyPatch, alone_ms: flo
     return measure_share(trial.deferred, alone_ms, CPU, 3, lambda: None)
 
 
-def test_a_round_of_two_is_held_against_both_one_after_another(left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_of_two_is_held_against_both_one_after_another(
+    left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = Rows(short_ms=5.0, long_ms=5.0 + 3 * 3.0)
     assert share(left, rows, monkeypatch) == pytest.approx(3.0 / (2 * 2.0))
     assert rows.pauses == [1.0, 1.0]  # each row's other lane is half a time behind
@@ -85,7 +92,9 @@ def test_rows_add_to_copies_alone(left: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("cache_bytes", "expected"), [(0, 2), (600, 4), (10**6, 8)])
-def test_there_are_as_many_copies_as_the_cache_forgets(left: Any, cache_bytes: int, expected: int) -> None:
+def test_there_are_as_many_copies_as_the_cache_forgets(
+    left: Any, cache_bytes: int, expected: int
+) -> None:
     size = 4 * (8 * 16 + 8 * 4 + 4 * 16)
     assert concurrent_passes._Copy(left.deferred).nbytes == size == 896
     rows = Rows(1.0, 4.0, cache_bytes)
@@ -94,7 +103,9 @@ def test_there_are_as_many_copies_as_the_cache_forgets(left: Any, cache_bytes: i
         assert len(concurrent_passes._copies(left.deferred, CPU)) == expected
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), devices.NotRecordable("waits for the host")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), devices.NotRecordable("waits for the host")]
+)
 def test_without_memory_or_a_recording_halves_take_their_own_time(
     left: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -103,15 +114,20 @@ def test_without_memory_or_a_recording_halves_take_their_own_time(
     assert share(left, rows, monkeypatch) == 1.0
 
 
-def test_what_left_nothing_for_later_takes_its_own_time(make_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_left_nothing_for_later_takes_its_own_time(
+    make_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trial = make_trial(torch.exp, [torch.randn(8, requires_grad=True)])
     assert share(trial, Rows(1.0, 4.0), monkeypatch) == 1.0
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_product_that_fills_a_gpu_takes_its_own_time_and_a_small_one_less(make_trial: Any) -> None:
-    """Products of 32 rows and columns leave nearly all of a GPU idle: two at a time take the time of one."""
+def test_a_product_that_fills_a_gpu_takes_its_own_time_and_a_small_one_less(
+    make_trial: Any,
+) -> None:
+    """Products of 32 rows and columns leave nearly all of a GPU idle: two at a time take the time
+    of one."""
     place = torch.device("cuda", 0)
     shares = []
     for side in (32, 8192):

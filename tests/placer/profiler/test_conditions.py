@@ -21,7 +21,9 @@ def test_nothing_changes_by_itself() -> None:
     assert conditions(CPU) == conditions(CPU)
 
 
-@pytest.mark.parametrize("name", ["CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "name", ["CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF"]
+)
 def test_variables_that_libraries_read_count(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = conditions(CPU)
     monkeypatch.setenv(name, "1")
@@ -70,8 +72,12 @@ def test_names_classes_and_partials_of_torch_are_known() -> None:
     assert optimizer_facts(None) != optimizer_facts("adam") != optimizer_facts("sgd")
     assert optimizer_facts("Adam") == optimizer_facts("adam")
     assert optimizer_facts(torch.optim.Adam) is not None
-    assert optimizer_facts(partial(torch.optim.Adam, lr=0.1)) == optimizer_facts(partial(torch.optim.Adam, lr=0.2))
-    assert optimizer_facts(partial(torch.optim.Adam, amsgrad=True)) != optimizer_facts(partial(torch.optim.Adam))
+    assert optimizer_facts(partial(torch.optim.Adam, lr=0.1)) == optimizer_facts(
+        partial(torch.optim.Adam, lr=0.2)
+    )
+    assert optimizer_facts(partial(torch.optim.Adam, amsgrad=True)) != optimizer_facts(
+        partial(torch.optim.Adam)
+    )
 
 
 class Own(torch.optim.SGD):

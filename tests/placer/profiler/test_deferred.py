@@ -1,4 +1,5 @@
-"""What a backward pass by input leaves to the one by weight: gradients of results, 4 bytes an element."""
+"""What a backward pass by input leaves to the one by weight: gradients of results, 4 bytes an
+element."""
 
 from __future__ import annotations
 
@@ -43,11 +44,15 @@ def test_what_has_no_weights_that_can_wait_leaves_nothing(make_trial: Any) -> No
     frozen = make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE, grad=False)])
     assert _deferred(frozen) == 0
     gain = [_tensor(INSIDE), _tensor(INSIDE)]
-    norm = make_trial(lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain)
+    norm = make_trial(
+        lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain
+    )
     assert _deferred(norm) == 0
 
 
-def test_a_convolution_inside_a_layer_leaves_the_gradient_of_its_own_result(make_trial: Any) -> None:
+def test_a_convolution_inside_a_layer_leaves_the_gradient_of_its_own_result(
+    make_trial: Any,
+) -> None:
     def block(x: Tensor, weight: Tensor) -> Tensor:
         return functional.max_pool2d(torch.relu_(conv2d(x, weight, None, [1, 1], [1, 1])), 2)
 
@@ -59,7 +64,9 @@ def test_a_gradient_that_two_operations_wait_with_is_there_once(make_trial: Any)
     def pair(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return linear(x, first) + linear(x, second)
 
-    trial = make_trial(pair, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE, INSIDE)])
+    trial = make_trial(
+        pair, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE, INSIDE)]
+    )
     assert _deferred(trial) == 4 * BATCH * OUTSIDE
 
 
@@ -68,7 +75,9 @@ def test_a_sum_of_gradients_is_another_than_each_of_them(make_trial: Any) -> Non
         y = linear(x, first)
         return y + linear(y, second)
 
-    trial = make_trial(residual, [_tensor(BATCH, INSIDE)], [_tensor(INSIDE, INSIDE), _tensor(INSIDE, INSIDE)])
+    trial = make_trial(
+        residual, [_tensor(BATCH, INSIDE)], [_tensor(INSIDE, INSIDE), _tensor(INSIDE, INSIDE)]
+    )
     assert _deferred(trial) == 2 * 4 * BATCH * INSIDE
 
 
@@ -102,7 +111,9 @@ def _waiting(slot: Slot) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, data, loss_fn = MODELS[name]
     model, size, chunks = make(), 2, 3
     found: dict[str, int] = {}
@@ -122,17 +133,26 @@ def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(name: str, mo
         step = flow.train_step(loss_fn, torch.optim.SGD(model.parameters(), lr=0.01), "zero-bubble")
         inputs, target = data(size * chunks)
         step(inputs, target, chunks=chunks)
-    assert found == {layer.name: layer.deferred_bytes for layer in said.layers if layer.deferred_bytes}
+    assert found == {
+        layer.name: layer.deferred_bytes for layer in said.layers if layer.deferred_bytes
+    }
     assert len(found) > 1
 
 
-def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     places: list[tuple[set[int], set[int]]] = []
     weights = Stage._weights
 
     def watched(stage: Stage, slot: Slot) -> None:
         waiting = {addition.gradient.untyped_storage().data_ptr() for addition in slot.deferred}
-        places.append((waiting, {gradient.untyped_storage().data_ptr() for gradient in slot.gradients.values()}))
+        places.append(
+            (
+                waiting,
+                {gradient.untyped_storage().data_ptr() for gradient in slot.gradients.values()},
+            )
+        )
         weights(stage, slot)
 
     monkeypatch.setattr(Stage, "_weights", watched)
@@ -143,7 +163,9 @@ def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(monke
         flow = DataFlow(model)
         flow.layer_gpus.update({"0": 0, "1": 1})
         flow.update_flow()
-        step = flow.train_step(nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), "zero-bubble")
+        step = flow.train_step(
+            nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), "zero-bubble"
+        )
         step(torch.randn(6, 8), torch.randn(6, 4), chunks=3)
     firsts = [(waiting, arrived) for waiting, arrived in places if arrived]
     assert firsts and all(waiting == arrived for waiting, arrived in firsts)
@@ -154,5 +176,10 @@ def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(monke
 def test_a_gpus_weight_passes_wait_with_as_much_as_the_hosts(name: str) -> None:
     make, data, _ = MODELS[name]
     model, x = make(), data(2)[0]
-    host, device = (profile(model, x, [place], progress=False, repeats=1, cache=False) for place in (CPU, "cuda:0"))
-    assert [layer.deferred_bytes for layer in host.layers] == [layer.deferred_bytes for layer in device.layers]
+    host, device = (
+        profile(model, x, [place], progress=False, repeats=1, cache=False)
+        for place in (CPU, "cuda:0")
+    )
+    assert [layer.deferred_bytes for layer in host.layers] == [
+        layer.deferred_bytes for layer in device.layers
+    ]

@@ -47,7 +47,11 @@ def test_clearing_leaves_other_files_alone(tmp_path: Path) -> None:
     assert cache.size()[0] == 3
     assert cache.clear() == 3
     assert cache.size() == (0, 0)
-    assert (tmp_path / "notes.json").read_text() == (tmp_path / "links" / "mine.txt").read_text() == "mine"
+    assert (
+        (tmp_path / "notes.json").read_text()
+        == (tmp_path / "links" / "mine.txt").read_text()
+        == "mine"
+    )
 
 
 def test_only_what_is_older_is_cleared_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -72,7 +76,9 @@ def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch, off: str)
     assert open_cache(True) is None
 
 
-def test_it_is_in_the_users_cache_folder_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_is_in_the_users_cache_folder_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("PLACER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = open_cache()
@@ -87,7 +93,9 @@ def test_a_given_folder_counts_more_than_the_environment(tmp_path: Path) -> None
 
 
 def test_what_names_no_folder_is_refused() -> None:
-    with pytest.raises(InputError, match="cache=3: give a folder, True for the usual one, or False for none"):
+    with pytest.raises(
+        InputError, match="cache=3: give a folder, True for the usual one, or False for none"
+    ):
         open_cache(3)  # type: ignore[arg-type]
 
 

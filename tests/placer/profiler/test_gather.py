@@ -20,7 +20,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What a script of ``on_hosts`` returned, by rank."""
     results = processes.get_context("forkserver").SimpleQueue()
     store = tmp_path_factory.mktemp("gather") / "store"
-    spawn(on_hosts.play, (str(store), results), nprocs=2)  # raises what a process did not expect
+    # raises what a process did not expect
+    spawn(on_hosts.play, (str(store), results), nprocs=2)
     found = dict(results.get() for _ in range(2))
     return lambda script: [found[rank][script] for rank in (0, 1)]
 

@@ -1,4 +1,5 @@
-"""On real devices: times against the whole model's CUDA graph, memory against what the allocator counted."""
+"""On real devices: times against the whole model's CUDA graph, memory against what the allocator
+counted."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_the_allocators_peak_in_training_is_predicted(name: str) -> None:
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     predicted = memory.footprint(problem, everything).one.total_bytes
     factor = torch.ones(32, 32, device="cuda:0", requires_grad=True)
-    (factor @ factor).sum().backward()  # the libraries' workspaces are the reserve's: there before the count begins
+    # the libraries' workspaces are the reserve's: there before the count begins
+    (factor @ factor).sum().backward()
     before = torch.cuda.memory_allocated(0)
     model.cuda()
     x = x.cuda()
@@ -99,7 +101,8 @@ def test_the_allocators_peak_in_training_is_predicted(name: str) -> None:
         model.zero_grad(set_to_none=False)
         result = model(x)
         result.mean().backward()  # the loss is no layer, and holds next to nothing
-        result_bytes = result.nbytes  # counts until its gradient came back; here it is held for longer
+        # counts until its gradient came back; here it is held for longer
+        result_bytes = result.nbytes
         del result
     measured = torch.cuda.max_memory_allocated(0) - before
     print(f"{name}: predicted {predicted / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
@@ -127,14 +130,18 @@ def test_the_allocators_peak_in_inference_is_predicted_and_never_undercut(
 
 def test_profiling_leaves_the_device_as_it_was() -> None:
     model, x = MODELS["gpt"]()
-    profile(model, x, ["cuda:0"], progress=False)  # libraries take what they keep for good
+    # libraries take what they keep for good
+    profile(model, x, ["cuda:0"], progress=False)
     gc.collect()  # what tests before this one left
     allocated = torch.cuda.memory_allocated(0)
     random = torch.cuda.get_rng_state(0)
     profile(model, x, ["cuda:0"], progress=False)
     assert torch.cuda.memory_allocated(0) == allocated
     assert torch.equal(torch.cuda.get_rng_state(0), random)
-    assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+    assert all(
+        parameter.device.type == "cpu" and parameter.grad is None
+        for parameter in model.parameters()
+    )
 
 
 def test_a_model_on_a_device_gives_the_profile_of_one_on_the_host() -> None:
@@ -142,14 +149,20 @@ def test_a_model_on_a_device_gives_the_profile_of_one_on_the_host() -> None:
     host = profile(model, x, ["cuda:0"], progress=False)
     device = profile(model.cuda(), x.cuda(), ["cuda:0"], progress=False)
     assert host.edges == device.edges
-    assert [layer.saved_bytes for layer in host.layers] == [layer.saved_bytes for layer in device.layers]
+    assert [layer.saved_bytes for layer in host.layers] == [
+        layer.saved_bytes for layer in device.layers
+    ]
 
 
-def test_a_second_profile_captures_nothing_and_says_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_second_profile_captures_nothing_and_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model, x = MODELS["resnet18"]()
     given: dict[str, Any] = {"progress": False, "cache": tmp_path}
     first = profile(model.cuda(), x.cuda(), ["cuda:0"], **given)
-    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    monkeypatch.setattr(
+        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+    )
     assert profile(model, x.cuda(), ["cuda:0"], **given).layers == first.layers
 
 
@@ -191,16 +204,20 @@ def test_memory_of_a_linear_follows_its_formula(make_trial: Any) -> None:
     batch, inside, outside = 256, 512, 1024
     x = torch.randn(batch, inside, device="cuda:0", requires_grad=True)
     state = [torch.randn(outside, inside, device="cuda:0", requires_grad=True)]
-    memory = measure_memory(make_trial(nn.functional.linear, [x], state, device="cuda:0"), training=True)
+    memory = measure_memory(
+        make_trial(nn.functional.linear, [x], state, device="cuda:0"), training=True
+    )
     assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, {0}, set())
-    # All sizes are multiples of the allocator's 512 bytes, so nothing is rounded; libraries may take a workspace.
+    # All sizes are multiples of the allocator's 512 bytes, so nothing is rounded; libraries may
+    # take a workspace.
     assert 4 * batch * outside <= memory.forward_workspace_bytes
     assert 4 * batch * (inside + outside) <= memory.backward_workspace_bytes
 
 
 def test_a_model_on_meta_profiles_layer_by_layer() -> None:
     with torch.device("meta"):
-        model = zoo.gpt(layers=48, width=4096, heads=32, context=256, vocabulary=1000)  # 39 GB
+        # 39 GB
+        model = zoo.gpt(layers=48, width=4096, heads=32, context=256, vocabulary=1000)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(0)
     found = profile(model, torch.randint(0, 1000, (2, 256)), ["cuda:0"], repeats=3, progress=False)
@@ -227,15 +244,20 @@ def test_what_stands_empty_beside_a_tensor_is_the_rest_of_its_segment() -> None:
     devices.release_cache()
     before = torch.cuda.memory_stats(device)["inactive_split_bytes.all.current"]
     held: list[Tensor] = []
-    devices.peak_bytes(device, lambda: held.append(torch.empty(3 * 2**20, dtype=torch.uint8, device=device)))
+    devices.peak_bytes(
+        device, lambda: held.append(torch.empty(3 * 2**20, dtype=torch.uint8, device=device))
+    )
     beside = devices.fragmented_bytes(device) - before
-    assert beside in (17 * 2**20, 0, -3 * 2**20) and devices.fragmented_bytes(device) > 0  # or it found room in another
+    # or it found room in another
+    assert beside in (17 * 2**20, 0, -3 * 2**20) and devices.fragmented_bytes(device) > 0
 
 
 def test_the_current_device_need_not_be_the_one_that_is_measured() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    found = profile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64), ["cuda:1"], progress=False)
+    found = profile(
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(8, 64), ["cuda:1"], progress=False
+    )
     assert torch.cuda.current_device() == 0
     assert found.layers[0].forward_ms[torch.cuda.get_device_name(1)] > 0
 
@@ -249,11 +271,14 @@ def test_out_of_memory_names_the_layer() -> None:
 
 @pytest.mark.alone
 def test_a_layer_that_lies_in_the_cache_is_timed_as_if_its_weights_did_not(make_trial: Any) -> None:
-    """A product of a vector with a matrix of 32 MiB reads it from memory: no faster than the memory is."""
+    """A product of a vector with a matrix of 32 MiB reads it from memory: no faster than the memory
+    is."""
     x = torch.randn(1, 2048, device="cuda:0")
     weight = torch.randn(4096, 2048, device="cuda:0")
     times = measure_time(
-        make_trial(nn.functional.linear, [x], [weight], training=False, device="cuda:0"), training=False, repeats=20
+        make_trial(nn.functional.linear, [x], [weight], training=False, device="cuda:0"),
+        training=False,
+        repeats=20,
     )
     large, target = (torch.empty(2**28, dtype=torch.uint8, device="cuda:0") for _ in range(2))
     (copies,) = devices.queued_ms([lambda: target.copy_(large)], torch.device("cuda", 0), 10)
@@ -263,7 +288,10 @@ def test_a_layer_that_lies_in_the_cache_is_timed_as_if_its_weights_did_not(make_
 
 @pytest.mark.alone
 def test_the_optimizers_step_is_predicted_layer_by_layer() -> None:
-    model, x = zoo.gpt(layers=4, width=2048, heads=16, context=128, vocabulary=8192), torch.randint(8192, (1, 128))
+    model, x = (
+        zoo.gpt(layers=4, width=2048, heads=16, context=128, vocabulary=8192),
+        torch.randint(8192, (1, 128)),
+    )
     found = profile(model, x, ["cuda:0"], progress=False)
     predicted = sum(sum(layer.optimizer_ms.values()) for layer in found.layers)
     model.cuda()
@@ -286,12 +314,15 @@ def test_under_autocast_layers_are_recorded_too() -> None:
 
 @pytest.mark.alone
 def test_a_llama_of_seventy_billion_parameters_profiles_on_one_gpu() -> None:
-    """In under three minutes, and never more of it there than its largest layer: with all that training adds to it."""
+    """In under three minutes, and never more of it there than its largest layer: with all that
+    training adds to it."""
     with torch.device("meta"):
         model = zoo.llama_70b().to(torch.bfloat16)
     torch.cuda.reset_peak_memory_stats(0)
     before, began = torch.cuda.memory_allocated(0), time.perf_counter()
-    found = profile(model, torch.randint(0, 32000, (1, 1024)), ["cuda:0"], progress=False, cache=False)
+    found = profile(
+        model, torch.randint(0, 32000, (1, 1024)), ["cuda:0"], progress=False, cache=False
+    )
     seconds, most = time.perf_counter() - began, torch.cuda.max_memory_allocated(0) - before
     largest = max(
         layer.param_bytes
@@ -301,7 +332,10 @@ def test_a_llama_of_seventy_billion_parameters_profiles_on_one_gpu() -> None:
         + max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
         for layer in found.layers
     )
-    print(f"Llama 70B: {seconds:.1f} s, at most {most / 2**30:.2f} GiB, largest layer {largest / 2**30:.2f} GiB")
+    print(
+        f"Llama 70B: {seconds:.1f} s, at most {most / 2**30:.2f} GiB, largest layer {largest / 2**30:.2f} GiB"
+    )
     assert sum(layer.param_bytes for layer in found.layers) > 137e9
-    assert most < 1.1 * largest + 2**30  # and the buffer that empties the cache, and copies of what crosses its border
+    # and the buffer that empties the cache, and copies of what crosses its border
+    assert most < 1.1 * largest + 2**30
     assert seconds < 180

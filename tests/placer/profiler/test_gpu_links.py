@@ -38,7 +38,11 @@ def test_links_are_measured_under_every_load_and_to_the_host(pair: list[torch.de
     for link in found.links:
         print(link)
         assert link.route == "direct"
-        assert link.both_ways is not None and link.computing is not None and link.both_ways_computing is not None
+        assert (
+            link.both_ways is not None
+            and link.computing is not None
+            and link.both_ways_computing is not None
+        )
         assert link.bandwidth_bytes_per_s > 1e9
         assert 0 <= link.latency_s < 1e-3
         # Company never makes a link faster than it is alone, but for the scatter of measurements.
@@ -109,11 +113,15 @@ def test_a_model_over_a_bad_link_gives_the_unsplit_models_results(
     assert spoilt() == 0
 
 
-def test_a_second_profile_takes_everything_from_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_second_profile_takes_everything_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     model, x = zoo.resnet18(10), torch.randn(4, 3, 64, 64)
     first = profile(model, x, ["cuda:0"], progress=False, cache=tmp_path)
     monkeypatch.setattr(measure, "measure_trial", lambda *_: pytest.fail("a layer was measured"))
-    monkeypatch.setattr(measure, "bring_state", lambda *_: pytest.fail("a layer was brought to the device"))
+    monkeypatch.setattr(
+        measure, "bring_state", lambda *_: pytest.fail("a layer was brought to the device")
+    )
     assert profile(model, x, ["cuda:0"], progress=False, cache=tmp_path).layers == first.layers
 
 

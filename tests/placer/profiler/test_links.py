@@ -53,7 +53,9 @@ def test_stand_ins_share_one_measurement() -> None:
     found = measure_links(CPUS, begun.append).links
     assert len(begun) == links_to_measure(CPUS) == 1
     assert len({(link.latency_s, link.bandwidth_bytes_per_s) for link in found}) == 1
-    assert {(link.source, link.target) for link in found} == {(str(a), str(b)) for a in CPUS for b in CPUS if a != b}
+    assert {(link.source, link.target) for link in found} == {
+        (str(a), str(b)) for a in CPUS for b in CPUS if a != b
+    }
 
 
 def test_every_directed_pair_of_accelerators_and_every_host_is_measured() -> None:
@@ -79,7 +81,10 @@ def test_a_bad_link_goes_by_way_of_the_host_and_is_reported(
     (bad,) = [link for link in found if link.route == "host"]
     assert (bad.source, bad.target) == ("cpu:2", "cpu:1")
     assert bad.fault == "1 of 65536 bytes arrived changed"
-    assert "link cpu:2 -> cpu:1: 1 of 65536 bytes arrived changed; copies go by way of the host's" in caplog.text
+    assert (
+        "link cpu:2 -> cpu:1: 1 of 65536 bytes arrived changed; copies go by way of the host's"
+        in caplog.text
+    )
     assert all(link.fault == "" for link in found if link is not bad)
     assert hardware.has_detour(CPUS[2], CPUS[1])
     assert not hardware.has_detour(CPUS[1], CPUS[2])
@@ -102,19 +107,30 @@ def test_the_way_by_the_host_takes_both_legs_one_after_the_other() -> None:
     both = through_host(there, on)
     for size in (0, 10**6, 10**9):
         seconds = sum(leg.latency_s + size / leg.bandwidth_bytes_per_s for leg in (there, on))
-        assert both.latency_s + size / both.bandwidth_bytes_per_s == pytest.approx(seconds, rel=1e-3)
+        assert both.latency_s + size / both.bandwidth_bytes_per_s == pytest.approx(
+            seconds, rel=1e-3
+        )
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, bool, bool], Rate]:
-    """Three GPUs whose ways have rates of their own under each load; cuda:0 -> cuda:1 changes bytes under load."""
+    """Three GPUs whose ways have rates of their own under each load; cuda:0 -> cuda:1 changes bytes
+    under load."""
     rates: dict[tuple[str, str, bool, bool], Rate] = {}
 
-    def rate(source: torch.device, target: torch.device, *, both_ways: bool = False, computing: bool = False) -> Rate:
+    def rate(
+        source: torch.device,
+        target: torch.device,
+        *,
+        both_ways: bool = False,
+        computing: bool = False,
+    ) -> Rate:
         if (str(source), str(target)) == ("cuda:0", "cuda:1") and both_ways:
             raise link_probe.Changed(3, 100)
         key = (str(source), str(target), both_ways, computing)
-        return rates.setdefault(key, Rate(bandwidth_bytes_per_s=1e9 * (1 + len(rates)), latency_s=1e-6 * len(rates)))
+        return rates.setdefault(
+            key, Rate(bandwidth_bytes_per_s=1e9 * (1 + len(rates)), latency_s=1e-6 * len(rates))
+        )
 
     monkeypatch.setattr(link_probe, "rate", rate)
     monkeypatch.setattr(link_probe, "check", lambda *_: None)
@@ -126,24 +142,36 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, bool, bool]
 def test_each_way_is_measured_alone_both_ways_and_beside_computations(machine: Any) -> None:
     found = measure_links(GPUS, lambda _: None)
     link = next(link for link in found.links if (link.source, link.target) == ("cuda:1", "cuda:2"))
-    assert link.bandwidth_bytes_per_s == machine["cuda:1", "cuda:2", False, False].bandwidth_bytes_per_s
+    assert (
+        link.bandwidth_bytes_per_s
+        == machine["cuda:1", "cuda:2", False, False].bandwidth_bytes_per_s
+    )
     assert link.both_ways == machine["cuda:1", "cuda:2", True, False]
     assert link.computing == machine["cuda:1", "cuda:2", False, True]
     assert link.both_ways_computing == machine["cuda:1", "cuda:2", True, True]
-    assert found.ports[GPUS[2]] == Ports(machine["cuda:2", "cpu", False, False], machine["cpu", "cuda:2", False, False])
+    assert found.ports[GPUS[2]] == Ports(
+        machine["cuda:2", "cpu", False, False], machine["cpu", "cuda:2", False, False]
+    )
 
 
-def test_a_link_that_changes_bytes_only_under_load_has_the_rate_of_the_way_by_the_host(machine: Any) -> None:
+def test_a_link_that_changes_bytes_only_under_load_has_the_rate_of_the_way_by_the_host(
+    machine: Any,
+) -> None:
     found = measure_links(GPUS, lambda _: None)
     link = next(link for link in found.links if (link.source, link.target) == ("cuda:0", "cuda:1"))
     legs = (machine["cuda:0", "cpu", False, False], machine["cpu", "cuda:1", False, False])
     expected = through_host(*legs)
     assert link.route == "host"
     assert link.both_ways is None
-    assert (link.latency_s, link.bandwidth_bytes_per_s) == (expected.latency_s, expected.bandwidth_bytes_per_s)
+    assert (link.latency_s, link.bandwidth_bytes_per_s) == (
+        expected.latency_s,
+        expected.bandwidth_bytes_per_s,
+    )
 
 
-def test_links_are_taken_from_the_cache_but_not_those_with_a_fault(machine: Any, tmp_path: Path) -> None:
+def test_links_are_taken_from_the_cache_but_not_those_with_a_fault(
+    machine: Any, tmp_path: Path
+) -> None:
     cache = Cache(tmp_path)
     first, begun = measure_links(GPUS, lambda _: None, cache), list[str]()
     assert links_to_measure(GPUS, cache) == 1
@@ -161,28 +189,40 @@ def test_a_cached_link_is_still_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [link.route for link in found] == ["host", "direct"]
 
 
-def test_another_start_of_the_machine_measures_its_links_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_start_of_the_machine_measures_its_links_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cache = Cache(tmp_path)
     measure_links(CPUS[:2], lambda _: None, cache)
     monkeypatch.setattr(hardware, "boot_id", lambda: "another")
     assert links_to_measure(CPUS[:2], cache) == 1
 
 
-def test_a_device_whose_way_to_the_host_changes_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_way_to_the_host_changes_bytes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def rate(*_: object, **__: object) -> Rate:
         raise link_probe.Changed(1, 2)
 
     monkeypatch.setattr(link_probe, "rate", rate)
-    with pytest.raises(ProfilingError, match=r"between cuda:0 and the host's memory, 1 of 2 bytes .* leave the device"):
+    with pytest.raises(
+        ProfilingError,
+        match=r"between cuda:0 and the host's memory, 1 of 2 bytes .* leave the device",
+    ):
         measure_links(GPUS[:2], lambda _: None)
 
 
 def test_links_written_before_there_were_loads_are_read() -> None:
-    assert Link.model_validate({"source": "a", "target": "b", "bandwidth_bytes_per_s": 1.0}).route == "direct"
+    assert (
+        Link.model_validate({"source": "a", "target": "b", "bandwidth_bytes_per_s": 1.0}).route
+        == "direct"
+    )
 
 
 def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart() -> None:
-    def link(source: int, target: int, bandwidth: float, latency_s: float, both: float | None = None) -> Link:
+    def link(
+        source: int, target: int, bandwidth: float, latency_s: float, both: float | None = None
+    ) -> Link:
         rate = None if both is None else Rate(bandwidth_bytes_per_s=both, latency_s=latency_s)
         return Link(
             source=f"cuda:{source}",
@@ -192,11 +232,17 @@ def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart(
             both_ways=rate,
         )
 
-    fast = [link(0, 1, 404.6e9, 1.02e-5, 350e9), link(1, 0, 414.0e9, 1.07e-5, 370e9), link(2, 3, 410e9, 1.1e-5, 360e9)]
+    fast = [
+        link(0, 1, 404.6e9, 1.02e-5, 350e9),
+        link(1, 0, 414.0e9, 1.07e-5, 370e9),
+        link(2, 3, 410e9, 1.1e-5, 360e9),
+    ]
     slow = [link(0, 2, 25e9, 2e-5), link(2, 0, 26e9, 2e-5), link(3, 2, 410e9, 9e-5)]
     types = dict.fromkeys(("cuda:0", "cuda:1", "cuda:2", "cuda:3"), "card")
     found = evened([*fast, *slow], types)
-    assert [(one.source, one.target) for one in found] == [(one.source, one.target) for one in [*fast, *slow]]
+    assert [(one.source, one.target) for one in found] == [
+        (one.source, one.target) for one in [*fast, *slow]
+    ]
     rates = [(one.bandwidth_bytes_per_s, one.latency_s, one.both_ways) for one in found]
     wanted = (410e9, 1.07e-5, Rate(bandwidth_bytes_per_s=360e9, latency_s=1.07e-5))
     assert rates[:3] == [wanted] * 3
@@ -207,7 +253,12 @@ def test_links_that_differ_by_noise_are_one_and_those_of_another_way_stay_apart(
 def test_links_between_other_types_or_by_another_route_are_not_mixed() -> None:
     ends = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:2")]
     links = [
-        Link(source=a, target=b, bandwidth_bytes_per_s=1e9 + 1e6 * i, route="host" if i == 1 else "direct")
+        Link(
+            source=a,
+            target=b,
+            bandwidth_bytes_per_s=1e9 + 1e6 * i,
+            route="host" if i == 1 else "direct",
+        )
         for i, (a, b) in enumerate(ends)
     ]
     assert evened(links, {"cuda:0": "one", "cuda:1": "one", "cuda:2": "other"}) == links

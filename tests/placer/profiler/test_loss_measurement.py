@@ -1,4 +1,5 @@
-"""The loss is counted with the layer that makes the result: what it adds follows from its operations."""
+"""The loss is counted with the layer that makes the result: what it adds follows from its
+operations."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def _batch(size: int = BATCH) -> tuple[Tensor, Tensor]:
 
 
 def _profiled(model: nn.Module, loss_fn: Any = None, target: Any = None, **given: Any) -> Profile:
-    options: Any = {"progress": False, "repeats": 1, "granularity": "submodule", "cache": False} | given
+    options: Any = {
+        "progress": False,
+        "repeats": 1,
+        "granularity": "submodule",
+        "cache": False,
+    } | given
     found: Profile = profile(model, _batch()[0], CPU, loss_fn=loss_fn, target=target, **options)
     return found
 
@@ -44,14 +50,24 @@ def test_what_the_loss_keeps_is_added_to_the_last_layer_alone() -> None:
     model, target = _model(), _batch()[1]
     alone, both = _profiled(model), _profiled(model, functional.cross_entropy, target)
     assert both.with_loss and not alone.with_loss
-    fields = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "deferred_bytes", "param_bytes")
+    fields = (
+        "saved_bytes",
+        "forward_workspace_bytes",
+        "backward_workspace_bytes",
+        "deferred_bytes",
+        "param_bytes",
+    )
     for before, after in zip(alone.layers[:-1], both.layers[:-1], strict=True):
-        assert [getattr(before, field) for field in fields] == [getattr(after, field) for field in fields]
+        assert [getattr(before, field) for field in fields] == [
+            getattr(after, field) for field in fields
+        ]
     last, with_loss = alone.layers[-1], both.layers[-1]
     counted = 4  # nll_loss keeps the sum of its weights, one number
-    assert with_loss.saved_bytes == last.saved_bytes + RESULT + counted + TARGET  # the log-softmax
+    # the log-softmax
+    assert with_loss.saved_bytes == last.saved_bytes + RESULT + counted + TARGET
     assert with_loss.deferred_bytes == last.deferred_bytes == RESULT
-    # Backwards it holds the gradients of the log-softmax and of the result, and for a moment those of the loss.
+    # Backwards it holds the gradients of the log-softmax and of the result, and for a moment those
+    # of the loss.
     assert with_loss.backward_workspace_bytes >= max(last.backward_workspace_bytes, 2 * RESULT)
 
 
@@ -59,7 +75,10 @@ def test_logits_that_the_loss_makes_floats_of_are_kept_as_such() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, dtype=torch.bfloat16)
+            self.body, self.head = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, CLASSES, dtype=torch.bfloat16),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             made: Tensor = self.head(self.body(x).bfloat16())
@@ -69,7 +88,8 @@ def test_logits_that_the_loss_makes_floats_of_are_kept_as_such() -> None:
     alone = _profiled(model)
     both = _profiled(model, lambda y, goal: functional.cross_entropy(y.float(), goal), target)
     assert both.layers[-1].saved_bytes == alone.layers[-1].saved_bytes + RESULT + 4 + TARGET
-    assert both.layers[-1].forward_workspace_bytes >= RESULT  # the floats, until their log-softmax is there
+    # the floats, until their log-softmax is there
+    assert both.layers[-1].forward_workspace_bytes >= RESULT
 
 
 def test_times_add_up_on_every_type_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +105,8 @@ def test_times_add_up_on_every_type_of_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_layers_that_are_alike_stay_so_but_for_the_last_one(tmp_path: Path) -> None:
-    """Neither what is shared in a run nor what is taken from the cache may have the loss of another one."""
+    """Neither what is shared in a run nor what is taken from the cache may have the loss of another
+    one."""
     blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     target = torch.randint(WIDTH, (BATCH,))
     given = {"cache": tmp_path}
@@ -116,7 +137,9 @@ class _Nested(nn.Module):
 def test_a_loss_is_given_what_the_model_returns_and_the_target_as_it_was(tmp_path: Path) -> None:
     def loss_fn(output: Answer, target: dict[str, Tensor]) -> Tensor:
         assert isinstance(output, Answer)
-        return functional.cross_entropy(output.scores, target["label"]) + output.hidden.square().mean()
+        return (
+            functional.cross_entropy(output.scores, target["label"]) + output.hidden.square().mean()
+        )
 
     target = {"label": _batch()[1]}
     first, again = (_profiled(_Nested(), loss_fn, target, cache=tmp_path) for _ in range(2))
@@ -142,10 +165,21 @@ def test_a_model_that_runs_through_hooks_has_a_loss_too() -> None:
 
 def test_every_batch_size_has_its_own_loss() -> None:
     inputs, target = _batch()
-    options: Any = {"progress": False, "repeats": 1, "granularity": "submodule", "cache": False, "batch_sizes": [4, 8]}
+    options: Any = {
+        "progress": False,
+        "repeats": 1,
+        "granularity": "submodule",
+        "cache": False,
+        "batch_sizes": [4, 8],
+    }
     alone = profile(_model(), inputs, CPU, **options)
-    both = profile(_model(), inputs, CPU, loss_fn=functional.cross_entropy, target=target, **options)
-    added = [b.layers[-1].saved_bytes - a.layers[-1].saved_bytes for a, b in zip(alone, both, strict=True)]
+    both = profile(
+        _model(), inputs, CPU, loss_fn=functional.cross_entropy, target=target, **options
+    )
+    added = [
+        b.layers[-1].saved_bytes - a.layers[-1].saved_bytes
+        for a, b in zip(alone, both, strict=True)
+    ]
     assert added == [4 * 4 * CLASSES + 4 + 8 * 4, RESULT + 4 + TARGET]
 
 
@@ -170,13 +204,34 @@ class _Weighted(nn.Module):
         ({"loss_fn": functional.cross_entropy}, "loss_fn is given without target"),
         ({"target": torch.zeros(BATCH)}, "target is given without loss_fn"),
         ({"loss_fn": 3, "target": torch.zeros(BATCH)}, "loss_fn is 3; give a function"),
-        ({"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH + 1, CLASSES)}, "a batch of 8"),
-        ({"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH), "training": False}, "belong to training"),
-        ({"loss_fn": lambda y, _: y, "target": torch.zeros(BATCH)}, r"shape \(8, 32\); let it give one number"),
-        ({"loss_fn": lambda _, goal: goal.sum(), "target": torch.zeros(BATCH)}, "no gradient comes from"),
-        ({"loss_fn": lambda y, _: y.mean() * 1j, "target": torch.zeros(BATCH)}, "torch.complex64, which cannot be"),
-        ({"loss_fn": nn.MSELoss, "target": torch.zeros(BATCH)}, r"is the class MSELoss; give an instance, such as M"),
-        ({"loss_fn": _Weighted(), "target": torch.zeros(BATCH)}, "a parameter of its own, 'weight'"),
+        (
+            {"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH + 1, CLASSES)},
+            "a batch of 8",
+        ),
+        (
+            {"loss_fn": functional.mse_loss, "target": torch.zeros(BATCH), "training": False},
+            "belong to training",
+        ),
+        (
+            {"loss_fn": lambda y, _: y, "target": torch.zeros(BATCH)},
+            r"shape \(8, 32\); let it give one number",
+        ),
+        (
+            {"loss_fn": lambda _, goal: goal.sum(), "target": torch.zeros(BATCH)},
+            "no gradient comes from",
+        ),
+        (
+            {"loss_fn": lambda y, _: y.mean() * 1j, "target": torch.zeros(BATCH)},
+            "torch.complex64, which cannot be",
+        ),
+        (
+            {"loss_fn": nn.MSELoss, "target": torch.zeros(BATCH)},
+            r"is the class MSELoss; give an instance, such as M",
+        ),
+        (
+            {"loss_fn": _Weighted(), "target": torch.zeros(BATCH)},
+            "a parameter of its own, 'weight'",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused(given: dict[str, Any], words: str) -> None:
@@ -207,11 +262,15 @@ def test_a_loss_is_left_as_it_was() -> None:
 @pytest.mark.gpu
 def test_class_weights_are_where_the_loss_is_measured() -> None:
     loss = _Counts()
-    found = profile(_model(), _batch()[0], ["cuda:0"], progress=False, loss_fn=loss, target=_batch()[1])
+    found = profile(
+        _model(), _batch()[0], ["cuda:0"], progress=False, loss_fn=loss, target=_batch()[1]
+    )
     assert found.with_loss and loss.weight is not None and loss.weight.device.type == "cpu"
 
 
-def test_a_target_that_the_loss_cannot_take_is_told_with_its_shape_and_that_of_the_results() -> None:
+def test_a_target_that_the_loss_cannot_take_is_told_with_its_shape_and_that_of_the_results() -> (
+    None
+):
     told = r"failed on cpu:0, for results of shape \(.*\) and a target of shape \(\d+, 2, 3\): RuntimeError: 0D or 1D"
     with pytest.raises(InputError, match=told):
         _profiled(_model(), functional.cross_entropy, torch.zeros(BATCH, 2, 3, dtype=torch.long))
@@ -219,9 +278,13 @@ def test_a_target_that_the_loss_cannot_take_is_told_with_its_shape_and_that_of_t
 
 def test_a_loss_that_memory_is_too_small_for_is_no_fault_of_the_target() -> None:
     def large(output: Tensor, _: Tensor) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        )
 
-    with pytest.raises(ProfilingError, match=r"loss_fn failed on cpu:0: RuntimeError: .*allocate memory"):
+    with pytest.raises(
+        ProfilingError, match=r"loss_fn failed on cpu:0: RuntimeError: .*allocate memory"
+    ):
         _profiled(_model(), large, _batch()[1])
 
 
@@ -233,8 +296,13 @@ def test_profiles_with_and_without_the_loss_are_not_merged() -> None:
 
 
 @pytest.mark.parametrize(("recorded", "kept", "workspace"), [(False, 100, 50), (True, 150, 0)])
-def test_a_recorded_loss_has_what_it_works_in_for_good(recorded: bool, kept: int, workspace: int) -> None:
-    memory = LayerMemory(saved_bytes=100, saved_reads=frozenset({1}), forward_workspace_bytes=50 + 4 * 8)
-    results = [torch.zeros(8), torch.zeros(3)]  # the first is only read, and so was counted as workspace
+def test_a_recorded_loss_has_what_it_works_in_for_good(
+    recorded: bool, kept: int, workspace: int
+) -> None:
+    memory = LayerMemory(
+        saved_bytes=100, saved_reads=frozenset({1}), forward_workspace_bytes=50 + 4 * 8
+    )
+    # the first is only read, and so was counted as workspace
+    results = [torch.zeros(8), torch.zeros(3)]
     found = as_run(Measurement(LayerTime(1.0, 1.0, 1.0), memory), results, recorded).memory
     assert (found.saved_bytes, found.forward_workspace_bytes) == (kept, workspace)

@@ -1,4 +1,5 @@
-"""What is expected follows from the operations: 4 bytes an element, and what each backward formula reads."""
+"""What is expected follows from the operations: 4 bytes an element, and what each backward formula
+reads."""
 
 from __future__ import annotations
 
@@ -21,23 +22,32 @@ def _tensor(*shape: int, grad: bool = True) -> Tensor:
 
 
 def test_linear_keeps_what_it_reads_and_needs_the_gradients_of_both_ends(make_trial: Any) -> None:
-    trial = make_trial(functional.linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)])
+    trial = make_trial(
+        functional.linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)]
+    )
     memory = measure_memory(trial, training=True)
     assert memory.saved_bytes == 0
     assert (memory.saved_reads, memory.saved_writes) == ({0}, set())
     assert memory.forward_workspace_bytes == 4 * BATCH * OUTSIDE
-    new_gradients = 4 * (OUTSIDE * INSIDE + OUTSIDE)  # until they are added to those of earlier micro-batches
+    # until they are added to those of earlier micro-batches
+    new_gradients = 4 * (OUTSIDE * INSIDE + OUTSIDE)
     assert memory.backward_workspace_bytes == 4 * (BATCH * OUTSIDE + BATCH * INSIDE) + new_gradients
 
 
-def test_a_linear_whose_input_needs_no_gradient_needs_that_of_its_output_alone(make_trial: Any) -> None:
-    trial = make_trial(functional.linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE)])
+def test_a_linear_whose_input_needs_no_gradient_needs_that_of_its_output_alone(
+    make_trial: Any,
+) -> None:
+    trial = make_trial(
+        functional.linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE)]
+    )
     memory = measure_memory(trial, training=True)
     assert memory.backward_workspace_bytes == 4 * (BATCH * OUTSIDE + OUTSIDE * INSIDE)
 
 
 def test_a_frozen_linear_does_not_keep_what_it_reads(make_trial: Any) -> None:
-    trial = make_trial(functional.linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE, grad=False)])
+    trial = make_trial(
+        functional.linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE, grad=False)]
+    )
     memory = measure_memory(trial, training=True)
     assert (memory.saved_reads, memory.saved_writes, memory.saved_bytes) == (set(), set(), 0)
     assert memory.forward_workspace_bytes == 4 * (BATCH * INSIDE + BATCH * OUTSIDE)
@@ -46,7 +56,8 @@ def test_a_frozen_linear_does_not_keep_what_it_reads(make_trial: Any) -> None:
 def test_relu_keeps_what_it_writes(make_trial: Any) -> None:
     memory = measure_memory(make_trial(functional.relu, [_tensor(BATCH, INSIDE)]), training=True)
     assert (memory.saved_reads, memory.saved_writes, memory.saved_bytes) == (set(), {0}, 0)
-    assert memory.forward_workspace_bytes == 4 * BATCH * INSIDE  # the read, which is not kept
+    # the read, which is not kept
+    assert memory.forward_workspace_bytes == 4 * BATCH * INSIDE
     assert memory.backward_workspace_bytes == 2 * 4 * BATCH * INSIDE
 
 
@@ -69,21 +80,27 @@ def test_a_new_gradient_is_freed_before_the_next_is_made(make_trial: Any) -> Non
 
 def test_the_gradient_of_what_a_layer_writes_is_freed_once_it_was_used(make_trial: Any) -> None:
     chain = make_trial(lambda x: x.neg().neg().neg(), [_tensor(BATCH, INSIDE)])
-    assert measure_memory(chain, training=True).backward_workspace_bytes == 2 * 4 * BATCH * INSIDE  # not 3
+    # not 3
+    assert measure_memory(chain, training=True).backward_workspace_bytes == 2 * 4 * BATCH * INSIDE
 
 
 def test_a_chain_keeps_what_is_between_its_operations_once(make_trial: Any) -> None:
     def chain(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return functional.linear(functional.relu(functional.linear(x, first)), second)
 
-    trial = make_trial(chain, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(INSIDE, OUTSIDE)])
+    trial = make_trial(
+        chain, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(INSIDE, OUTSIDE)]
+    )
     memory = measure_memory(trial, training=True)
-    assert memory.saved_bytes == 4 * BATCH * OUTSIDE  # relu's result, kept by relu and by the second linear
+    # relu's result, kept by relu and by the second linear
+    assert memory.saved_bytes == 4 * BATCH * OUTSIDE
     assert memory.saved_reads == {0}
 
 
 def test_conv_bn_relu_in_place_keeps_the_convolution_and_two_statistics(make_trial: Any) -> None:
-    def block(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    def block(
+        x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, var: Tensor
+    ) -> Tensor:
         y = functional.conv2d(x, weight, padding=1)
         return torch.relu_(functional.batch_norm(y, mean, var, gain, shift, training=True))
 
@@ -107,11 +124,14 @@ def test_views_of_one_storage_are_kept_once(make_trial: Any) -> None:
         return left * right * y[:4]
 
     memory = measure_memory(make_trial(squares, [_tensor(BATCH, INSIDE)]), training=True)
-    assert memory.saved_bytes == 4 * BATCH * INSIDE + 4 * BATCH // 2 * INSIDE  # y, and left * right
+    # y, and left * right
+    assert memory.saved_bytes == 4 * BATCH * INSIDE + 4 * BATCH // 2 * INSIDE
 
 
 def test_what_a_write_is_a_small_view_of_is_kept_whole(make_trial: Any) -> None:
-    memory = measure_memory(make_trial(lambda x: torch.exp(x)[:1], [_tensor(BATCH, INSIDE)]), training=True)
+    memory = measure_memory(
+        make_trial(lambda x: torch.exp(x)[:1], [_tensor(BATCH, INSIDE)]), training=True
+    )
     assert memory.saved_writes == {0}
     assert memory.saved_bytes == 4 * (BATCH - 1) * INSIDE
 
@@ -119,7 +139,8 @@ def test_what_a_write_is_a_small_view_of_is_kept_whole(make_trial: Any) -> None:
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.kept = x + 0  # not through save_for_backward, so that no hook of autograd sees it
+        # not through save_for_backward, so that no hook of autograd sees it
+        ctx.kept = x + 0
         return x * x
 
     @staticmethod
@@ -141,22 +162,31 @@ def test_a_temporary_counts_while_it_lives(make_trial: Any) -> None:
     assert memory.forward_workspace_bytes == 4 * (10 * BATCH * INSIDE + BATCH) + 4 * BATCH * INSIDE
 
 
-def test_inference_keeps_nothing_and_counts_temporaries_beyond_what_it_writes(make_trial: Any) -> None:
+def test_inference_keeps_nothing_and_counts_temporaries_beyond_what_it_writes(
+    make_trial: Any,
+) -> None:
     def chain(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         return functional.linear(functional.linear(x, first), second)
 
     state = [_tensor(OUTSIDE, INSIDE), _tensor(INSIDE, OUTSIDE)]
-    memory = measure_memory(make_trial(chain, [_tensor(BATCH, INSIDE)], state, training=False), training=False)
+    memory = measure_memory(
+        make_trial(chain, [_tensor(BATCH, INSIDE)], state, training=False), training=False
+    )
     assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, set(), set())
     assert memory.forward_workspace_bytes == 4 * BATCH * OUTSIDE
     assert memory.backward_workspace_bytes == 0
 
 
 def test_state_that_is_written_as_a_value_takes_no_memory_of_its_own(make_trial: Any) -> None:
-    trial = make_trial(lambda x, buffer: (x + buffer, buffer), [_tensor(BATCH, INSIDE)], [torch.randn(BATCH, INSIDE)])
+    trial = make_trial(
+        lambda x, buffer: (x + buffer, buffer),
+        [_tensor(BATCH, INSIDE)],
+        [torch.randn(BATCH, INSIDE)],
+    )
     memory = measure_memory(trial, training=True)
     assert (memory.saved_bytes, memory.saved_writes) == (0, set())
-    assert memory.forward_workspace_bytes == 2 * 4 * BATCH * INSIDE  # the sum and the read
+    # the sum and the read
+    assert memory.forward_workspace_bytes == 2 * 4 * BATCH * INSIDE
 
 
 def test_measuring_twice_gives_the_same(make_trial: Any) -> None:
@@ -168,7 +198,8 @@ def test_what_autograd_kept_and_dropped_inside_the_layer_is_not_kept(make_trial:
     def wasteful(x: Tensor) -> tuple[Tensor, ...]:
         for _ in range(20):
             x.exp().sum()  # kept for a backward pass that can never come
-        return tuple(x + number for number in range(20))  # of which some lie where those were
+        # of which some lie where those were
+        return tuple(x + number for number in range(20))
 
     memory = measure_memory(make_trial(wasteful, [_tensor(BATCH, INSIDE)]), training=True)
     assert (memory.saved_bytes, memory.saved_reads, memory.saved_writes) == (0, set(), set())
@@ -188,16 +219,25 @@ def test_a_recorded_backward_pass_frees_nothing_of_what_was_kept(make_trial: Any
     def layer(x: Tensor) -> Tensor:
         return x.repeat(64, 1).exp().exp().sum(0)
 
-    found = measure_memory(make_trial(layer, [torch.randn(1, 1024, requires_grad=True)]), training=True)
+    found = measure_memory(
+        make_trial(layer, [torch.randn(1, 1024, requires_grad=True)]), training=True
+    )
     large, small = 4 * 64 * 1024, 4 * 1024
-    # Two large gradients at a time; meanwhile what the second of the two was kept for is no longer needed.
+    # Two large gradients at a time; meanwhile what the second of the two was kept for is no longer
+    # needed.
     assert found.backward_workspace_bytes == pytest.approx(large, abs=4 * small)
     assert found.pass_workspace_bytes == pytest.approx(2 * large, abs=4 * small)
 
 
-def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_to(make_trial: Any) -> None:
+def test_a_recorded_backward_pass_makes_no_gradient_beside_the_one_that_it_adds_to(
+    make_trial: Any,
+) -> None:
     linear: Any = torch.ops.aten.linear.default
-    trial = make_trial(linear, [torch.randn(2, 256, requires_grad=True)], [torch.randn(256, 256, requires_grad=True)])
+    trial = make_trial(
+        linear,
+        [torch.randn(2, 256, requires_grad=True)],
+        [torch.randn(256, 256, requires_grad=True)],
+    )
     found = measure_memory(trial, training=True)
     assert found.backward_workspace_bytes >= 4 * 256 * 256 > 10 * found.pass_workspace_bytes
 

@@ -14,16 +14,25 @@ from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, 
 GIB = 2**30
 
 
-def cluster(kind: str, host: str, names: tuple[str, ...] = ("cuda:0", "cuda:1"), **ports: Rate) -> Cluster:
+def cluster(
+    kind: str, host: str, names: tuple[str, ...] = ("cuda:0", "cuda:1"), **ports: Rate
+) -> Cluster:
     return Cluster(
-        devices=tuple(Device(name=name, type=kind, memory_bytes=GIB, host=host, **ports) for name in names),
+        devices=tuple(
+            Device(name=name, type=kind, memory_bytes=GIB, host=host, **ports) for name in names
+        ),
         links=tuple(
-            Link(source=a, target=b, bandwidth_bytes_per_s=1e11, latency_s=1e-5) for a in names for b in names if a != b
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e11, latency_s=1e-5)
+            for a in names
+            for b in names
+            if a != b
         ),
     )
 
 
-def profile(kind: str = "H200", host: str = "node1", factor: float = 1.0, **changes: Any) -> Profile:
+def profile(
+    kind: str = "H200", host: str = "node1", factor: float = 1.0, **changes: Any
+) -> Profile:
     layers = tuple(
         Layer(
             name=name,
@@ -53,7 +62,9 @@ def profile(kind: str = "H200", host: str = "node1", factor: float = 1.0, **chan
 
 
 def test_what_is_no_profile_is_named() -> None:
-    with pytest.raises(ProfileError, match="profile 2 is a str; give each as an argument of its own, a Profile"):
+    with pytest.raises(
+        ProfileError, match="profile 2 is a str; give each as an argument of its own, a Profile"
+    ):
         merge_profiles(profile(), "b.json")  # type: ignore[arg-type]
 
 
@@ -81,7 +92,9 @@ def test_a_workspace_that_was_not_told_apart_is_that_of_an_eager_backward_pass(f
     def worked(own: int, eager: int) -> Profile:
         made = profile()
         sizes = {field: own, "backward_workspace_bytes": eager}
-        return made.model_copy(update={"layers": tuple(layer.model_copy(update=sizes) for layer in made.layers)})
+        return made.model_copy(
+            update={"layers": tuple(layer.model_copy(update=sizes) for layer in made.layers)}
+        )
 
     for own, others, merged in ((5, 0, 9), (12, 0, 12), (5, 7, 7), (0, 0, 0)):
         found = merge_profiles(worked(own, 6), worked(others, 9))
@@ -101,7 +114,9 @@ def test_a_value_is_kept_where_any_type_of_device_keeps_it() -> None:
 def test_the_larger_rest_beside_a_slice_of_a_gradient_counts() -> None:
     first, *others = profile().edges
     rests = ((8, "c"), (16, "c"))
-    parts = [first.model_copy(update={"rest_bytes": size, "rest_until": until}) for size, until in rests]
+    parts = [
+        first.model_copy(update={"rest_bytes": size, "rest_until": until}) for size, until in rests
+    ]
     merged = merge_profiles(*(profile(edges=(part, *others)) for part in parts))
     assert (merged.edges[0].rest_bytes, merged.edges[0].rest_until) == (16, "c")
 
@@ -115,11 +130,16 @@ def test_devices_of_several_hosts_are_named_after_them() -> None:
         "node2/cuda:0",
         "node2/cuda:1",
     ]
-    assert {(link.source[:5], link.target[:5]) for link in merged.links} == {("node1", "node1"), ("node2", "node2")}
+    assert {(link.source[:5], link.target[:5]) for link in merged.links} == {
+        ("node1", "node1"),
+        ("node2", "node2"),
+    }
 
 
 def test_devices_of_one_host_keep_their_names() -> None:
-    both = merge_profiles(profile(), profile("A100", cluster=cluster("A100", "node1", ("cuda:2", "cuda:3")))).cluster
+    both = merge_profiles(
+        profile(), profile("A100", cluster=cluster("A100", "node1", ("cuda:2", "cuda:3")))
+    ).cluster
     assert both is not None
     assert [device.name for device in both.devices] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
@@ -131,7 +151,9 @@ def test_a_network_joins_the_devices_of_different_hosts_by_way_of_their_memories
     }
     first = profile("H200", "node1", cluster=cluster("H200", "node1", **ports))
     second = profile("A100", "node2", 2.0, cluster=cluster("A100", "node2", **ports))
-    both = merge_profiles(first, second, network=Rate(bandwidth_bytes_per_s=1e10, latency_s=1e-4)).cluster
+    both = merge_profiles(
+        first, second, network=Rate(bandwidth_bytes_per_s=1e10, latency_s=1e-4)
+    ).cluster
     assert both is not None
     assert len(both.links) == 4 * 3
     link = both.link("node1/cuda:0", "node2/cuda:1")
@@ -143,7 +165,9 @@ def test_a_network_joins_the_devices_of_different_hosts_by_way_of_their_memories
 
 def test_each_direction_of_a_network_may_have_its_own_rate() -> None:
     network = {("node1", "node2"): Rate(bandwidth_bytes_per_s=1e9)}
-    both = merge_profiles(profile("H200", "node1"), profile("H200", "node2"), network=network).cluster
+    both = merge_profiles(
+        profile("H200", "node1"), profile("H200", "node2"), network=network
+    ).cluster
     assert both is not None
     assert both.link("node1/cuda:0", "node2/cuda:0") is not None
     assert both.link("node2/cuda:0", "node1/cuda:0") is None
@@ -160,11 +184,16 @@ def test_one_profile_alone_stays_as_it_is() -> None:
 
 def test_a_merged_profile_can_be_placed_on_all_its_devices() -> None:
     merged = merge_profiles(
-        profile("H200"), profile("A100", "node2", 2.0), network=Rate(bandwidth_bytes_per_s=1e12, latency_s=0.0)
+        profile("H200"),
+        profile("A100", "node2", 2.0),
+        network=Rate(bandwidth_bytes_per_s=1e12, latency_s=0.0),
     )
-    placement = placer.solve(PlacementRequest(profile=Profile.model_validate_json(merged.to_json())))
-    # 18 ms of work on fast devices: c alone takes 9, and the rest, wherever it is, need take no longer.
-    assert placement.objective_value == pytest.approx(9.0, abs=0.011)  # and 0.01 ms of latency
+    placement = placer.solve(
+        PlacementRequest(profile=Profile.model_validate_json(merged.to_json()))
+    )
+    # 18 ms of work on fast devices: c alone takes 9, and the rest, wherever it is, need take no
+    # longer. and 0.01 ms of latency
+    assert placement.objective_value == pytest.approx(9.0, abs=0.011)
     assert placement.layer_devices["c"].startswith("node1/")
 
 
@@ -174,13 +203,23 @@ def test_a_merged_profile_can_be_placed_on_all_its_devices() -> None:
         ({"batch_size": 8}, "profile 2 has batch_size 8, the first 4"),
         ({"optimizer": "SGD"}, "profile 2 has optimizer 'SGD', the first 'Adam'"),
         ({"graph_hash": "other"}, "profile 2 is of another graph than the first"),
-        ({"layers": profile().layers[:2], "edges": ()}, "other layers than the first, 'c' among them"),
+        (
+            {"layers": profile().layers[:2], "edges": ()},
+            "other layers than the first, 'c' among them",
+        ),
         ({"edges": profile().edges[:1]}, "profile 2 has other values between its layers"),
         (
-            {"layers": tuple(layer.model_copy(update={"param_bytes": 99}) for layer in profile().layers)},
+            {
+                "layers": tuple(
+                    layer.model_copy(update={"param_bytes": 99}) for layer in profile().layers
+                )
+            },
             "layer 'a' has param_bytes 99 in profile 2, 100 in the first",
         ),
-        ({"cluster": cluster("L4", "node1")}, "device 'cuda:0' is a 'H200' in one profile, a 'L4' in another"),
+        (
+            {"cluster": cluster("L4", "node1")},
+            "device 'cuda:0' is a 'H200' in one profile, a 'L4' in another",
+        ),
     ],
 )
 def test_what_does_not_belong_together_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -195,7 +234,10 @@ def test_another_version_of_torch_may_write_the_same_graph_in_other_words() -> N
 
 def test_profiles_that_were_measured_can_be_merged() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
-    first, second = (placer.profile(model, x, [device], progress=False, repeats=1) for device in ("cpu:0", "cpu:1"))
+    first, second = (
+        placer.profile(model, x, [device], progress=False, repeats=1)
+        for device in ("cpu:0", "cpu:1")
+    )
     merged = placer.merge_profiles(first, second)
     assert merged.cluster is not None
     assert [device.name for device in merged.cluster.devices] == ["cpu:0", "cpu:1"]

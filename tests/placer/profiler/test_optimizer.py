@@ -32,24 +32,36 @@ def _real_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
 def test_state_equals_that_of_a_real_step(name: str, shape: list[int]) -> None:
     parameter = nn.Parameter(torch.randn(shape))
     state = OptimizerState(name)
-    assert state.bytes(parameter) == _real_bytes(getattr(torch.optim, state.name or "")([parameter]), [parameter])
+    assert state.bytes(parameter) == _real_bytes(
+        getattr(torch.optim, state.name or "")([parameter]), [parameter]
+    )
 
 
 def test_state_follows_the_dtype_of_the_parameter() -> None:
     parameter = nn.Parameter(torch.randn(20, 30).to(torch.bfloat16))
-    assert OptimizerState("adam").bytes(parameter) == _real_bytes(torch.optim.Adam([parameter]), [parameter])
+    assert OptimizerState("adam").bytes(parameter) == _real_bytes(
+        torch.optim.Adam([parameter]), [parameter]
+    )
 
 
 def test_momentum_counts_where_the_optimizer_has_it() -> None:
     parameter = nn.Parameter(torch.randn(20, 30))
     assert OptimizerState("sgd").bytes(parameter) == 0
-    assert OptimizerState(partial(torch.optim.SGD, lr=0.1, momentum=0.9)).bytes(parameter) == parameter.nbytes
-    assert OptimizerState(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).bytes(parameter) == parameter.nbytes
+    assert (
+        OptimizerState(partial(torch.optim.SGD, lr=0.1, momentum=0.9)).bytes(parameter)
+        == parameter.nbytes
+    )
+    assert (
+        OptimizerState(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).bytes(parameter)
+        == parameter.nbytes
+    )
 
 
 def test_each_parameter_has_the_options_of_its_group() -> None:
     with_momentum, without = (nn.Parameter(torch.randn(5, 7)) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [with_momentum], "momentum": 0.9}, {"params": [without]}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [with_momentum], "momentum": 0.9}, {"params": [without]}], lr=0.1
+    )
     state = OptimizerState(optimizer)
     assert (state.bytes(with_momentum), state.bytes(without)) == (with_momentum.nbytes, 0)
 
@@ -59,10 +71,17 @@ def test_of_a_list_each_optimizer_counts_for_the_parameters_that_it_holds() -> N
     pair = [torch.optim.Adam([matrix]), torch.optim.SGD([vector], lr=0.1, momentum=0.9)]
     state = OptimizerState(pair)
     assert state.name == "Adam+SGD"
-    assert [state.bytes(one) for one in (matrix, vector, free)] == [2 * matrix.nbytes + 4, vector.nbytes, 0]
+    assert [state.bytes(one) for one in (matrix, vector, free)] == [
+        2 * matrix.nbytes + 4,
+        vector.nbytes,
+        0,
+    ]
     alone = [
         _real_bytes(type(one)([held], **options), [held])
-        for one, held, options in ((pair[0], matrix, {}), (pair[1], vector, {"lr": 0.1, "momentum": 0.9}))
+        for one, held, options in (
+            (pair[0], matrix, {}),
+            (pair[1], vector, {"lr": 0.1, "momentum": 0.9}),
+        )
     ]
     assert [state.bytes(matrix), state.bytes(vector)] == alone
 
@@ -101,10 +120,14 @@ def test_an_optimizer_of_the_users_own_is_run_too() -> None:
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    self.state[parameter]["copies"] = [parameter.detach().double() for _ in range(group["copies"])]
+                    self.state[parameter]["copies"] = [
+                        parameter.detach().double() for _ in range(group["copies"])
+                    ]
 
     parameter = nn.Parameter(torch.randn(5, 7))
-    assert OptimizerState(Keeper([parameter], copies=3)).bytes(parameter) == 3 * 2 * parameter.nbytes
+    assert (
+        OptimizerState(Keeper([parameter], copies=3)).bytes(parameter) == 3 * 2 * parameter.nbytes
+    )
 
 
 def test_a_frozen_parameter_has_no_state() -> None:
@@ -131,8 +154,12 @@ def test_what_is_no_optimizer_is_refused() -> None:
         OptimizerState(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("refused", ["lbfgs", torch.optim.LBFGS, torch.optim.LBFGS([nn.Parameter(torch.ones(2))])])
-def test_an_optimizer_that_no_placed_model_can_have_is_refused_and_not_offered(refused: Any) -> None:
+@pytest.mark.parametrize(
+    "refused", ["lbfgs", torch.optim.LBFGS, torch.optim.LBFGS([nn.Parameter(torch.ones(2))])]
+)
+def test_an_optimizer_that_no_placed_model_can_have_is_refused_and_not_offered(
+    refused: Any,
+) -> None:
     with pytest.raises(InputError, match="LBFGS evaluates the loss several times"):
         OptimizerState(refused)
     with pytest.raises(InputError) as other:
@@ -146,7 +173,9 @@ def test_an_optimizer_of_sparse_gradients_gets_them() -> None:
 
 
 def test_a_failing_step_names_optimizer_and_shape() -> None:
-    with pytest.raises(ProfilingError, match=r"optimizer Muon failed on a parameter of shape \(3,\).*2D"):
+    with pytest.raises(
+        ProfilingError, match=r"optimizer Muon failed on a parameter of shape \(3,\).*2D"
+    ):
         OptimizerState("Muon").bytes(nn.Parameter(torch.randn(3)))
 
 
@@ -155,7 +184,8 @@ STEPPED = (
     ("adamw", {"weight_decay": 0.1}, 1),
     ("sgd", {}, 0),
     ("sgd", {"lr": 0.1, "momentum": 0.9}, 0),
-    ("sgd", {"lr": 0.1, "weight_decay": 0.1}, 1),  # gradients and their share of the parameters
+    # gradients and their share of the parameters
+    ("sgd", {"lr": 0.1, "weight_decay": 0.1}, 1),
     ("adam", {"foreach": False}, 0),
     ("adamw", {"fused": True}, 0),
 )
@@ -182,11 +212,15 @@ def test_parameters_of_several_options_count_as_those_that_need_most() -> None:
 def test_adafactor_steps_parameters_one_by_one_unless_it_is_told_otherwise() -> None:
     parameter = nn.Parameter(torch.randn(20, 30))
     assert OptimizerState("adafactor").step_share([parameter]) == 0
-    assert OptimizerState(partial(torch.optim.Adafactor, foreach=True)).step_share([parameter]) > 0.9
+    assert (
+        OptimizerState(partial(torch.optim.Adafactor, foreach=True)).step_share([parameter]) > 0.9
+    )
 
 
 @pytest.mark.parametrize(("foreach", "share"), [(None, 0), (False, 0), (True, 1)])
-def test_on_a_device_the_step_runs_as_torch_itself_chooses(foreach: bool | None, share: float) -> None:
+def test_on_a_device_the_step_runs_as_torch_itself_chooses(
+    foreach: bool | None, share: float
+) -> None:
     parameter = nn.Parameter(torch.randn(20, 30))
     state = OptimizerState(partial(torch.optim.Adam, foreach=foreach))
     assert state.step_share([parameter], torch.device("cpu")) == share
@@ -207,9 +241,9 @@ def test_a_real_step_on_a_gpu_holds_the_share_that_was_found_on_small_tensors(
     parameters = [nn.Parameter(torch.randn(2**20, device="cuda")) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name](
-        parameters, **options
-    )
+    optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[
+        name
+    ](parameters, **options)
     optimizer.step()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -221,7 +255,19 @@ def test_a_real_step_on_a_gpu_holds_the_share_that_was_found_on_small_tensors(
     assert share * all_bytes <= taken <= share * all_bytes + 3 * largest + 2**16
 
 
-BY_DEFAULT = ("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "sgd")
+BY_DEFAULT = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "sgd",
+)
 
 
 @pytest.mark.gpu

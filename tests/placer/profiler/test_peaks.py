@@ -31,7 +31,8 @@ MODELS = {
 
 
 class _Results(nn.Module):
-    """What it returns first is larger than all that it does later; its second input is read by the last layer alone."""
+    """What it returns first is larger than all that it does later; its second input is read by the
+    last layer alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +49,18 @@ def _state(model: nn.Module) -> list[Tensor]:
 def _with_gradients(model: nn.Module) -> list[Tensor]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return [*_state(model), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    return [
+        *_state(model),
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_peaks_where_its_profile_says(name: str) -> None:
     model, x = MODELS[name]()
-    problem = Problem.from_request(PlacementRequest(profile=profile(model, x, [CPU], progress=False, repeats=1)))
+    problem = Problem.from_request(
+        PlacementRequest(profile=profile(model, x, [CPU], progress=False, repeats=1))
+    )
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     use = memory.footprint(problem, everything).one
     with HeldBytes(_with_gradients(model)) as held:
@@ -73,16 +79,25 @@ def test_a_training_step_with_its_loss_peaks_where_its_profile_says(vocabulary: 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output.float().flatten(0, 1), target.flatten())
 
-    found = profile(model, x, [CPU], progress=False, repeats=1, cache=False, loss_fn=loss_fn, target=target)
+    found = profile(
+        model, x, [CPU], progress=False, repeats=1, cache=False, loss_fn=loss_fn, target=target
+    )
     problem = Problem.from_request(PlacementRequest(profile=found))
-    use = memory.footprint(problem, memory.Held(list(range(len(problem.layers))), list(problem.values))).one
+    use = memory.footprint(
+        problem, memory.Held(list(range(len(problem.layers))), list(problem.values))
+    ).one
     with HeldBytes([*_with_gradients(model), x]) as held:
         loss_fn(model(x), target.clone()).backward()
-    result_bytes = 4 * x.numel() * vocabulary  # counts until its gradient came back, though this loss lets it go
-    assert use.activation_bytes + use.workspace_bytes == pytest.approx(held.peaks["cpu"] + result_bytes, rel=0.02)
+    # counts until its gradient came back, though this loss lets it go
+    result_bytes = 4 * x.numel() * vocabulary
+    assert use.activation_bytes + use.workspace_bytes == pytest.approx(
+        held.peaks["cpu"] + result_bytes, rel=0.02
+    )
 
 
-@pytest.mark.parametrize(("name", "granularity"), [("resnet18", "auto"), ("unet", "submodule"), ("gpt", "fine")])
+@pytest.mark.parametrize(
+    ("name", "granularity"), [("resnet18", "auto"), ("unet", "submodule"), ("gpt", "fine")]
+)
 def test_an_inference_peaks_where_its_profile_says(
     name: str, granularity: str, predict_inference: Any, run_in_order: Any
 ) -> None:
@@ -100,8 +115,15 @@ def _placed(found: Profile, cuts: tuple[int, ...]) -> Placement:
     """Each device its layers: the first up to the first cut, and so on."""
     assert found.cluster is not None
     names = [device.name for device in found.cluster.devices]
-    where = {layer.name: names[sum(index >= cut for cut in cuts)] for index, layer in enumerate(found.layers)}
-    placement = solve(PlacementRequest(profile=found, constraints=Constraints(contiguous=True, pinned=where), chunks=1))
+    where = {
+        layer.name: names[sum(index >= cut for cut in cuts)]
+        for index, layer in enumerate(found.layers)
+    }
+    placement = solve(
+        PlacementRequest(
+            profile=found, constraints=Constraints(contiguous=True, pinned=where), chunks=1
+        )
+    )
     assert placement.layer_devices == where
     return placement
 
@@ -115,15 +137,21 @@ def _beside_state(placement: Placement) -> dict[str, int]:
 
 
 def _not_recorded(found: Profile, placement: Placement) -> dict[str, int]:
-    """The same of passes that give memory back as they go: those of autograd, as stand-ins run them."""
+    """The same of passes that give memory back as they go: those of autograd, as stand-ins run
+    them."""
     problem = Problem.from_request(PlacementRequest(profile=found))
     names = [device.name for device in problem.devices]
     where = [names.index(placement.layer_devices[layer.name]) for layer in problem.layers]
     uses = [memory.footprint(problem, held).one for held in memory.held_by_device(problem, where)]
-    return {name: use.activation_bytes + use.workspace_bytes for name, use in zip(names, uses, strict=True)}
+    return {
+        name: use.activation_bytes + use.workspace_bytes
+        for name, use in zip(names, uses, strict=True)
+    }
 
 
-def _peaks(model: nn.Module, inputs: tuple[Tensor, ...], placement: Placement, training: bool) -> dict[str, int]:
+def _peaks(
+    model: nn.Module, inputs: tuple[Tensor, ...], placement: Placement, training: bool
+) -> dict[str, int]:
     """What each stand-in held beside the model's state at the worst moment of a call."""
     places = sorted(set(placement.layer_devices.values()))
     flow = DataFlow(model, places)
@@ -143,8 +171,12 @@ def _peaks(model: nn.Module, inputs: tuple[Tensor, ...], placement: Placement, t
     return {place: held.peaks[place] for place in places}
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("gpt", (3, 6)), ("unet", (3, 12)), ("unet", (12, 30))], ids=str)
-def test_every_device_of_an_inference_peaks_where_its_placement_says(name: str, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("gpt", (3, 6)), ("unet", (3, 12)), ("unet", (12, 30))], ids=str
+)
+def test_every_device_of_an_inference_peaks_where_its_placement_says(
+    name: str, cuts: tuple[int, ...]
+) -> None:
     model, x = MODELS[name]()
     with logical_devices(3) as places:
         found = profile(model, x, places, training=False, progress=False, repeats=1, cache=False)
@@ -152,8 +184,12 @@ def test_every_device_of_an_inference_peaks_where_its_placement_says(name: str, 
         assert _beside_state(placement) == _peaks(model.eval(), (x,), placement, training=False)
 
 
-@pytest.mark.parametrize(("name", "cuts"), [("gpt", (3, 6)), ("unet", (12, 30)), ("unet", (13, 43))], ids=str)
-def test_every_device_of_a_training_step_peaks_where_its_placement_says(name: str, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("gpt", (3, 6)), ("unet", (12, 30)), ("unet", (13, 43))], ids=str
+)
+def test_every_device_of_a_training_step_peaks_where_its_placement_says(
+    name: str, cuts: tuple[int, ...]
+) -> None:
     model, x = MODELS[name]()
     with logical_devices(3) as places:
         found = profile(model, x, places, progress=False, repeats=1, cache=False)
@@ -178,12 +214,19 @@ class _Join(nn.Module):
 
 
 class _Skip(nn.Module):
-    """A value is read at once and, past a layer that needs much, again at the end, beside one that was made for it."""
+    """A value is read at once and, past a layer that needs much, again at the end, beside one that
+    was made for it."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first, self.down = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 2, stride=2)
-        self.wide, self.narrow = nn.Conv2d(width, 64 * width, 3, padding=1), nn.Conv2d(64 * width, width, 1)
+        self.first, self.down = (
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.Conv2d(width, width, 2, stride=2),
+        )
+        self.wide, self.narrow = (
+            nn.Conv2d(width, 64 * width, 3, padding=1),
+            nn.Conv2d(64 * width, width, 1),
+        )
         self.up, self.join = nn.ConvTranspose2d(width, width, 2, stride=2), _Join(width)
         self.last = nn.Linear(width, 1)
 
@@ -195,7 +238,9 @@ class _Skip(nn.Module):
 
 
 @pytest.mark.parametrize("cuts", [(6, 6), (5, 6), (1, 6), (2, 6)], ids=str)
-def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_reader(cuts: tuple[int, ...]) -> None:
+def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_reader(
+    cuts: tuple[int, ...],
+) -> None:
     model, x = _Skip(), torch.randn(4, 3, 16, 16)
     with logical_devices(3) as places:
         found = profile(model, x, places, progress=False, repeats=1, cache=False, granularity=1)
@@ -206,7 +251,8 @@ def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_read
     predicted = _not_recorded(found, placement)
     *others, last = held
     assert {place: predicted[place] for place in others} == {place: held[place] for place in others}
-    assert predicted[last] <= held[last] <= predicted[last] + 2 * model(x).nbytes  # which the test holds on to
+    # which the test holds on to
+    assert predicted[last] <= held[last] <= predicted[last] + 2 * model(x).nbytes
 
 
 class _Tied(nn.Module):
@@ -214,7 +260,11 @@ class _Tied(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.table, self.first, self.last = nn.Embedding(500, width), nn.Linear(width, width), nn.Linear(width, 1)
+        self.table, self.first, self.last = (
+            nn.Embedding(500, width),
+            nn.Linear(width, width),
+            nn.Linear(width, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last((self.first(self.table(x)) + self.table(x.flip(0))).mean(1))
@@ -227,7 +277,9 @@ def test_a_gradient_of_tied_parameters_waits_for_that_of_the_first_layer_that_ha
         found = profile(model, x, places, progress=False, repeats=1, cache=False)
         assert [tie.gradient_bytes for tie in found.tied] == [model.table.weight.nbytes]
         where = {layer.name: places[layer.name == "last"] for layer in found.layers}
-        rules = Constraints(contiguous=False, pinned={name: str(place) for name, place in where.items()})
+        rules = Constraints(
+            contiguous=False, pinned={name: str(place) for name, place in where.items()}
+        )
         placement = solve(PlacementRequest(profile=found, constraints=rules, chunks=1))
         held = _peaks(model, (x,), placement, training=True)
     assert _beside_state(placement)["cpu:0"] == held["cpu:0"] > 2 * model.table.weight.nbytes
@@ -236,7 +288,9 @@ def test_a_gradient_of_tied_parameters_waits_for_that_of_the_first_layer_that_ha
 def test_inputs_wait_for_their_last_layer_and_results_stay_until_the_pass_is_over() -> None:
     model, inputs = _Results(), (torch.randn(4, 8), torch.randn(4, 8))
     with logical_devices(1) as places:
-        found = profile(model, inputs, places, training=False, progress=False, repeats=1, cache=False)
+        found = profile(
+            model, inputs, places, training=False, progress=False, repeats=1, cache=False
+        )
         placement = _placed(found, ())
         held = _peaks(model.eval(), inputs, placement, training=False)
     assert _beside_state(placement) == held

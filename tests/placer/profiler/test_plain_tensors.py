@@ -1,4 +1,5 @@
-"""Plain tensors that several layers read: in a profile they are values like others, and tie no layers together.
+"""Plain tensors that several layers read: in a profile they are values like others, and tie no
+layers together.
 
 Before, layers that read one plain tensor had to share a device, as if each of them changed it.
 """
@@ -58,7 +59,11 @@ class Tables(nn.Module):
 def test_a_plain_tensor_is_in_a_profile_what_a_buffer_is(where: str, training: bool) -> None:
     found, expected = (
         placer.profile(
-            Tables(one).train(training), torch.randn(4, 64), devices=["cpu:0"], training=training, cache=False
+            Tables(one).train(training),
+            torch.randn(4, 64),
+            devices=["cpu:0"],
+            training=training,
+            cache=False,
         )
         for one in (where, "buffer")
     )
@@ -66,7 +71,9 @@ def test_a_plain_tensor_is_in_a_profile_what_a_buffer_is(where: str, training: b
     assert [(e.source, e.targets, e.bytes, e.gradient_bytes) for e in found.edges] == [
         (e.source, e.targets, e.bytes, e.gradient_bytes) for e in expected.edges
     ]
-    assert [layer.buffer_bytes for layer in found.layers] == [layer.buffer_bytes for layer in expected.layers]
+    assert [layer.buffer_bytes for layer in found.layers] == [
+        layer.buffer_bytes for layer in expected.layers
+    ]
 
 
 @pytest.mark.parametrize("where", ["buffer", "attribute", "variable"])
@@ -102,11 +109,14 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_profiling_leaves_a_plain_tensor_as_it_is_that_forward_writes_to(training: bool, hooks: bool) -> None:
+def test_profiling_leaves_a_plain_tensor_as_it_is_that_forward_writes_to(
+    training: bool, hooks: bool
+) -> None:
     model = Written().train(training)
     if hooks:
         model.register_forward_hook(lambda *_: None)
-    placer.profile(model, torch.randn(2, 8), devices=["cpu:0"], training=training)  # with a look at the cache, too
+    # with a look at the cache, too
+    placer.profile(model, torch.randn(2, 8), devices=["cpu:0"], training=training)
     assert model.table.equal(torch.ones(8)) and model.calls.item() == 0
     assert not model.table.requires_grad and model.table.grad_fn is None
 

@@ -47,8 +47,11 @@ class _Batches(nn.Module):
 
 
 def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
-    """The bytes that autograd keeps when the unsplit model runs, each storage once, without the model's state."""
-    state = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    """The bytes that autograd keeps when the unsplit model runs, each storage once, without the
+    model's state."""
+    state = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -96,7 +99,9 @@ def test_state_adds_up_to_that_of_the_model_and_its_optimizer(optimizer: str) ->
     state = tree_leaves([dict(kept) for kept in real.state.values()])
     assert _total(found, "param_bytes") == sum(parameter.nbytes for parameter in model.parameters())
     assert _total(found, "grad_bytes") == sum(parameter.nbytes for parameter in trained)
-    assert _total(found, "optimizer_bytes") == sum(item.nbytes for item in state if isinstance(item, Tensor))
+    assert _total(found, "optimizer_bytes") == sum(
+        item.nbytes for item in state if isinstance(item, Tensor)
+    )
     assert _total(found, "buffer_bytes") == sum(buffer.nbytes for buffer in model.buffers())
 
 
@@ -114,12 +119,16 @@ def test_the_model_and_the_generator_are_left_as_they_were(training: bool) -> No
     model(torch.randn(4, 8)).sum().backward()
     before = copy.deepcopy(model)
     parameters = list(model.parameters())
-    gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters]
+    gradients = [
+        parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters
+    ]
     x = torch.randn(4, 8)
     random = torch.get_rng_state()
     quick_profile(model, x, training=training)
     assert torch.equal(torch.get_rng_state(), random)
-    assert [module.training for module in model.modules()] == [module.training for module in before.modules()]
+    assert [module.training for module in model.modules()] == [
+        module.training for module in before.modules()
+    ]
     for name, tensor in before.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert list(map(id, model.parameters())) == list(map(id, parameters))
@@ -141,8 +150,14 @@ def test_identical_layers_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
 
     timed = []
     real = measure.measure_time
-    monkeypatch.setattr(measure, "measure_time", lambda *given, **named: (timed.append(None), real(*given, **named))[1])
-    found = quick_profile(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8))
+    monkeypatch.setattr(
+        measure,
+        "measure_time",
+        lambda *given, **named: (timed.append(None), real(*given, **named))[1],
+    )
+    found = quick_profile(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)), nn.Linear(8, 3)), torch.randn(2, 8)
+    )
     assert len(found.layers) == 11
     assert len(timed) <= 3  # the first needs no gradient of its input
     assert found.layers[3].forward_ms == found.layers[7].forward_ms
@@ -161,7 +176,10 @@ def test_inference_has_no_backward() -> None:
 def test_edges_carry_the_bytes_of_their_values() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     found = quick_profile(model, torch.randn(2, 8), granularity="fine")
-    assert [(edge.source, edge.targets, edge.bytes, edge.gradient_bytes, edge.saved_by) for edge in found.edges] == [
+    assert [
+        (edge.source, edge.targets, edge.bytes, edge.gradient_bytes, edge.saved_by)
+        for edge in found.edges
+    ] == [
         ("0", ("1",), 2 * 16 * 4, 2 * 16 * 4, ()),
         ("1", ("2",), 2 * 16 * 4, 2 * 16 * 4, ("1", "2")),
     ]
@@ -169,17 +187,27 @@ def test_edges_carry_the_bytes_of_their_values() -> None:
 
 def test_a_kept_input_of_the_model_counts_in_the_layer_that_keeps_it() -> None:
     found = quick_profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8))
-    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 4 * 4]  # the other one keeps the result
+    # the other one keeps the result
+    assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, 2 * 4 * 4]
 
 
-@pytest.mark.parametrize("last", [nn.Tanh(), nn.LayerNorm(16)], ids=["kept by its layer too", "kept by no layer"])
-def test_an_output_of_the_model_is_kept_in_the_layer_that_makes_it_for_the_loss(last: nn.Module) -> None:
-    found = quick_profile(nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine")
-    inside = {"Tanh": 0, "LayerNorm": 2 * 2 * 4}[type(last).__name__]  # mean and deviation of each row
+@pytest.mark.parametrize(
+    "last", [nn.Tanh(), nn.LayerNorm(16)], ids=["kept by its layer too", "kept by no layer"]
+)
+def test_an_output_of_the_model_is_kept_in_the_layer_that_makes_it_for_the_loss(
+    last: nn.Module,
+) -> None:
+    found = quick_profile(
+        nn.Sequential(nn.Linear(8, 16), last), torch.randn(2, 8), granularity="fine"
+    )
+    # mean and deviation of each row
+    inside = {"Tanh": 0, "LayerNorm": 2 * 2 * 4}[type(last).__name__]
     assert [layer.saved_bytes for layer in found.layers] == [2 * 8 * 4, inside + 2 * 16 * 4]
 
 
-def test_the_largest_fragments_of_any_layer_go_to_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_fragments_of_any_layer_go_to_the_reserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real, told = profile_module.measure, []
     counted = iter([3, 5, 11, 2])
 
@@ -189,22 +217,38 @@ def test_the_largest_fragments_of_any_layer_go_to_the_reserve(monkeypatch: pytes
 
     monkeypatch.setattr(profile_module, "measure", measure)
     monkeypatch.setattr(hardware, "fragmented_bytes", lambda _: next(counted))
-    quick_profile(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(2, 8), granularity="fine", cache=False)
+    quick_profile(
+        nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)),
+        torch.randn(2, 8),
+        granularity="fine",
+        cache=False,
+    )
     assert [list(found.values()) for found in told] == [[11]]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_passes_of_gpus_take_pieces_that_are_not_full(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_gpus_take_pieces_that_are_not_full(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured() -> list[tuple[int, ...]]:
-        model, x = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), torch.randn(512, 512)
+        model, x = (
+            nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)),
+            torch.randn(512, 512),
+        )
         found = quick_profile(model, x, granularity="fine", training=training, cache=False)
-        return [tuple(getattr(layer, f"{name}_workspace_bytes") for name in WORKSPACES) for layer in found.layers]
+        return [
+            tuple(getattr(layer, f"{name}_workspace_bytes") for name in WORKSPACES)
+            for layer in found.layers
+        ]
 
     torch.manual_seed(0)
     plain, real = measured(), measuring.measure_memory
-    monkeypatch.setattr(measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True))
+    monkeypatch.setattr(
+        measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True)
+    )
     for before, now in zip(plain, measured(), strict=True):
-        has = [True, True, *before[2:]]  # of the others, 0 stands for another workspace
+        # of the others, 0 stands for another workspace
+        has = [True, True, *before[2:]]
         added = [8 * 2**20 if training and size else 0 for size in has]
         assert [size - old for size, old in zip(now, before, strict=True)] == added
 
@@ -221,12 +265,17 @@ def test_a_loss_that_needs_more_than_the_layer_before_it_takes_such_pieces_too(
             loss_fn=lambda output, target: (output.repeat(256, 64) ** 2).mean() - target.mean(),
             target=torch.zeros(64),
         )
-        return [getattr(found.layers[0], f"{name}_workspace_bytes") for name in ("forward", "backward", "input")]
+        return [
+            getattr(found.layers[0], f"{name}_workspace_bytes")
+            for name in ("forward", "backward", "input")
+        ]
 
     torch.manual_seed(0)
     plain, real = measured(), measuring.measure_memory
     assert min(plain) > 8 * 2**20
-    monkeypatch.setattr(measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True))
+    monkeypatch.setattr(
+        measuring, "measure_memory", lambda *given: replace(real(*given), in_segments=True)
+    )
     assert [now - before for now, before in zip(measured(), plain, strict=True)] == [8 * 2**20] * 3
 
 
@@ -281,13 +330,24 @@ def test_the_optimizers_step_is_timed_once_for_each_parameter() -> None:
     times = {layer.name: sum(layer.optimizer_ms.values()) for layer in found.layers}
     assert times["token_embedding"] > 0
     assert times["head"] == 0  # shares the embedding's weight
-    assert all(not layer.optimizer_ms for layer in quick_profile(small_gpt(), TOKENS, optimizer=None).layers)
-    assert all(not layer.optimizer_ms for layer in quick_profile(small_gpt(), TOKENS, training=False).layers)
+    assert all(
+        not layer.optimizer_ms
+        for layer in quick_profile(small_gpt(), TOKENS, optimizer=None).layers
+    )
+    assert all(
+        not layer.optimizer_ms
+        for layer in quick_profile(small_gpt(), TOKENS, training=False).layers
+    )
 
 
 def test_a_profile_says_what_it_was_made_of() -> None:
     found = quick_profile(small_cnn(), torch.randn(2, 3, 8, 8), 2, memory_bytes=2**28)
-    assert (found.model, found.batch_size, found.granularity, found.captured) == ("Sequential", 2, "auto", True)
+    assert (found.model, found.batch_size, found.granularity, found.captured) == (
+        "Sequential",
+        2,
+        "auto",
+        True,
+    )
     assert found.versions["torch"] == torch.__version__
     assert found.cluster is not None
     assert [device.memory_bytes for device in found.cluster.devices] == [2**28, 2**28]
@@ -296,10 +356,14 @@ def test_a_profile_says_what_it_was_made_of() -> None:
 
 def test_a_profile_of_two_hundred_layers_is_small() -> None:
     found = quick_profile(
-        zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50), TOKENS, 4, granularity="fine"
+        zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50),
+        TOKENS,
+        4,
+        granularity="fine",
     )
     assert len(found.layers) > 200
-    gpu = "NVIDIA H200"  # a longer name, and numbers as long as those of a model a hundred thousand times as large
+    # a longer name, and numbers as long as those of a model a hundred thousand times as large
+    gpu = "NVIDIA H200"
     layers = [
         layer.model_copy(
             update={name: {gpu: 12.34} for name in TIMES if getattr(layer, name)}
@@ -309,7 +373,9 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
     ]
     names = {layer.name for layer in layers}
     edges = [
-        edge.model_copy(update={"bytes": 100_003 * edge.bytes, "gradient_bytes": 100_003 * edge.bytes})
+        edge.model_copy(
+            update={"bytes": 100_003 * edge.bytes, "gradient_bytes": 100_003 * edge.bytes}
+        )
         for edge in found.edges
         if {edge.source, *edge.targets} <= names
     ]
@@ -319,12 +385,17 @@ def test_a_profile_of_two_hundred_layers_is_small() -> None:
 
 def test_a_failing_layer_is_named() -> None:
     found = small_gpt()
-    with pytest.raises(ProfilingError, match="layer 'token_embedding' failed on cpu:0: IndexError: index out of range"):
+    with pytest.raises(
+        ProfilingError,
+        match="layer 'token_embedding' failed on cpu:0: IndexError: index out of range",
+    ):
         quick_profile(found, torch.full((2, 16), 50))
 
 
 def test_example_inputs_that_a_failing_layer_reads_are_told() -> None:
-    with pytest.raises(ProfilingError, match=r"same dtype.*reads the example inputs: int64 of shape \(2, 4\)$"):
+    with pytest.raises(
+        ProfilingError, match=r"same dtype.*reads the example inputs: int64 of shape \(2, 4\)$"
+    ):
         quick_profile(nn.Linear(4, 4), torch.ones(2, 4, dtype=torch.int64))
 
 
@@ -341,7 +412,9 @@ def test_a_layer_that_does_not_fit_is_named_with_its_bytes() -> None:
 
     with torch.device("meta"):
         model = Huge()
-    with pytest.raises(ProfilingError, match=r"layer 'last' does not fit on cpu:0: its state takes 512.0 TiB, what"):
+    with pytest.raises(
+        ProfilingError, match=r"layer 'last' does not fit on cpu:0: its state takes 512.0 TiB, what"
+    ):
         quick_profile(model, torch.randn(2, 4))
 
 
@@ -402,7 +475,8 @@ def test_layers_must_be_timed_at_least_once(repeats: Any) -> None:
 
 @pytest.mark.parametrize("training", ["no", None])
 def test_a_word_for_whether_training_is_measured_is_refused(training: Any) -> None:
-    with pytest.raises(InputError, match=f"training is {training!r}; give True or False"):  # torch's ValueError came
+    # torch's ValueError came
+    with pytest.raises(InputError, match=f"training is {training!r}; give True or False"):
         quick_profile(nn.Linear(4, 4), torch.randn(2, 4), training=training)
 
 
@@ -423,5 +497,7 @@ def test_a_device_without_memory_to_begin_with_is_named(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 MiB.\nand more")
 
     monkeypatch.setattr(profile_module, "warm_libraries", full)
-    with pytest.raises(ProfilingError, match=r"cpu:0 has too little memory free .* out of devices= .*32 MiB.\)$"):
+    with pytest.raises(
+        ProfilingError, match=r"cpu:0 has too little memory free .* out of devices= .*32 MiB.\)$"
+    ):
         placer.profile(small_cnn(), torch.randn(2, 3, 16, 16), ["cpu:0"], progress=False)

@@ -1,4 +1,5 @@
-"""A model is profiled as its user runs it: at its batch sizes, in its modes, on what its tensors are."""
+"""A model is profiled as its user runs it: at its batch sizes, in its modes, on what its tensors
+are."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def test_a_model_on_meta_profiles() -> None:
     found = quick_profile(model, x)
     real = quick_profile(small_cnn(), torch.randn(2, 3, 8, 8))
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in real.layers]
+    assert [layer.saved_bytes for layer in found.layers] == [
+        layer.saved_bytes for layer in real.layers
+    ]
     assert found.edges == real.edges
     assert found.graph_hash == real.graph_hash
 
@@ -48,7 +51,9 @@ def test_inputs_may_be_positional_or_named(given: Any) -> None:
 
 def test_several_batch_sizes_give_profiles_of_the_same_layers_the_smallest_first() -> None:
     model = small_cnn()
-    small, large = quick_profile(model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine")
+    small, large = quick_profile(
+        model, torch.randn(4, 3, 8, 8), batch_sizes=(6, 2), granularity="fine"
+    )
     assert (small.batch_size, large.batch_size) == (2, 6)
     assert [layer.name for layer in small.layers] == [layer.name for layer in large.layers]
     assert small.granularity == large.granularity == "fine"
@@ -60,8 +65,12 @@ def test_each_batch_size_gives_what_an_example_of_that_size_gives() -> None:
     model = small_gpt()
     found = quick_profile(model, TOKENS, batch_sizes=[1, 3])
     for measured, example in zip(found, (TOKENS[:1], torch.cat([TOKENS, TOKENS[:1]])), strict=True):
-        alone = quick_profile(model, example, granularity=tuple(layer.name for layer in measured.layers))
-        assert [layer.saved_bytes for layer in measured.layers] == [layer.saved_bytes for layer in alone.layers]
+        alone = quick_profile(
+            model, example, granularity=tuple(layer.name for layer in measured.layers)
+        )
+        assert [layer.saved_bytes for layer in measured.layers] == [
+            layer.saved_bytes for layer in alone.layers
+        ]
         assert measured.edges == alone.edges
 
 
@@ -137,7 +146,8 @@ def test_gradients_are_measured_wherever_it_is_called(context: Any) -> None:
     model = nn.Linear(4, 4)
     with context():
         found = quick_profile(model, torch.randn(2, 4))
-    assert found.layers[0].saved_bytes == 2 * 4 * 4 + 2 * 4 * 4  # the input and the result
+    # the input and the result
+    assert found.layers[0].saved_bytes == 2 * 4 * 4 + 2 * 4 * 4
 
 
 def test_a_model_that_cannot_be_captured_profiles() -> None:
@@ -167,4 +177,6 @@ def test_a_model_profiles_among_logical_devices() -> None:
     assert found.cluster is not None
     assert [device.name for device in found.cluster.devices] == ["cpu:0", "cpu:1", "cpu:2"]
     alone = quick_profile(small_cnn(), x)
-    assert [layer.saved_bytes for layer in found.layers] == [layer.saved_bytes for layer in alone.layers]
+    assert [layer.saved_bytes for layer in found.layers] == [
+        layer.saved_bytes for layer in alone.layers
+    ]

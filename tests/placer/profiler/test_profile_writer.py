@@ -22,7 +22,12 @@ MIB = 2**20
 @pytest.mark.parametrize("field", ["pass_workspace_bytes", "input_workspace_bytes"])
 @pytest.mark.parametrize(
     ("here", "there", "said"),
-    [((50, 60), (70, 80), 70), ((50, 60), (0, 100), 0), ((90, 60), (0, 80), 90), ((0, 60), (0, 80), 0)],
+    [
+        ((50, 60), (70, 80), 70),
+        ((50, 60), (0, 100), 0),
+        ((90, 60), (0, 80), 90),
+        ((0, 60), (0, 80), 0),
+    ],
 )
 def test_a_workspace_that_one_type_of_device_has_not_told_apart_is_that_of_its_eager_pass(
     field: str, here: tuple[int, int], there: tuple[int, int], said: int

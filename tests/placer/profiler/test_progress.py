@@ -24,13 +24,17 @@ def test_a_bar_that_is_asked_for_goes_to_stderr(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_nothing_is_shown_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str], shown: bool) -> None:
+def test_nothing_is_shown_where_stderr_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
     with progress_bar(shown, 1) as step:  # type: ignore[arg-type]
         step("layer1")
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_bar_counts_steps_that_become_known_on_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_counts_steps_that_become_known_on_the_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with progress_bar("always") as step:
         assert capsys.readouterr().err == ""
         step.expect(1)
@@ -77,7 +81,9 @@ def bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., NotedB
 
 
 def _chain(*widths: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(8, 8) if width == 8 else nn.Sequential(nn.Linear(8, width)) for width in widths))
+    return nn.Sequential(
+        *(nn.Linear(8, 8) if width == 8 else nn.Sequential(nn.Linear(8, width)) for width in widths)
+    )
 
 
 class Product(nn.Module):
@@ -101,9 +107,11 @@ class Mixed(nn.Module):
 
 def test_as_many_steps_are_told_as_are_made(bar: Callable[..., NotedBar]) -> None:
     shown = bar(_chain(8, 8, 8))
-    assert shown.total == len(shown.steps) == 4  # the capture, the first layer, one for both others, and the link
+    # the capture, the first layer, one for both others, and the link
+    assert shown.total == len(shown.steps) == 4
     assert shown.steps[0] == "capture"
-    assert shown.known == [2, 4, 4, 4]  # layers are known once the model is captured
+    # layers are known once the model is captured
+    assert shown.known == [2, 4, 4, 4]
 
 
 def test_what_is_in_the_cache_is_no_step(bar: Callable[..., NotedBar]) -> None:
@@ -121,7 +129,9 @@ def test_a_layer_that_several_batch_sizes_share_is_one_step(bar: Callable[..., N
     assert shown.steps[:2] == ["capture 1 of 2", "capture 2 of 2"]
 
 
-def test_after_an_interruption_the_rest_is_left(bar: Callable[..., NotedBar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interruption_the_rest_is_left(
+    bar: Callable[..., NotedBar], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from placer.profiler import measure
 
     real = measure.measure_time
@@ -135,5 +145,6 @@ def test_after_an_interruption_the_rest_is_left(bar: Callable[..., NotedBar], mo
         patched.setattr(measure, "measure_time", stop)
         bar(_chain(8, 8, 4))
     shown = bar(_chain(8, 8, 4))
-    assert shown.total == len(shown.steps) == 3  # the capture, the layer that was interrupted, and the link
+    # the capture, the layer that was interrupted, and the link
+    assert shown.total == len(shown.steps) == 3
     assert shown.steps[1] == "2.0"

@@ -18,7 +18,9 @@ from placer.schema.graph import Graph, ProfileRequest
 
 
 def small():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+    )
 
 
 X = torch.randn(4, 3, 8, 8)
@@ -28,20 +30,38 @@ X = torch.randn(4, 3, 8, 8)
 def test_a_graph_is_profiled_as_its_model_is(training):
     model = small().train(training)
     direct = placer.profile(
-        model, X, ["cpu:0", "cpu:1"], training=training, repeats=2, cache=False, progress=False, granularity="fine"
+        model,
+        X,
+        ["cpu:0", "cpu:1"],
+        training=training,
+        repeats=2,
+        cache=False,
+        progress=False,
+        granularity="fine",
     )
     graph = to_wire(capture_graph(model, (X,), granularity="fine"))
     replayed = replay(ProfileRequest(graph=graph, devices=2, repeats=2))
 
     def without_times(profile):
         layers = [
-            layer.model_copy(update={key: {} for key in ("forward_ms", "backward_ms", "weights_ms", "host_ms")})
+            layer.model_copy(
+                update={key: {} for key in ("forward_ms", "backward_ms", "weights_ms", "host_ms")}
+            )
             for layer in profile.layers
         ]
         return [layer.model_copy(update={"optimizer_ms": {}, "spread": {}}) for layer in layers]
 
     assert without_times(replayed) == without_times(direct)
-    for field in ("model", "graph_hash", "training", "optimizer", "batch_size", "granularity", "edges", "colocated"):
+    for field in (
+        "model",
+        "graph_hash",
+        "training",
+        "optimizer",
+        "batch_size",
+        "granularity",
+        "edges",
+        "colocated",
+    ):
         assert getattr(replayed, field) == getattr(direct, field)
     assert [device.name for device in replayed.cluster.devices] == ["cpu:0", "cpu:1"]
     assert all(ms > 0 for layer in replayed.layers for ms in layer.forward_ms.values())
@@ -52,7 +72,9 @@ def test_a_graph_is_profiled_as_its_model_is(training):
 def test_times_of_a_replayed_graph_are_those_of_the_model_on_the_gpu():
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
     x = torch.randn(256, 4096)
-    direct = placer.profile(model.cuda(), x.cuda(), 1, cache=False, progress=False, granularity="fine")
+    direct = placer.profile(
+        model.cuda(), x.cuda(), 1, cache=False, progress=False, granularity="fine"
+    )
     graph = to_wire(capture_graph(model.cpu().train(), (x,), granularity="fine"))
     replayed = replay(ProfileRequest(graph=graph, devices=1))
     for one, other in zip(direct.layers, replayed.layers, strict=True):
@@ -61,7 +83,18 @@ def test_times_of_a_replayed_graph_are_those_of_the_model_on_the_gpu():
         assert other.param_bytes == one.param_bytes
 
 
-TEXTS = {"approximate", "assert_msg", "equation", "indexing", "mode", "norm", "ord", "pad_mode", "padding", "reduce"}
+TEXTS = {
+    "approximate",
+    "assert_msg",
+    "equation",
+    "indexing",
+    "mode",
+    "norm",
+    "ord",
+    "pad_mode",
+    "padding",
+    "reduce",
+}
 TEXTS |= {"rounding_mode", "side"}
 PLAIN_TEXT = {"a", "b", "el", "self", "separator", "string", "substr"}
 """Arguments of functions of text, which bear names of operators of tensors."""
@@ -78,7 +111,14 @@ def graph_of(*operations, results=("n0",), **layer):
             "inputs": ["x"],
             "outputs": ["y"],
             "layers": [
-                {"name": "a", "reads": ["x"], "writes": ["y"], "results": results, "operations": operations, **layer}
+                {
+                    "name": "a",
+                    "reads": ["x"],
+                    "writes": ["y"],
+                    "results": results,
+                    "operations": operations,
+                    **layer,
+                }
             ],
         }
     )
@@ -131,7 +171,9 @@ R0 = {"ref": "r0"}
     ],
 )
 def test_what_is_not_allowed_is_refused_before_anything_runs(op):
-    with pytest.raises(ValueError if not op else InputError, match="layer 'a'" if op else "at least 1"):
+    with pytest.raises(
+        ValueError if not op else InputError, match="layer 'a'" if op else "at least 1"
+    ):
         rebuild(graph_of(call(op, R0, R0)))
 
 
@@ -181,14 +223,20 @@ def test_what_cannot_run_is_an_error_that_names_the_layer(operations):
 
 
 def test_numbers_that_grow_without_end_are_stopped():
-    grown = [call("number.mul", {"ref": f"n{index - 1}"} if index else 3, 3, out=f"n{index}") for index in range(1000)]
+    grown = [
+        call("number.mul", {"ref": f"n{index - 1}"} if index else 3, 3, out=f"n{index}")
+        for index in range(1000)
+    ]
     with pytest.raises(ProfilingError, match="above 2 \\*\\* 63"):
         replay(ProfileRequest(graph=graph_of(*grown), devices=1, repeats=1))
 
 
 def test_a_value_is_freed_when_no_later_operation_needs_it():
     doubled = [call("aten.mul.Tensor", R0, 2.0, out="n0")]
-    doubled += [call("aten.mul.Tensor", {"ref": f"n{index}"}, 2.0, out=f"n{index + 1}") for index in range(50)]
+    doubled += [
+        call("aten.mul.Tensor", {"ref": f"n{index}"}, 2.0, out=f"n{index + 1}")
+        for index in range(50)
+    ]
     graph = rebuild(graph_of(*doubled, results=["n50"]))
     alive, most = set(), 0
 
@@ -215,7 +263,9 @@ def test_what_a_stranger_says_of_its_layers_stays_out_of_the_cache():
 
 def test_every_allowed_name_is_an_operator_of_this_torch():
     known = {
-        name for name in allowed_ops.ALLOWED if hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, name + "_")
+        name
+        for name in allowed_ops.ALLOWED
+        if hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, name + "_")
     }
     assert known == allowed_ops.ALLOWED
 
@@ -233,7 +283,10 @@ def test_the_only_text_that_an_allowed_operator_takes_is_a_mode_an_equation_or_a
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet else ():
             arguments = getattr(packet, overload)._schema.arguments
-            if any(argument.name in PLAIN_TEXT and "str" in str(argument.type) for argument in arguments):
+            if any(
+                argument.name in PLAIN_TEXT and "str" in str(argument.type)
+                for argument in arguments
+            ):
                 with pytest.raises(InputError):
                     allowed_ops.find(f"aten.{name}.{overload}")
 

@@ -65,14 +65,17 @@ def test_a_second_profile_measures_nothing_and_says_the_same(take: Any, counted:
 
 def test_a_second_profile_runs_no_layer(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     take(chain(*SIZES))
-    monkeypatch.setattr(measure, "bring_state", lambda *_: pytest.fail("a layer's state was brought to a device"))
+    monkeypatch.setattr(
+        measure, "bring_state", lambda *_: pytest.fail("a layer's state was brought to a device")
+    )
     take(chain(*SIZES))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "resnet": (lambda: zoo.resnet18(), lambda: torch.randn(2, 3, 32, 32)),
     "unet": (lambda: zoo.unet(width=2), lambda: torch.randn(2, 3, 32, 32)),
-    "llama": (lambda: zoo.llama(2, 16, 2, 1, 24, 32), lambda: torch.randint(32, (2, 8))),  # with constants
+    # with constants
+    "llama": (lambda: zoo.llama(2, 16, 2, 1, 24, 32), lambda: torch.randint(32, (2, 8))),
     "tied": (lambda: Tied(), lambda: torch.randn(2, 8)),
 }
 
@@ -96,22 +99,35 @@ def test_a_second_profile_captures_nothing_and_says_the_same(
 ) -> None:
     make, inputs = MODELS[name]
     first = take(make(), inputs(), training=training, granularity="fine")
-    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    monkeypatch.setattr(
+        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+    )
     assert take(make(), inputs(), training=training, granularity="fine") == first
 
 
-def test_layers_that_are_known_in_another_order_are_another_graph(take: Any, counted: list[str]) -> None:
+def test_layers_that_are_known_in_another_order_are_another_graph(
+    take: Any, counted: list[str]
+) -> None:
     layers = [nn.Linear(8, 8), nn.ReLU(), nn.Tanh()]
     take(nn.Sequential(*layers, *layers), granularity="fine")
     counted.clear()
     found = take(nn.Sequential(*layers, layers[0], layers[2], layers[1]), granularity="fine")
-    assert [layer.module for layer in found.layers] == ["Linear", "ReLU", "Tanh", "Linear", "Tanh", "ReLU"]
+    assert [layer.module for layer in found.layers] == [
+        "Linear",
+        "ReLU",
+        "Tanh",
+        "Linear",
+        "Tanh",
+        "ReLU",
+    ]
     assert [edge.bytes for edge in found.edges] == [64] * 5
 
 
 def test_several_batch_sizes_are_known_together(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = take(chain(*SIZES), batch_sizes=(2, 4))
-    monkeypatch.setattr(profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again"))
+    monkeypatch.setattr(
+        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+    )
     assert take(chain(*SIZES), batch_sizes=(2, 4)) == first
 
 
@@ -124,7 +140,9 @@ def test_a_graph_that_cannot_be_read_is_captured_again(take: Any, tmp_path: Path
         assert take(chain(*SIZES)) == first
 
 
-def test_a_graph_that_is_cut_by_a_function_is_captured_every_time(take: Any, tmp_path: Path) -> None:
+def test_a_graph_that_is_cut_by_a_function_is_captured_every_time(
+    take: Any, tmp_path: Path
+) -> None:
     take(chain(*SIZES), granularity=lambda path, module: True)
     assert not list((tmp_path / "cache").glob("graphs/*/*.json"))
 
@@ -170,7 +188,9 @@ def test_each_layer_is_one_entry_and_identical_ones_share_it(take: Any, tmp_path
     assert len(entries(tmp_path)) == 2  # the first takes no gradient to its input
 
 
-@pytest.mark.parametrize("broken", ["", "{", "[]", "null", '{"digest": "x", "content": {}}', "\x00"])
+@pytest.mark.parametrize(
+    "broken", ["", "{", "[]", "null", '{"digest": "x", "content": {}}', "\x00"]
+)
 def test_an_entry_that_cannot_be_read_is_measured_and_written_again(
     take: Any, counted: list[str], tmp_path: Path, broken: str
 ) -> None:
@@ -183,7 +203,9 @@ def test_an_entry_that_cannot_be_read_is_measured_and_written_again(
     assert json.loads(spoilt.read_text())["content"]["repeats"] == 1
 
 
-def test_an_entry_whose_numbers_were_changed_does_not_count(take: Any, counted: list[str], tmp_path: Path) -> None:
+def test_an_entry_whose_numbers_were_changed_does_not_count(
+    take: Any, counted: list[str], tmp_path: Path
+) -> None:
     take(chain(*SIZES))
     spoilt = entries(tmp_path)[0]
     entry = json.loads(spoilt.read_text())
@@ -205,14 +227,18 @@ def test_an_entry_whose_numbers_were_changed_does_not_count(take: Any, counted: 
     ],
     ids=["inference", "optimizer", "optimizer of unknown code", "more repeats", "batch size"],
 )
-def test_what_times_depend_on_is_measured_anew(take: Any, counted: list[str], changed: dict[str, Any]) -> None:
+def test_what_times_depend_on_is_measured_anew(
+    take: Any, counted: list[str], changed: dict[str, Any]
+) -> None:
     take(chain(*SIZES))
     counted.clear()
     take(chain(*SIZES), **changed)
     assert len(counted) == 4
 
 
-def test_a_switch_of_torch_that_chooses_kernels_makes_other_entries(take: Any, counted: list[str]) -> None:
+def test_a_switch_of_torch_that_chooses_kernels_makes_other_entries(
+    take: Any, counted: list[str]
+) -> None:
     take(chain(*SIZES))
     torch.use_deterministic_algorithms(True)
     try:
@@ -231,7 +257,9 @@ def test_other_device_types_have_entries_of_their_own(
     assert len(counted) == 8
 
 
-def test_the_learning_rate_of_an_optimizer_makes_no_difference(take: Any, counted: list[str]) -> None:
+def test_the_learning_rate_of_an_optimizer_makes_no_difference(
+    take: Any, counted: list[str]
+) -> None:
     for rate in (0.1, 0.2):
         model = chain(*SIZES)
         take(model, optimizer=torch.optim.SGD(model.parameters(), lr=rate))
@@ -251,13 +279,17 @@ def test_channels_last_is_another_layer(take: Any, counted: list[str]) -> None:
     assert len(counted) == 2
 
 
-def test_layers_of_a_model_that_runs_through_hooks_are_measured_every_time(take: Any, counted: list[str]) -> None:
+def test_layers_of_a_model_that_runs_through_hooks_are_measured_every_time(
+    take: Any, counted: list[str]
+) -> None:
     for _ in range(2):
         assert not take(Branching()).captured
     assert len(counted) == 4
 
 
-def test_layers_with_custom_operators_are_measured_every_time(take: Any, counted: list[str]) -> None:
+def test_layers_with_custom_operators_are_measured_every_time(
+    take: Any, counted: list[str]
+) -> None:
     torch.library.define("placer_tests::doubled", "(Tensor x) -> Tensor")
     torch.library.impl("placer_tests::doubled", "CPU", lambda x: 2 * x)
     torch.library.register_fake("placer_tests::doubled", torch.empty_like)
@@ -268,7 +300,9 @@ def test_layers_with_custom_operators_are_measured_every_time(take: Any, counted
             return result
 
     for _ in range(2):
-        assert take(nn.Sequential(nn.Linear(8, 8), Custom()), training=False, granularity="fine").captured
+        assert take(
+            nn.Sequential(nn.Linear(8, 8), Custom()), training=False, granularity="fine"
+        ).captured
     assert counted == ["8x8", "none", "none"]
 
 

@@ -22,14 +22,21 @@ def _tensor(*shape: int, grad: bool = True) -> Tensor:
     return torch.randn(shape, requires_grad=grad)
 
 
-def test_the_half_by_input_of_a_linear_layer_makes_no_gradient_of_its_weight(make_trial: Any) -> None:
-    halves = measure_halves(make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)]))
+def test_the_half_by_input_of_a_linear_layer_makes_no_gradient_of_its_weight(
+    make_trial: Any,
+) -> None:
+    halves = measure_halves(
+        make_trial(linear, [_tensor(BATCH, INSIDE)], [_tensor(OUTSIDE, INSIDE), _tensor(OUTSIDE)])
+    )
     assert halves.deferred == (4 * BATCH * OUTSIDE,)
     assert halves.input_workspace_bytes == 4 * BATCH * (OUTSIDE + INSIDE)
-    assert halves.weights_workspace_bytes == 0  # it adds to the gradient in place as it multiplies
+    # it adds to the gradient in place as it multiplies
+    assert halves.weights_workspace_bytes == 0
 
 
-def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(make_trial: Any) -> None:
+def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(
+    make_trial: Any,
+) -> None:
     def chain(x: Tensor, *weights: Tensor) -> Tensor:
         for weight in weights:
             x = linear(x, weight)
@@ -38,7 +45,8 @@ def test_what_is_left_to_weight_passes_stays_while_the_half_by_input_goes_on(mak
     weights = [_tensor(INSIDE, INSIDE) for _ in range(5)]
     halves = measure_halves(make_trial(chain, [_tensor(BATCH, INSIDE)], weights))
     assert sum(halves.deferred) == 5 * 4 * BATCH * INSIDE
-    assert halves.input_workspace_bytes == 6 * 4 * BATCH * INSIDE  # and the gradient of what the layer reads
+    # and the gradient of what the layer reads
+    assert halves.input_workspace_bytes == 6 * 4 * BATCH * INSIDE
 
 
 def test_of_writes_those_are_told_whose_gradients_weight_passes_wait_with(make_trial: Any) -> None:
@@ -61,7 +69,9 @@ def test_what_was_kept_leaves_no_room_to_the_half_by_input(make_trial: Any) -> N
     assert memory.saved_bytes == 2 * size
 
 
-def test_the_half_by_weight_holds_the_gradients_of_two_convolutions_at_a_time(make_trial: Any) -> None:
+def test_the_half_by_weight_holds_the_gradients_of_two_convolutions_at_a_time(
+    make_trial: Any,
+) -> None:
     def pair(x: Tensor, wide: Tensor, narrow: Tensor) -> Tensor:
         return conv2d(conv2d(x, wide, None, [1, 1], [1, 1]), narrow)
 
@@ -71,12 +81,19 @@ def test_the_half_by_weight_holds_the_gradients_of_two_convolutions_at_a_time(ma
     assert halves.weights_workspace_bytes == 2 * 4 * 8 * 3 * 3 * 3
 
 
-def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once(make_trial: Any) -> None:
+def test_a_layer_whose_weights_cannot_wait_does_all_of_its_backward_pass_at_once(
+    make_trial: Any,
+) -> None:
     gain = [_tensor(INSIDE), _tensor(INSIDE)]
-    trial = make_trial(lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain)
+    trial = make_trial(
+        lambda x, a, b: functional.layer_norm(x, [INSIDE], a, b), [_tensor(BATCH, INSIDE)], gain
+    )
     halves = measure_halves(trial)
     assert (halves.deferred, halves.weights_workspace_bytes) == ((), 0)
-    assert halves.input_workspace_bytes == measure_memory(trial, training=True).backward_workspace_bytes
+    assert (
+        halves.input_workspace_bytes
+        == measure_memory(trial, training=True).backward_workspace_bytes
+    )
 
 
 class _Once(torch.autograd.Function):
@@ -93,7 +110,9 @@ class _Once(torch.autograd.Function):
         return 2 * gradients[0]
 
 
-def test_what_refuses_to_run_backwards_twice_is_measured_by_its_input_half_alone(make_trial: Any) -> None:
+def test_what_refuses_to_run_backwards_twice_is_measured_by_its_input_half_alone(
+    make_trial: Any,
+) -> None:
     def block(x: Tensor, weight: Tensor) -> Tensor:
         result: Tensor = _Once.apply(conv2d(x, weight))  # type: ignore[no-untyped-call]
         return result
@@ -105,7 +124,9 @@ def test_what_refuses_to_run_backwards_twice_is_measured_by_its_input_half_alone
 
 
 def test_what_gradients_do_not_flow_through_takes_nothing(make_trial: Any) -> None:
-    frozen = make_trial(linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE, grad=False)])
+    frozen = make_trial(
+        linear, [_tensor(BATCH, INSIDE, grad=False)], [_tensor(OUTSIDE, INSIDE, grad=False)]
+    )
     assert measure_halves(frozen) == type(measure_halves(frozen))()
 
 

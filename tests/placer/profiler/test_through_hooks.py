@@ -42,7 +42,13 @@ class Model(nn.Module):
 def test_a_layer_finds_the_objects_that_it_is_given_as_they_were_each_time(training: bool) -> None:
     model = Model()
     model.fills.register_forward_hook(lambda *_: None)  # is not captured for this
-    options = {"training": training, "granularity": "submodule", "repeats": 2, "cache": False, "progress": False}
+    options = {
+        "training": training,
+        "granularity": "submodule",
+        "repeats": 2,
+        "cache": False,
+        "progress": False,
+    }
     measured = profile(model, torch.randn(3, 4), ["cpu:0"], **options)
     assert [layer.name for layer in measured.layers] == ["fills", "last"]
 

@@ -74,12 +74,19 @@ def test_what_is_held_does_not_grow_with_the_depth_of_the_model(training: bool) 
 
 def test_no_more_is_held_than_the_largest_layer_with_its_training_state_and_activations() -> None:
     found = profile(
-        _llama(3), torch.zeros(2, 16, dtype=torch.long), [CPU], progress=False, repeats=1, granularity=BLOCKS
+        _llama(3),
+        torch.zeros(2, 16, dtype=torch.long),
+        [CPU],
+        progress=False,
+        repeats=1,
+        granularity=BLOCKS,
     )
     bounds = []
     for layer in found.layers:
         state = layer.param_bytes + layer.grad_bytes + layer.optimizer_bytes + layer.buffer_bytes
-        crossing = sum(edge.bytes for edge in found.edges if layer.name in (edge.source, *edge.targets))
+        crossing = sum(
+            edge.bytes for edge in found.edges if layer.name in (edge.source, *edge.targets)
+        )
         passes = max(layer.forward_workspace_bytes, layer.backward_workspace_bytes)
         bounds.append(
             state + layer.saved_bytes + passes + 3 * crossing

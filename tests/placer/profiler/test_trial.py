@@ -17,7 +17,10 @@ def _layer(*state: str) -> Layer:
 
 
 def test_state_is_copied_and_needs_gradients_as_in_the_model() -> None:
-    own = {"weight": nn.Parameter(torch.randn(3)), "frozen": nn.Parameter(torch.randn(3), requires_grad=False)}
+    own = {
+        "weight": nn.Parameter(torch.randn(3)),
+        "frozen": nn.Parameter(torch.randn(3), requires_grad=False),
+    }
     brought = bring_state(_layer("frozen", "weight"), own, CPU)
     assert [tensor.requires_grad for tensor in brought] == [False, True]
     for tensor, original in zip(brought, (own["frozen"], own["weight"]), strict=True):
@@ -42,7 +45,9 @@ def test_state_on_meta_becomes_small_numbers_that_may_be_variances() -> None:
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(torch.long, torch.zeros(4).long()), (torch.bool, torch.ones(4).bool())]
 )
-def test_whole_numbers_on_meta_become_zeros_and_masks_become_true(dtype: torch.dtype, expected: Tensor) -> None:
+def test_whole_numbers_on_meta_become_zeros_and_masks_become_true(
+    dtype: torch.dtype, expected: Tensor
+) -> None:
     assert torch.equal(bring_input(torch.empty(4, dtype=dtype, device="meta"), CPU), expected)
 
 

@@ -1,4 +1,5 @@
-"""Weights that are more than one block of numbers: their bytes are those stored, and layers are measured with them."""
+"""Weights that are more than one block of numbers: their bytes are those stored, and layers are
+measured with them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def taken(model: nn.Module, x: Tensor, training: bool = False) -> Profile:
 
 def stored_bytes(kind: Kind, layer: nn.Module) -> int:
     """The bytes of different tensors; two with one memory are stored once."""
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in kind.stored(layer)}.values())
+    return sum(
+        {
+            tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in kind.stored(layer)
+        }.values()
+    )
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -41,7 +46,8 @@ def test_a_frozen_weight_is_a_parameter_without_a_gradient(kind: str) -> None:
     layer = taken(model_of(KINDS[kind]).train(), batch_of(KINDS[kind]), training=True).layers[0]
     assert layer.param_bytes == stored_bytes(KINDS[kind], model_of(KINDS[kind])[0])
     assert layer.buffer_bytes == 0
-    assert layer.grad_bytes == (4 * WIDTH if KINDS[kind].trained else 0)  # of the bias
+    # of the bias
+    assert layer.grad_bytes == (4 * WIDTH if KINDS[kind].trained else 0)
 
 
 def test_the_gradient_of_a_trained_wrapper_is_one_block_of_numbers() -> None:
@@ -61,7 +67,9 @@ def met() -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kind", ["wrapper", "wrapper in a wrapper", "wrapper without a protocol"])
-def test_a_layer_is_measured_with_the_numbers_that_it_has(kind: str, training: bool, met: list[Tensor]) -> None:
+def test_a_layer_is_measured_with_the_numbers_that_it_has(
+    kind: str, training: bool, met: list[Tensor]
+) -> None:
     model = model_of(KINDS[kind]).train(training)
     weights = [KINDS[kind].stored(layer)[0] for layer in (model[0], model[2])]
     taken(model, batch_of(KINDS[kind]), training)
@@ -97,11 +105,19 @@ def test_a_layer_is_measured_with_the_state_that_is_attached_to_its_weight() -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_profiling_leaves_the_model_as_it_was(kind: str) -> None:
     model, x = model_of(KINDS[kind]), batch_of(KINDS[kind])
-    before = [(id(tensor), tensor.data_ptr()) for layer in (model[0], model[2]) for tensor in KINDS[kind].stored(layer)]
+    before = [
+        (id(tensor), tensor.data_ptr())
+        for layer in (model[0], model[2])
+        for tensor in KINDS[kind].stored(layer)
+    ]
     states = [{**vars(parameter)} for parameter in model.parameters()]
     taken(model, x)
     if "sparse" not in kind and not kind.startswith(("coo", "csr", "csc", "attached")):
-        after = [tensor.data_ptr() for layer in (model[0], model[2]) for tensor in KINDS[kind].stored(layer)]
+        after = [
+            tensor.data_ptr()
+            for layer in (model[0], model[2])
+            for tensor in KINDS[kind].stored(layer)
+        ]
         assert after == [place for _, place in before]
     assert [vars(parameter) for parameter in model.parameters()] == states
     with torch.no_grad():
@@ -121,7 +137,11 @@ def test_wrappers_that_differ_inside_are_measured_apart() -> None:
     """Weights of one class, shape and type, of which one has a single scale."""
 
     def signature(weight_of: Any) -> str:
-        return capture_graph(nn.Sequential(Linear(weight_of)).eval(), batch_of(KINDS["wrapper"])).layers[0].signature
+        return (
+            capture_graph(nn.Sequential(Linear(weight_of)).eval(), batch_of(KINDS["wrapper"]))
+            .layers[0]
+            .signature
+        )
 
     by_rows, again = signature(Scaled.of), signature(Scaled.of)
     single = signature(lambda weight: Scaled(weight.to(torch.int8), torch.ones(1)))
@@ -145,12 +165,15 @@ def test_a_suggested_placement_counts_what_devices_store(kind: str) -> None:
         progress=False,
         constraints=placer.Constraints(min_devices=2),
     )
-    found = sorted(device.memory.param_bytes + device.memory.buffer_bytes for device in placement.devices)
+    found = sorted(
+        device.memory.param_bytes + device.memory.buffer_bytes for device in placement.devices
+    )
     assert found == [stored_bytes(KINDS[kind], model[0])] * 2
 
 
 def test_a_wrapper_on_meta_is_measured_on_random_numbers_inside() -> None:
-    """A model that is too large for this machine: the layer still works on whole numbers and a scale."""
+    """A model that is too large for this machine: the layer still works on whole numbers and a
+    scale."""
     model = nn.Sequential(Linear(Scaled.of)).eval()
     weight: Any = model[0].weight
     meta = Scaled(weight.numbers.to("meta"), weight.scale.to("meta"))

@@ -19,7 +19,9 @@ ALONE_MS = [3.0, 1.0, 4.0, 1.0, 5.0, 2.0]
 """What a profile has: each layer of a chain, alone."""
 
 
-def _request(alone_ms: Sequence[float] = ALONE_MS, training: bool = True, **options: object) -> PlacementRequest:
+def _request(
+    alone_ms: Sequence[float] = ALONE_MS, training: bool = True, **options: object
+) -> PlacementRequest:
     layers = tuple(
         Layer(
             name=f"layer{index}",
@@ -30,11 +32,18 @@ def _request(alone_ms: Sequence[float] = ALONE_MS, training: bool = True, **opti
         for index, ms in enumerate(alone_ms)
     )
     edges = tuple(Edge(source=a.name, targets=(b.name,), bytes=8) for a, b in pairwise(layers))
-    devices = tuple(Device(name=f"cpu:{index}", type=KIND, memory_bytes=2**30) for index in range(2))
-    links = tuple(
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e12) for a in devices for b in devices if a != b
+    devices = tuple(
+        Device(name=f"cpu:{index}", type=KIND, memory_bytes=2**30) for index in range(2)
     )
-    profile = Profile(training=training, layers=layers, edges=edges, cluster=Cluster(devices=devices, links=links))
+    links = tuple(
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e12)
+        for a in devices
+        for b in devices
+        if a != b
+    )
+    profile = Profile(
+        training=training, layers=layers, edges=edges, cluster=Cluster(devices=devices, links=links)
+    )
     return PlacementRequest(profile=profile, **options)  # type: ignore[arg-type]
 
 
@@ -52,10 +61,18 @@ def _backwards(profile: Profile) -> list[float]:
 
 def test_a_loss_that_the_profile_has_already_is_shared_out_with_its_layer() -> None:
     request = _request()
-    request = request.model_copy(update={"profile": request.profile.model_copy(update={"with_loss": True})})
-    times: dict[str, float] = {"forward_ms": 16, "backward_ms": 32, "loss_forward_ms": 3, "loss_backward_ms": 6}
+    request = request.model_copy(
+        update={"profile": request.profile.model_copy(update={"with_loss": True})}
+    )
+    times: dict[str, float] = {
+        "forward_ms": 16,
+        "backward_ms": 32,
+        "loss_forward_ms": 3,
+        "loss_backward_ms": 6,
+    }
     found = corrected(request.profile, request, [_stage("cpu:1", 3, 4, 5, **times)])
-    assert _forwards(found)[3:] == pytest.approx([2.0, 10.0, 4.0])  # all twice as long, its last layer with its loss
+    # all twice as long, its last layer with its loss
+    assert _forwards(found)[3:] == pytest.approx([2.0, 10.0, 4.0])
     assert _backwards(found)[3:] == pytest.approx([4.0, 20.0, 8.0])
 
 
@@ -73,7 +90,15 @@ def test_the_layers_of_a_stage_take_together_what_was_measured() -> None:
 def test_the_loss_goes_to_the_layer_that_feeds_it() -> None:
     request = _request()
     stage = _stage(
-        "cpu:1", 3, 4, 5, forward_ms=11.0, backward_ms=17.0, loss_forward_ms=3.0, loss_backward_ms=1.0, weights_ms=8.0
+        "cpu:1",
+        3,
+        4,
+        5,
+        forward_ms=11.0,
+        backward_ms=17.0,
+        loss_forward_ms=3.0,
+        loss_backward_ms=1.0,
+        weights_ms=8.0,
     )
     found = corrected(request.profile, request, [stage])
     assert _forwards(found) == pytest.approx([*ALONE_MS[:5], 2.0 + 3.0])
@@ -83,8 +108,12 @@ def test_the_loss_goes_to_the_layer_that_feeds_it() -> None:
 
 def test_a_weight_half_that_was_not_measured_keeps_its_share() -> None:
     request = _request()
-    found = corrected(request.profile, request, [_stage("cpu:0", 0, 1, forward_ms=4.0, backward_ms=4.0)])
-    assert [layer.weights_ms[KIND] for layer in found.layers] == pytest.approx([1.5, 0.5, *ALONE_MS[2:]])
+    found = corrected(
+        request.profile, request, [_stage("cpu:0", 0, 1, forward_ms=4.0, backward_ms=4.0)]
+    )
+    assert [layer.weights_ms[KIND] for layer in found.layers] == pytest.approx(
+        [1.5, 0.5, *ALONE_MS[2:]]
+    )
 
 
 def test_layers_of_no_stage_and_times_on_other_devices_stay() -> None:
@@ -117,7 +146,8 @@ def test_predictions_are_those_of_the_profile_of_the_round() -> None:
 
 
 class Machine:
-    """Takes other times than the profile says: each layer its own, and less for each layer that follows another."""
+    """Takes other times than the profile says: each layer its own, and less for each layer that
+    follows another."""
 
     def __init__(self, real_ms: Sequence[float], saved_ms: float = 0.0) -> None:
         self.real_ms, self.saved_ms = real_ms, saved_ms
@@ -128,7 +158,10 @@ class Machine:
         held: dict[str, list[int]] = {}
         for index, device in enumerate(placement.layer_devices.values()):
             held.setdefault(device, []).append(index)
-        return [_stage(device, *layers, forward_ms=self.stage_ms(layers)) for device, layers in held.items()]
+        return [
+            _stage(device, *layers, forward_ms=self.stage_ms(layers))
+            for device, layers in held.items()
+        ]
 
     def stage_ms(self, layers: Sequence[int]) -> float:
         return sum(self.real_ms[index] for index in layers) - self.saved_ms * (len(layers) - 1)
@@ -136,7 +169,10 @@ class Machine:
     def best_ms(self) -> float:
         """The bottleneck of the best cut in two, by trying every one."""
         last = len(self.real_ms)
-        cuts = [max(self.stage_ms(range(cut)), self.stage_ms(range(cut, last))) for cut in range(1, last)]
+        cuts = [
+            max(self.stage_ms(range(cut)), self.stage_ms(range(cut, last)))
+            for cut in range(1, last)
+        ]
         return min(cuts)
 
 
@@ -178,7 +214,8 @@ def test_no_more_rounds_run_than_were_asked_for() -> None:
 
 
 def test_a_placement_that_comes_back_ends_the_rounds_and_the_best_is_kept() -> None:
-    """A machine on which whatever runs on the first device takes longer than promised has no placement to settle on."""
+    """A machine on which whatever runs on the first device takes longer than promised has no
+    placement to settle on."""
     request = _request([4.0, 4.0, 4.0, 4.0], training=False)
 
     def slow_where_it_is(placement: Placement) -> list[StageTime]:
@@ -187,7 +224,11 @@ def test_a_placement_that_comes_back_ends_the_rounds_and_the_best_is_kept() -> N
             held.setdefault(device, []).append(index)
         longest = max(held.values(), key=len)
         return [
-            _stage(device, *layers, forward_ms=(20.0 if layers == longest or layers[0] == 0 else 1.0) * len(layers))
+            _stage(
+                device,
+                *layers,
+                forward_ms=(20.0 if layers == longest or layers[0] == 0 else 1.0) * len(layers),
+            )
             for device, layers in held.items()
         ]
 
@@ -198,7 +239,10 @@ def test_a_placement_that_comes_back_ends_the_rounds_and_the_best_is_kept() -> N
 
 
 def test_a_gain_below_the_tolerance_moves_nothing() -> None:
-    request, machine = _request([5.0, 5.05, 5.0, 5.0], training=False), Machine([5.0, 5.05, 5.04, 5.0])
+    request, machine = (
+        _request([5.0, 5.05, 5.0, 5.0], training=False),
+        Machine([5.0, 5.05, 5.04, 5.0]),
+    )
     found = improve(solve(request), request, machine, solve, tolerance=0.05)
     assert (found.ended, len(found.rounds)) == ("settled", 1)
 
@@ -217,9 +261,14 @@ def _by_layers(times_ms: Sequence[float]) -> Callable[[Placement], list[StageTim
 
     def measure(placement: Placement) -> list[StageTime]:
         held = {
-            device: [i for i, d in enumerate(placement.layer_devices.values()) if d == device] for device in DEVICES
+            device: [i for i, d in enumerate(placement.layer_devices.values()) if d == device]
+            for device in DEVICES
         }
-        return [_stage(d, *layers, forward_ms=sum(times_ms[i] for i in layers)) for d, layers in held.items() if layers]
+        return [
+            _stage(d, *layers, forward_ms=sum(times_ms[i] for i in layers))
+            for d, layers in held.items()
+            if layers
+        ]
 
     return measure
 
@@ -229,11 +278,15 @@ def test_a_placement_that_proves_busier_than_was_asked_for_is_followed_by_anothe
     pins = request.constraints.model_copy(update={"pinned": {"layer3": "cpu:0", "layer4": "cpu:1"}})
     first = solve(request.model_copy(update={"constraints": pins}))
     found = improve(first, request, _by_layers([2.0, 2.0, 4.0, 2.0, 2.0, 2.0]), solve)
-    assert [max(load.load_ms for load in one.placement.devices) for one in found.rounds] == pytest.approx([10.0, 8.0])
+    assert [
+        max(load.load_ms for load in one.placement.devices) for one in found.rounds
+    ] == pytest.approx([10.0, 8.0])
     assert list(found.placement.layer_devices.values()) == ["cpu:0"] * 3 + ["cpu:1"] * 3
 
 
 def test_that_nothing_measured_keeps_within_the_bottleneck_is_said() -> None:
     request = _request([2.0] * 6, training=False, objective="devices", bottleneck_ms=8.5)
-    with pytest.raises(InfeasibleError, match=r"bottleneck_ms = 8.5: the nearest keeps cpu:. busy for 1[28] ms"):
+    with pytest.raises(
+        InfeasibleError, match=r"bottleneck_ms = 8.5: the nearest keeps cpu:. busy for 1[28] ms"
+    ):
         improve(solve(request), request, _by_layers([6.0] * 6), solve)

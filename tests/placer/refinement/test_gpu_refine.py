@@ -16,7 +16,11 @@ from placer.devices import NotRecordable
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MODELS = {
-    "resnet50": (zoo.resnet50, lambda: torch.randn(32, 3, 224, 224), lambda: torch.randint(1000, (32,))),
+    "resnet50": (
+        zoo.resnet50,
+        lambda: torch.randn(32, 3, 224, 224),
+        lambda: torch.randint(1000, (32,)),
+    ),
     "gpt": (
         lambda: zoo.gpt(layers=8, width=1024, heads=16, context=512, vocabulary=8192),
         lambda: torch.randint(8192, (8, 512)),
@@ -49,16 +53,31 @@ def test_the_layers_of_a_stage_add_up_to_what_it_takes(
     devices = [f"cuda:{index}" for index in range(min(2, torch.cuda.device_count()))]
     found = placer.profile(model, inputs, devices, progress=False)
     request = PlacementRequest(
-        profile=found, chunks=4, schedule=schedule, constraints=Constraints(contiguous=True), transfers="overlapped"
+        profile=found,
+        chunks=4,
+        schedule=schedule,
+        constraints=Constraints(contiguous=True),
+        transfers="overlapped",
     )
     refined = placer.refine(
-        placer.solve(request), model, inputs, request=request, loss_fn=_loss, target=target, rounds=2
+        placer.solve(request),
+        model,
+        inputs,
+        request=request,
+        loss_fn=_loss,
+        target=target,
+        rounds=2,
     )
     for stage in refined.rounds[0].stages:
         measured = stage.measured_ms - stage.loss_forward_ms - stage.loss_backward_ms
-        print(f"{name}, {schedule}, {stage.device}: {stage.predicted_ms:.3f} ms predicted, {measured:.3f} measured")
+        print(
+            f"{name}, {schedule}, {stage.device}: {stage.predicted_ms:.3f} ms predicted, {measured:.3f} measured"
+        )
         assert stage.predicted_ms == pytest.approx(measured, rel=0.15)
-    assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+    assert all(
+        parameter.device.type == "cpu" and parameter.grad is None
+        for parameter in model.parameters()
+    )
     assert not refused
 
 

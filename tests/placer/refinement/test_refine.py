@@ -1,4 +1,5 @@
-"""A placement is measured, and the profile corrected, by a clock that counts operations; what cannot be is refused."""
+"""A placement is measured, and the profile corrected, by a clock that counts operations; what
+cannot be is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from refined import PLACES, TOKENS, flops, flops_clock, placed, refined_by_flops, small_gpt, token_loss
+from refined import (
+    PLACES,
+    TOKENS,
+    flops,
+    flops_clock,
+    placed,
+    refined_by_flops,
+    small_gpt,
+    token_loss,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,9 +43,17 @@ def test_a_placement_that_recomputes_is_refined_without_its_question() -> None:
     found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
     assert found.cluster is not None
     for limit in range(2**18, 2**21, 2**14):
-        devices = [device.model_copy(update={"memory_bytes": limit}) for device in found.cluster.devices]
-        small = found.model_copy(update={"cluster": found.cluster.model_copy(update={"devices": tuple(devices)})})
-        asked = {"chunks": 8, "schedule": "fill-drain", "constraints": Constraints(recompute="auto")}
+        devices = [
+            device.model_copy(update={"memory_bytes": limit}) for device in found.cluster.devices
+        ]
+        small = found.model_copy(
+            update={"cluster": found.cluster.model_copy(update={"devices": tuple(devices)})}
+        )
+        asked = {
+            "chunks": 8,
+            "schedule": "fill-drain",
+            "constraints": Constraints(recompute="auto"),
+        }
         placement = placer.solve(PlacementRequest(profile=small, **asked))
         if placement.layer_devices:
             break
@@ -47,19 +65,26 @@ def test_a_placement_that_recomputes_is_refined_without_its_question() -> None:
 def test_of_several_sizes_of_micro_batches_the_one_that_was_placed_is_corrected() -> None:
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), torch.randn(4, 8)
     large, small = (
-        placer.profile(model, batch, PLACES, training=True, progress=False, repeats=1) for batch in (x, x[:2])
+        placer.profile(model, batch, PLACES, training=True, progress=False, repeats=1)
+        for batch in (x, x[:2])
     )
-    request = PlacementRequest(profile=large, profiles=(small,), objective="step", batch_size=4, schedule="auto")
+    request = PlacementRequest(
+        profile=large, profiles=(small,), objective="step", batch_size=4, schedule="auto"
+    )
     asked = request.model_copy(update={"profile": small, "profiles": ()})
     placement = placer.solve(asked)
     refined = placer.refine(placement, model, x[:2], request=request, rounds=1, timer=flops_clock)
     assert refined.profile.batch_size == refined.placement.batch_size == 2
-    assert sum(stage.forward_ms for stage in refined.rounds[0].stages) == flops(lambda: model(x[:2]))
+    assert sum(stage.forward_ms for stage in refined.rounds[0].stages) == flops(
+        lambda: model(x[:2])
+    )
 
 
 def test_refining_runs_among_logical_devices() -> None:
     with logical_devices(2):
-        found = refined_by_flops(small_gpt(), TOKENS.clone(), training=True, loss_fn=token_loss, target=TOKENS)
+        found = refined_by_flops(
+            small_gpt(), TOKENS.clone(), training=True, loss_fn=token_loss, target=TOKENS
+        )
     assert found.rounds
 
 
@@ -72,7 +97,9 @@ def test_without_a_profile_one_is_made_of_the_placements_layers() -> None:
 
 
 def test_a_refinement_is_json_and_back() -> None:
-    found = refined_by_flops(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8), training=False)
+    found = refined_by_flops(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8), training=False
+    )
     assert placer.Refinement.model_validate_json(found.to_json()) == found
 
 
@@ -105,7 +132,9 @@ def test_a_placement_of_nothing_is_refused() -> None:
     empty = Placement(status="infeasible", objective="throughput")
     with pytest.raises(InputError, match="infeasible and places no layer"):
         placer.refine(empty, nn.Linear(2, 2), torch.randn(2, 2))
-    with pytest.raises(InputError, match="placement is a dict; give one that suggest or solve returned"):
+    with pytest.raises(
+        InputError, match="placement is a dict; give one that suggest or solve returned"
+    ):
         placer.refine(empty.model_dump(), nn.Linear(2, 2), torch.randn(2, 2))
 
 
@@ -114,28 +143,54 @@ def test_a_placement_of_nothing_is_refused() -> None:
     [
         ({"model": small_gpt}, "give an nn.Module"),
         ({"model": nn.Linear}, r"model is the class Linear; give an instance, such as Linear\(\)"),
-        ({"profile": "profile.json"}, "profile is a str; give a Profile, which Profile.model_validate_json"),
+        (
+            {"profile": "profile.json"},
+            "profile is a str; give a Profile, which Profile.model_validate_json",
+        ),
         ({"request": "request.json"}, "request is a str; give a PlacementRequest"),
         ({"rounds": "3"}, "^rounds is '3'; give a whole number, at least 1"),
         ({"rounds": 0}, "^rounds is 0; give a whole number, at least 1"),
         ({"repeats": 0}, "^repeats is 0; give a whole number, at least 1"),
         ({"target": TOKENS}, "target is given without loss_fn"),
-        ({"loss_fn": token_loss}, "loss_fn is given without target; give both to have the loss measured, or none"),
-        ({"model": zoo.gpt(3, 16, 2, 16, 50)}, r"GPT have \d+ bytes of parameters, those of the profile \d+"),
+        (
+            {"loss_fn": token_loss},
+            "loss_fn is given without target; give both to have the loss measured, or none",
+        ),
+        (
+            {"model": zoo.gpt(3, 16, 2, 16, 50)},
+            r"GPT have \d+ bytes of parameters, those of the profile \d+",
+        ),
         ({"loss_fn": nn.CrossEntropyLoss, "target": TOKENS}, r"such as CrossEntropyLoss\(\)"),
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
-        ({"example_inputs": TOKENS.numpy()}, "example_inputs, a ndarray, hold no tensor; give tensors"),
-        ({"loss_fn": token_loss, "target": TOKENS.numpy()}, r"the target has a numpy array of shape \(2, 16\); give"),
+        (
+            {"example_inputs": TOKENS.numpy()},
+            "example_inputs, a ndarray, hold no tensor; give tensors",
+        ),
+        (
+            {"loss_fn": token_loss, "target": TOKENS.numpy()},
+            r"the target has a numpy array of shape \(2, 16\); give",
+        ),
         ({"placement": {"layer_devices": {"0": "cpu:0"}}}, "a layer '0', and the profile has none"),
-        ({"placement": {"batch_size": 8}}, "the placement is of micro-batches of 8, and the profile is of one of 2"),
+        (
+            {"placement": {"batch_size": 8}},
+            "the placement is of micro-batches of 8, and the profile is of one of 2",
+        ),
     ],
 )
-def test_what_cannot_be_refined_is_named_and_the_model_left_alone(wrong: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_refined_is_named_and_the_model_left_alone(
+    wrong: dict[str, Any], told: str
+) -> None:
     model = small_gpt()
     found, placement = placed(model, TOKENS, training=True)
     if wrong.get("placement"):
         wrong = {"placement": placement.model_copy(update=wrong["placement"])}
-    given = {"placement": placement, "model": model, "example_inputs": TOKENS, "profile": found, "timer": flops_clock}
+    given = {
+        "placement": placement,
+        "model": model,
+        "example_inputs": TOKENS,
+        "profile": found,
+        "timer": flops_clock,
+    }
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(InputError, match=told):
         placer.refine(**given | wrong)

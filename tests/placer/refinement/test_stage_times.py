@@ -1,4 +1,5 @@
-"""Stages measured as the executor runs them, by a clock that counts floating-point operations instead of time."""
+"""Stages measured as the executor runs them, by a clock that counts floating-point operations
+instead of time."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from refined import PLACES, TOKENS, device_kind, flops, flops_clock, placed, refined_by_flops, small_gpt, token_loss
+from refined import (
+    PLACES,
+    TOKENS,
+    device_kind,
+    flops,
+    flops_clock,
+    placed,
+    refined_by_flops,
+    small_gpt,
+    token_loss,
+)
 from small_models import Branching
 from torch import Tensor, nn
 
@@ -24,12 +35,16 @@ def test_the_stages_of_an_inference_do_together_what_the_model_does() -> None:
     found = refined_by_flops(model, TOKENS, training=False, rounds=1)
     measured = sum(stage.forward_ms for stage in found.rounds[0].stages)
     assert measured == flops(lambda: model.eval()(TOKENS))
-    assert sum(layer.forward_ms[device_kind(found)] for layer in found.profile.layers) == pytest.approx(measured)
+    assert sum(
+        layer.forward_ms[device_kind(found)] for layer in found.profile.layers
+    ) == pytest.approx(measured)
 
 
 def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None:
     model = small_gpt()
-    found = refined_by_flops(model, TOKENS, training=True, rounds=1, loss_fn=token_loss, target=TOKENS)
+    found = refined_by_flops(
+        model, TOKENS, training=True, rounds=1, loss_fn=token_loss, target=TOKENS
+    )
     forward = sum(stage.forward_ms for stage in found.rounds[0].stages)
     backward = sum(stage.backward_ms for stage in found.rounds[0].stages)
     model.zero_grad()
@@ -48,7 +63,9 @@ def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) ->
         compiled.append(graph)
         return graph.forward
 
-    def clock(passes: Sequence[Callable[[], None]], device: torch.device, repeats: int) -> list[float]:
+    def clock(
+        passes: Sequence[Callable[[], None]], device: torch.device, repeats: int
+    ) -> list[float]:
         for run in passes:
             run()
         return [1.0] * len(passes)
@@ -62,7 +79,8 @@ def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) ->
         assert not compiled and not stage.compiled and not stage.not_compiled_because
     stages = placer.refine(placement, model, TOKENS, compile=backend, **given).rounds[0].stages
     assert len(compiled) >= len(stages) >= len({*placement.layer_devices.values()})
-    for stage in stages:  # which is faster is chance here; of the last, the loss may be compiled and the segment not
+    # which is faster is chance here; of the last, the loss may be compiled and the segment not
+    for stage in stages:
         whole = bool(stage.compiled) and not stage.compiled.startswith("the loss alone")
         assert whole != bool(stage.not_compiled_because)
     assert [layer for stage in stages for layer in stage.layers] == list(placement.layer_devices)
@@ -91,20 +109,32 @@ def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them(
     x = torch.randn(8, 16)
     found = placer.profile(model, x, PLACES, training=True, progress=False, repeats=1)
     halves = {layer.name: PLACES[i // 2] for i, layer in enumerate(found.layers)}
-    request = PlacementRequest(profile=found, chunks=2, schedule="zero-bubble", constraints=Constraints(pinned=halves))
-    refined = placer.refine(placer.solve(request), model, x, request=request, rounds=1, timer=flops_clock)
-    one = 2 * 8 * 16 * 16  # what one product of matrices takes; the first layer has no gradient to hand on
+    request = PlacementRequest(
+        profile=found, chunks=2, schedule="zero-bubble", constraints=Constraints(pinned=halves)
+    )
+    refined = placer.refine(
+        placer.solve(request), model, x, request=request, rounds=1, timer=flops_clock
+    )
+    # what one product of matrices takes; the first layer has no gradient to hand on
+    one = 2 * 8 * 16 * 16
     assert [stage.weights_ms for stage in refined.rounds[0].stages] == [2 * one, 2 * one]
     assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
 
 
 def test_what_runs_forwards_twice_is_measured_as_it_is_reckoned_once() -> None:
-    """The second pass forwards is the placement's, not the layers': the solver adds it, and so it did twice."""
+    """The second pass forwards is the placement's, not the layers': the solver adds it, and so it
+    did twice."""
     model = small_gpt()
     found = placer.profile(model, TOKENS, PLACES, training=True, progress=False, repeats=1)
     request = PlacementRequest(profile=found, constraints=Constraints(recompute="always"))
     placement = placer.solve(request)
-    asked = {"request": request, "rounds": 1, "timer": flops_clock, "loss_fn": token_loss, "target": TOKENS}
+    asked = {
+        "request": request,
+        "rounds": 1,
+        "timer": flops_clock,
+        "loss_fn": token_loss,
+        "target": TOKENS,
+    }
     refined = placer.refine(placement, model, TOKENS, **asked)
     assert placement.recompute
     loss = token_loss(model(TOKENS), TOKENS)
@@ -140,7 +170,9 @@ def test_without_a_clock_of_ones_own_the_hosts_is_used() -> None:
 def test_inputs_that_the_model_fails_on_are_refused_as_such() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     found, placement = placed(model, torch.randn(2, 4), training=False)
-    with pytest.raises(InputError, match=r"the model fails on the example inputs: .*shapes cannot be multiplied"):
+    with pytest.raises(
+        InputError, match=r"the model fails on the example inputs: .*shapes cannot be multiplied"
+    ):
         placer.refine(placement, model, torch.randn(2, 5), profile=found)
 
 

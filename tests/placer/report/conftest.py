@@ -25,7 +25,9 @@ KIB = 1024
 def make_profile() -> Callable[..., Profile]:
     """Layers in a row with these forward times, in ms; backward takes twice as long."""
 
-    def make(times_ms: dict[str, float], kind: str = "H200", training: bool = True, **changes: Any) -> Profile:
+    def make(
+        times_ms: dict[str, float], kind: str = "H200", training: bool = True, **changes: Any
+    ) -> Profile:
         names = list(times_ms)
         fields: dict[str, Any] = {
             "model": "Net",
@@ -44,9 +46,13 @@ def make_profile() -> Callable[..., Profile]:
                 )
                 for name, time in times_ms.items()
             ),
-            "edges": tuple(Edge(source=a, targets=(b,), bytes=8) for a, b in itertools.pairwise(names)),
+            "edges": tuple(
+                Edge(source=a, targets=(b,), bytes=8) for a, b in itertools.pairwise(names)
+            ),
             "cluster": Cluster(
-                devices=tuple(Device(name=f"cuda:{index}", type=kind, memory_bytes=KIB**3) for index in (0, 1)),
+                devices=tuple(
+                    Device(name=f"cuda:{index}", type=kind, memory_bytes=KIB**3) for index in (0, 1)
+                ),
                 links=(Link(source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=1e11),),
             ),
         }
@@ -59,7 +65,9 @@ def make_profile() -> Callable[..., Profile]:
 def make_placement() -> Callable[..., Placement]:
     """Layers on devices, and how long each device is busy, in ms."""
 
-    def make(layer_devices: dict[str, str], loads_ms: dict[str, float], **changes: Any) -> Placement:
+    def make(
+        layer_devices: dict[str, str], loads_ms: dict[str, float], **changes: Any
+    ) -> Placement:
         fields: dict[str, Any] = {
             "model": "Net",
             "status": "optimal",

@@ -41,23 +41,43 @@ def test_what_was_not_measured_has_no_column() -> None:
 
 def test_a_bad_link_is_told_with_its_fault() -> None:
     bad = Link(
-        source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=2e10, route="host", fault="3 of 9 bytes arrived changed"
+        source="cuda:0",
+        target="cuda:1",
+        bandwidth_bytes_per_s=2e10,
+        route="host",
+        fault="3 of 9 bytes arrived changed",
     )
     text = explain(cluster(bad))
-    assert "link cuda:0 -> cuda:1: 3 of 9 bytes arrived changed; copies go by way of the host's memory" in text
+    assert (
+        "link cuda:0 -> cuda:1: 3 of 9 bytes arrived changed; copies go by way of the host's memory"
+        in text
+    )
 
 
 def test_the_ways_to_the_host_are_shown() -> None:
     link = Link(source="cuda:0", target="cuda:1", bandwidth_bytes_per_s=1e9)
-    text = explain(cluster(link, to_host=Rate(bandwidth_bytes_per_s=55e9), from_host=Rate(bandwidth_bytes_per_s=53e9)))
+    text = explain(
+        cluster(
+            link,
+            to_host=Rate(bandwidth_bytes_per_s=55e9),
+            from_host=Rate(bandwidth_bytes_per_s=53e9),
+        )
+    )
     assert "55.00 GB/s" in row(text, "│ cuda:1 │ H") and "53.00 GB/s" in row(text, "│ cuda:1 │ H")
 
 
 def test_devices_that_share_a_switch_are_told() -> None:
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     links = [
-        Link(source=f"cuda:{a}", target=f"cuda:{b}", bandwidth_bytes_per_s=3e11 if a // 2 == b // 2 else 2e10)
+        Link(
+            source=f"cuda:{a}",
+            target=f"cuda:{b}",
+            bandwidth_bytes_per_s=3e11 if a // 2 == b // 2 else 2e10,
+        )
         for a, b in pairs
     ]
     text = explain(cluster(*links, host="node7"))
-    assert "joined by faster links: node7: cuda:0, cuda:1\njoined by faster links: node7: cuda:2, cuda:3" in text
+    assert (
+        "joined by faster links: node7: cuda:0, cuda:1\njoined by faster links: node7: cuda:2, cuda:3"
+        in text
+    )

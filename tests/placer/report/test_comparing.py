@@ -44,7 +44,9 @@ def test_each_layers_time_is_held_against_the_others(make_profile: Make) -> None
 def test_what_is_within_the_timings_own_spread_is_not_notable(make_profile: Make) -> None:
     noisy = [make_profile({"a": time}) for time in (1.0, 1.2)]
     noisy = [
-        found.model_copy(update={"layers": (found.layers[0].model_copy(update={"spread": {"H200": 0.15}}),)})
+        found.model_copy(
+            update={"layers": (found.layers[0].model_copy(update={"spread": {"H200": 0.15}}),)}
+        )
         for found in noisy
     ]
     assert not profiles(*noisy).layers[0].time_ms["H200"].notable
@@ -65,7 +67,9 @@ def test_profiles_of_other_devices_stand_side_by_side(make_profile: Make) -> Non
 
 
 def test_what_they_were_made_with_is_told_where_it_differs(make_profile: Make) -> None:
-    found = profiles(make_profile({"a": 1.0}, batch_size=8), make_profile({"a": 1.0}, batch_size=16))
+    found = profiles(
+        make_profile({"a": 1.0}, batch_size=8), make_profile({"a": 1.0}, batch_size=16)
+    )
     assert found.settings == {"batch_size": ("8", "16")}
     assert "batch_size: 8 | 16" in text(found)
 
@@ -81,7 +85,9 @@ def test_memory_is_compared_as_a_whole(make_profile: Make) -> None:
 def test_layers_that_moved_are_told_in_runs(make_placement: Place) -> None:
     loads = {"cuda:0": 3.0, "cuda:1": 3.0}
     first = make_placement(dict.fromkeys("abc", "cuda:0") | dict.fromkeys("de", "cuda:1"), loads)
-    second = make_placement({"a": "cuda:0"} | dict.fromkeys("bcd", "cuda:1") | {"e": "cuda:0"}, loads)
+    second = make_placement(
+        {"a": "cuda:0"} | dict.fromkeys("bcd", "cuda:1") | {"e": "cuda:0"}, loads
+    )
     found = compare(first, second)
     assert isinstance(found, PlacementComparison)
     assert found.moves == [
@@ -111,6 +117,8 @@ def test_values_of_different_objectives_are_not_compared(make_placement: Place) 
     assert found.settings == {"objective": ("throughput", "latency")}
 
 
-def test_a_profile_and_a_placement_cannot_be_compared(make_profile: Make, make_placement: Place) -> None:
+def test_a_profile_and_a_placement_cannot_be_compared(
+    make_profile: Make, make_placement: Place
+) -> None:
     with pytest.raises(InputError, match="a profile and a placement cannot be compared"):
         compare(make_profile({"a": 1.0}), make_placement({"a": "cuda:0"}, {"cuda:0": 1.0}))

@@ -50,7 +50,12 @@ def placement(**changes: Any) -> Placement:
         "method": "cp-sat",
         "solve_time_s": 1.234,
         "model": "ResNet",
-        "layer_devices": {"stem": "cuda:0", "layer1": "cuda:0", "layer2": "cuda:1", "head": "cuda:1"},
+        "layer_devices": {
+            "stem": "cuda:0",
+            "layer1": "cuda:0",
+            "layer2": "cuda:1",
+            "head": "cuda:1",
+        },
         "training": True,
         "batch_size": 16,
         "devices": (load("cuda:0", bottleneck=True), load("cuda:1", compute_ms=9.87, load_ms=11.6)),
@@ -95,12 +100,19 @@ def test_the_speed_up_over_one_device_is_said() -> None:
 
 
 def test_a_model_too_large_for_one_device_says_how_much_is_missing() -> None:
-    single = SingleDevice(device="cuda:0", objective_value=22.1, fits=False, short_bytes=int(1.2 * GIB))
-    assert "does not fit on one device: short of 1.2 GiB on cuda:0" in explain(placement(single_device=single))
+    single = SingleDevice(
+        device="cuda:0", objective_value=22.1, fits=False, short_bytes=int(1.2 * GIB)
+    )
+    assert "does not fit on one device: short of 1.2 GiB on cuda:0" in explain(
+        placement(single_device=single)
+    )
 
 
 def test_a_placement_on_one_device_says_that_splitting_is_no_better() -> None:
-    alone = placement(layer_devices={"stem": "cuda:0", "head": "cuda:0"}, devices=(load("cuda:0", bottleneck=True),))
+    alone = placement(
+        layer_devices={"stem": "cuda:0", "head": "cuda:0"},
+        devices=(load("cuda:0", bottleneck=True),),
+    )
     assert "splitting would not be better" in explain(alone)
 
 
@@ -115,20 +127,28 @@ def test_many_segments_are_cut_short_with_their_number() -> None:
 
 
 def test_the_memory_objective_is_in_bytes() -> None:
-    text = explain(placement(objective="memory", objective_value=2 * GIB, bound=1.5 * GIB, speedup=None))
+    text = explain(
+        placement(objective="memory", objective_value=2 * GIB, bound=1.5 * GIB, speedup=None)
+    )
     assert "largest memory use 2.0 GiB" in text
     assert "1.5 GiB" in row(text, "bound ")
 
 
 def test_devices_that_recompute_are_named() -> None:
     assert "recompute " not in explain(placement())
-    assert "cuda:1 run forwards once more" in row(explain(placement(recompute=("cuda:1",))), "recompute ")
+    assert "cuda:1 run forwards once more" in row(
+        explain(placement(recompute=("cuda:1",))), "recompute "
+    )
 
 
 def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     def choice(chunks: int, value: float | None) -> StepChoice:
         return StepChoice(
-            batch_size=64 // chunks, chunks=chunks, schedule="1f1b", contiguous=True, objective_value=value
+            batch_size=64 // chunks,
+            chunks=chunks,
+            schedule="1f1b",
+            contiguous=True,
+            objective_value=value,
         )
 
     step = Step(
@@ -148,13 +168,17 @@ def test_a_whole_batch_is_shown_with_the_best_that_was_not_chosen() -> None:
     )
     text = explain(placement(objective="step", chunks=4, schedule="1f1b", step=step))
     assert "a whole batch 14.00 ms" in row(text, "objective ")
-    assert "64 samples: 4 micro-batches of 16, 1f1b, 4571 samples/s, devices idle 25%" in row(text, "batch       ")
+    assert "64 samples: 4 micro-batches of 16, 1f1b, 4571 samples/s, devices idle 25%" in row(
+        text, "batch       "
+    )
     assert "14.00 ms in a row, as in a training loop; 15.00 ms alone" in row(text, "a step      ")
     others = [line for line in text.splitlines() if "instead " in line]
     assert len(others) == 3 and "8 micro-batches of 8, 1f1b: 15.50 ms" in others[0]
 
 
-@pytest.mark.parametrize("shown", ["layer 'head' needs 9.2 GiB", "short of    1.2 GiB", "cuda:0, cuda:1", "head"])
+@pytest.mark.parametrize(
+    "shown", ["layer 'head' needs 9.2 GiB", "short of    1.2 GiB", "cuda:0, cuda:1", "head"]
+)
 def test_an_infeasible_request_is_answered_in_words(shown: str) -> None:
     why = Infeasibility(
         reason="layer 'head' needs 9.2 GiB; the largest limit is 8.0 GiB",
@@ -191,7 +215,9 @@ def test_a_profile_lists_each_layer_with_times_and_memory() -> None:
             Layer(name="head", module="Linear", forward_ms={"cpu": 0.5}, backward_ms={"cpu": 0.75}),
         ),
         edges=(Edge(source="conv", targets=("head",), bytes=64),),
-        cluster=Cluster(devices=(Device(name="cpu:0", type="cpu", memory_bytes=GIB, reserve_bytes=GIB // 2),)),
+        cluster=Cluster(
+            devices=(Device(name="cpu:0", type="cpu", memory_bytes=GIB, reserve_bytes=GIB // 2),)
+        ),
     )
     text = explain(profile)
     for shown in ("Conv2d", "1.25 ms", "2.50 ms", "3.0 KiB", "5.0 KiB"):
@@ -214,11 +240,21 @@ def test_a_profile_of_a_busy_device_says_so(apart: float, told: bool) -> None:
 
 
 def test_a_profile_says_whether_it_has_the_loss_and_what_weight_passes_wait_with() -> None:
-    layers = [Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, deferred_bytes=1024) for name in "ab"]
+    layers = [
+        Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, deferred_bytes=1024)
+        for name in "ab"
+    ]
     shown = explain(Profile(layers=layers, training=True, with_loss=True))
     assert "training with no optimizer and the loss" in shown
-    assert "left to weight passes under zero-bubble: 2.0 KiB a micro-batch" in " ".join(shown.split())
-    plain = explain(Profile(layers=[layer.model_copy(update={"deferred_bytes": 0}) for layer in layers], training=True))
+    assert "left to weight passes under zero-bubble: 2.0 KiB a micro-batch" in " ".join(
+        shown.split()
+    )
+    plain = explain(
+        Profile(
+            layers=[layer.model_copy(update={"deferred_bytes": 0}) for layer in layers],
+            training=True,
+        )
+    )
     assert "loss" not in plain and "weight passes" not in plain
 
 
@@ -229,7 +265,11 @@ def test_an_inference_profile_has_no_backward_column() -> None:
 
 
 def test_a_profile_that_was_not_captured_says_why() -> None:
-    profile = Profile(captured=False, not_captured_because="a numpy call", layers=(Layer(name="a", forward_ms={}),))
+    profile = Profile(
+        captured=False,
+        not_captured_because="a numpy call",
+        layers=(Layer(name="a", forward_ms={}),),
+    )
     assert "not captured, so it runs through hooks: a numpy call" in explain(profile)
 
 

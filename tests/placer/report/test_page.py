@@ -32,7 +32,9 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.references += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "data")
+        ]
         if tag not in ("meta", "br"):
             self._open.append(tag)
 
@@ -67,7 +69,13 @@ def test_a_profile_shows_its_times_memory_layers_and_devices(make_profile: Make)
 
 def test_a_placement_shows_its_devices_and_where_layers_are(placed: Placement) -> None:
     page = _Reader(html_report(placed))
-    for shown in ("Placement of Net", "optimal: proven", "6.00 ms ◀ busiest", "5.0 KiB of 16.0 KiB", "cuda:0"):
+    for shown in (
+        "Placement of Net",
+        "optimal: proven",
+        "6.00 ms ◀ busiest",
+        "5.0 KiB of 16.0 KiB",
+        "cuda:0",
+    ):
         assert shown in page.text, shown
     assert "by device" not in page.text
 
@@ -77,11 +85,16 @@ def test_times_of_another_micro_batch_size_are_left_out_and_the_report_says_so(
 ) -> None:
     # A placement chosen among several sizes was drawn with the times of another one.
     text = _Reader(html_report(placed, make_profile({"a": 1.0, "b": 2.0}, batch_size=4))).text
-    assert "the profile that was given has micro-batches of 4, and the placement has micro-batches of 1" in text
+    assert (
+        "the profile that was given has micro-batches of 4, and the placement has micro-batches of 1"
+        in text
+    )
     assert "by device" not in text
 
 
-def test_with_its_profile_a_placement_shows_its_layers_by_device(make_profile: Make, placed: Placement) -> None:
+def test_with_its_profile_a_placement_shows_its_layers_by_device(
+    make_profile: Make, placed: Placement
+) -> None:
     profile = make_profile({"a": 1.0, "b": 2.0})
     assert "Time by layer, by device" in _Reader(html_report(placed, profile)).text
     parts = {part.name: list(part.values) for part in placed_chart(placed, profile).parts}
@@ -100,7 +113,11 @@ def test_a_cluster_shows_its_links(make_profile: Make) -> None:
 
 
 def test_a_request_that_is_infeasible_says_why() -> None:
-    answer = Placement(status="infeasible", objective="latency", infeasible=Infeasibility(reason="too large by far"))
+    answer = Placement(
+        status="infeasible",
+        objective="latency",
+        infeasible=Infeasibility(reason="too large by far"),
+    )
     assert "too large by far" in _Reader(html_report(answer)).text
 
 
@@ -136,7 +153,10 @@ def test_a_picture_is_a_file_of_its_own(make_profile: Make, training: bool) -> N
 
 
 def test_a_placement_has_a_picture_too(placed: Placement) -> None:
-    words = {text.text for text in ElementTree.fromstring(picture(placed)).iter("{http://www.w3.org/2000/svg}text")}
+    words = {
+        text.text
+        for text in ElementTree.fromstring(picture(placed)).iter("{http://www.w3.org/2000/svg}text")
+    }
     assert {"Time per micro-batch", "Memory", "compute", "send", "cuda:0"} <= words
     assert "receive" not in words  # nothing is received
 
@@ -148,7 +168,10 @@ def test_the_charts_add_up_to_the_profile(make_profile: Make) -> None:
 
 
 def test_a_comparison_shows_what_changed_most_first(make_profile: Make) -> None:
-    first, second = make_profile({"a": 1.0, "b": 1.0, "c": 1.0}), make_profile({"a": 1.0, "b": 1.5, "c": 3.0})
+    first, second = (
+        make_profile({"a": 1.0, "b": 1.0, "c": 1.0}),
+        make_profile({"a": 1.0, "b": 1.5, "c": 3.0}),
+    )
     text = _Reader(comparison_report(compare(first, second))).text
     shown = text[text.index("Time on H200") : text.index("Memory, largest changes")]
     assert shown.index("c: first 3.00 ms") < shown.index("b: first 3.00 ms")

@@ -21,12 +21,18 @@ STAGE = StageTime(
 
 def _text(*stages: StageTime) -> str:
     placement = Placement(
-        status="feasible", objective="throughput", objective_value=5.0, model="Net", layer_devices={"a": "cpu:0"}
+        status="feasible",
+        objective="throughput",
+        objective_value=5.0,
+        model="Net",
+        layer_devices={"a": "cpu:0"},
     )
     refinement = Refinement(
         placement=placement,
         profile=Profile(model="Net", layers=(Layer(name="a", forward_ms={"cpu": 1.0}),)),
-        rounds=(Round(placement=placement, stages=stages, predicted_value=4.0, measured_value=5.0),),
+        rounds=(
+            Round(placement=placement, stages=stages, predicted_value=4.0, measured_value=5.0),
+        ),
         ended="settled",
     )
     console = Console(file=io.StringIO(), width=120, no_color=True)

@@ -31,7 +31,9 @@ def test_memory_is_told_beside_time(make_profile: Make) -> None:
 
 def test_long_names_are_cut_in_the_middle(make_profile: Make) -> None:
     long = "model.encoder.layers.11.self_attention.projection"
-    (line,) = [line for line in share_texts(make_profile({long: 2.0, "b": 1.0})) if "projection" in line][:1]
+    (line,) = [
+        line for line in share_texts(make_profile({long: 2.0, "b": 1.0})) if "projection" in line
+    ][:1]
     assert "model.encode…on.projection" in line
 
 

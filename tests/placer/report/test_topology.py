@@ -18,7 +18,11 @@ def cluster(count: int, bandwidth: Callable[[int, int], float], hosts: int = 1) 
             for index, name in enumerate(names)
         ),
         links=tuple(
-            Link(source=names[a], target=names[b], bandwidth_bytes_per_s=bandwidth(a, b) * (1 + 0.01 * a))
+            Link(
+                source=names[a],
+                target=names[b],
+                bandwidth_bytes_per_s=bandwidth(a, b) * (1 + 0.01 * a),
+            )
             for a, b in pairs
         ),
     )

@@ -24,13 +24,18 @@ def _rows(schedule: str = "1f1b") -> tuple[Row, ...]:
     rows = [Row(DEVICES[t.stage], t.phase, t.stage, None, *t[2:5]) for t in timeline.tasks]
     for source, target, phase, number, start, end in timeline.transfers:
         kind = "gradients" if phase == "backward" else "values"
-        rows.append(Row(f"{DEVICES[source]} → {DEVICES[target]}", kind, source, target, number, start, end))
+        rows.append(
+            Row(f"{DEVICES[source]} → {DEVICES[target]}", kind, source, target, number, start, end)
+        )
     return from_first_start(rows)
 
 
 def _measured() -> tuple[Row, ...]:
     """Later and slower than predicted, with what comes in and goes out."""
-    rows = [row._replace(start_ms=1.5 * row.start_ms + 0.1, end_ms=1.5 * row.end_ms + 0.1) for row in _rows()]
+    rows = [
+        row._replace(start_ms=1.5 * row.start_ms + 0.1, end_ms=1.5 * row.end_ms + 0.1)
+        for row in _rows()
+    ]
     rows.append(Row("cpu → cuda:0", "inputs", None, 0, 0, 0.0, 0.1))
     last = max(row.end_ms for row in rows)
     rows.append(Row("cuda:2 → cuda:0", "results", 2, None, 2, last, last + 0.1))
@@ -77,12 +82,16 @@ def test_measured_and_predicted_are_processes_and_every_device_and_link_is_a_thr
     assert used == set(threads)
 
 
-def test_slices_have_the_times_of_the_timelines_in_microseconds(trace: list[dict[str, Any]]) -> None:
+def test_slices_have_the_times_of_the_timelines_in_microseconds(
+    trace: list[dict[str, Any]],
+) -> None:
     processes = _named(trace, "process_name")
     for process, rows in (("measured", _measured()), ("predicted", _rows())):
         slices = [e for e in trace if e["ph"] == "X" and processes[e["pid"]] == process]
         given = sorted((1e3 * row.start_ms, 1e3 * (row.end_ms - row.start_ms)) for row in rows)
-        for (start, duration), (ts, dur) in zip(given, sorted((e["ts"], e["dur"]) for e in slices), strict=True):
+        for (start, duration), (ts, dur) in zip(
+            given, sorted((e["ts"], e["dur"]) for e in slices), strict=True
+        ):
             assert (ts, dur) == pytest.approx((start, duration))
 
 
@@ -96,7 +105,9 @@ def test_slices_of_a_thread_do_not_overlap(trace: list[dict[str, Any]]) -> None:
             assert start >= end - 1e-6
 
 
-def test_every_arrow_has_one_start_and_one_end_and_runs_forwards_in_one_process(trace: list[dict[str, Any]]) -> None:
+def test_every_arrow_has_one_start_and_one_end_and_runs_forwards_in_one_process(
+    trace: list[dict[str, Any]],
+) -> None:
     arrows = defaultdict(list)
     for event in trace:
         if event["ph"] in "stf":
@@ -111,7 +122,9 @@ def test_every_arrow_has_one_start_and_one_end_and_runs_forwards_in_one_process(
 _TRANSFERS = ("inputs", "values", "gradients", "results")
 
 
-def test_arrows_stand_on_the_passes_that_make_and_read_what_a_transfer_carries(trace: list[dict[str, Any]]) -> None:
+def test_arrows_stand_on_the_passes_that_make_and_read_what_a_transfer_carries(
+    trace: list[dict[str, Any]],
+) -> None:
     slices = [event for event in trace if event["ph"] == "X"]
 
     def under(event: dict[str, Any]) -> dict[str, Any]:
@@ -133,8 +146,12 @@ def test_arrows_stand_on_the_passes_that_make_and_read_what_a_transfer_carries(t
         phase = "backward" if carried["cat"] == "gradients" else "forward"
         assert {item["cat"] for item in passes} == {phase}
         ends = [carried["args"]["stage"], carried["args"]["to stage"]]
-        assert [item["args"]["stage"] for item in passes] == [stage for stage in ends if stage is not None]
-        assert {item["args"]["micro-batch"] for item in stations} == {carried["args"]["micro-batch"]}
+        assert [item["args"]["stage"] for item in passes] == [
+            stage for stage in ends if stage is not None
+        ]
+        assert {item["args"]["micro-batch"] for item in stations} == {
+            carried["args"]["micro-batch"]
+        }
 
 
 def test_without_a_prediction_there_is_one_process(tmp_path: Path) -> None:
@@ -158,11 +175,14 @@ def test_the_table_has_busy_and_idle_of_each_device_measured_and_predicted() -> 
     assert measurement.predicted_ms == pytest.approx(predicted.step_ms)
     assert measurement.measured_ms == pytest.approx(1.5 * predicted.step_ms)
     for index, device in enumerate(DEVICES):
-        assert measurement.busy_ms(device, predicted=True) == pytest.approx(predicted.busy_ms[index])
+        assert measurement.busy_ms(device, predicted=True) == pytest.approx(
+            predicted.busy_ms[index]
+        )
         assert measurement.busy_ms(device) == pytest.approx(1.5 * predicted.busy_ms[index])
     lines = measurement.table().splitlines()
     line = next(line for line in lines if "cuda:1" in line)
-    assert "22.50 ms" in line and "15.00 ms" in line and "1.50" in line  # 3 (2 + 3), and 1.5 times that
+    # 3 (2 + 3), and 1.5 times that
+    assert "22.50 ms" in line and "15.00 ms" in line and "1.50" in line
     assert lines[0].startswith("a step") and "a note" in lines
 
 
@@ -176,6 +196,8 @@ def test_rows_set_each_pass_beside_its_prediction() -> None:
     assert len(measurement.rows) == 3 * 3 * 2
     for row in measurement.rows:
         assert row.predicted_start_ms is not None and row.predicted_end_ms is not None
-        assert row.end_ms - row.start_ms == pytest.approx(1.5 * (row.predicted_end_ms - row.predicted_start_ms))
+        assert row.end_ms - row.start_ms == pytest.approx(
+            1.5 * (row.predicted_end_ms - row.predicted_start_ms)
+        )
     alone = Measurement("a step", DEVICES, _measured()).rows
     assert {row.predicted_start_ms for row in alone} == {None}

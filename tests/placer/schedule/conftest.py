@@ -14,7 +14,11 @@ from placer.schedule import Pipeline, Transfer
 def pipelines(draw, alone=False):
     """Up to 6 stages on up to 4 devices, with skips and missing gradients; whole times."""
     count = draw(st.integers(1, 6))
-    places = list(range(count)) if alone else draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    places = (
+        list(range(count))
+        if alone
+        else draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    )
     times = st.lists(st.integers(0, 6), min_size=count, max_size=count)
     weights = draw(times)
     pairs = [(a, b) for b in range(count) for a in range(b) if places[a] != places[b]]
@@ -23,12 +27,18 @@ def pipelines(draw, alone=False):
     )
     wait = st.integers(0, 5)
     transfers = [
-        Transfer(*pair, draw(wait), draw(st.one_of(wait, wait, st.none()))) for pair in sorted(chosen - {None})
+        Transfer(*pair, draw(wait), draw(st.one_of(wait, wait, st.none())))
+        for pair in sorted(chosen - {None})
     ]
     backward = [inputs + half for inputs, half in zip(draw(times), weights, strict=True)]
     optimizer = draw(st.one_of(st.just([]), times))
     return Pipeline(
-        tuple(places), tuple(draw(times)), tuple(backward), tuple(weights), tuple(transfers), tuple(optimizer)
+        tuple(places),
+        tuple(draw(times)),
+        tuple(backward),
+        tuple(weights),
+        tuple(transfers),
+        tuple(optimizer),
     )
 
 

@@ -38,7 +38,13 @@ def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data,
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedule=SCHEDULES, chunks=SIZES, steps=st.integers(1, 4), training=st.booleans(), data=st.data())
+@given(
+    schedule=SCHEDULES,
+    chunks=SIZES,
+    steps=st.integers(1, 4),
+    training=st.booleans(),
+    data=st.data(),
+)
 def test_a_clock_agrees_on_when_each_of_several_steps_ends(
     schedule, chunks, steps, training, data, strategies, ends_of
 ):
@@ -48,7 +54,9 @@ def test_a_clock_agrees_on_when_each_of_several_steps_ends(
 
 
 @given(schedule=SCHEDULES, chunks=SIZES, steps=st.integers(1, 3), data=st.data())
-def test_steps_in_a_row_hold_the_work_of_each_and_number_micro_batches_on(schedule, chunks, steps, data, strategies):
+def test_steps_in_a_row_hold_the_work_of_each_and_number_micro_batches_on(
+    schedule, chunks, steps, data, strategies
+):
     pipeline = data.draw(strategies.pipelines())
     timeline = simulate(pipeline, planned(pipeline, schedule, chunks), steps)
     work = chunks * (sum(pipeline.forward_ms) + sum(pipeline.backward_ms))
@@ -58,7 +66,8 @@ def test_steps_in_a_row_hold_the_work_of_each_and_number_micro_batches_on(schedu
 
 
 def test_a_device_begins_the_next_step_after_its_own_optimizer():
-    """The first stage is through after 1 + 1 ms, its optimizer after 3 more; the second stage is slower."""
+    """The first stage is through after 1 + 1 ms, its optimizer after 3 more; the second stage is
+    slower."""
     pipeline = Pipeline((0, 1), (1, 5), (0, 5), (0, 0), (Transfer(0, 1, 0),), (3, 0))
     timeline = simulate(pipeline, planned(pipeline, "1f1b", 1), steps=2)
     starts = [task.start_ms for task in timeline.tasks if task[:2] == (0, "forward")]
@@ -72,10 +81,20 @@ def test_no_step_at_all_is_refused():
         simulate(pipeline, planned(pipeline, "1f1b", 1), steps=0)
 
 
-@given(schedule=SIMPLE, stages=SIZES, chunks=SIZES, forward=st.integers(1, 5), backward=st.integers(1, 5))
-def test_equal_stages_take_chunks_plus_stages_less_one_rounds(schedule, stages, chunks, forward, backward):
+@given(
+    schedule=SIMPLE,
+    stages=SIZES,
+    chunks=SIZES,
+    forward=st.integers(1, 5),
+    backward=st.integers(1, 5),
+)
+def test_equal_stages_take_chunks_plus_stages_less_one_rounds(
+    schedule, stages, chunks, forward, backward
+):
     pipeline = Pipeline.chain([forward] * stages, [backward] * stages)
-    assert step_ms(pipeline, planned(pipeline, schedule, chunks)) == (chunks + stages - 1) * (forward + backward)
+    assert step_ms(pipeline, planned(pipeline, schedule, chunks)) == (chunks + stages - 1) * (
+        forward + backward
+    )
 
 
 @given(schedule=SIMPLE, stages=SIZES, chunks=SIZES)
@@ -85,14 +104,25 @@ def test_equal_stages_idle_for_stages_less_one_rounds(schedule, stages, chunks):
     assert timeline.bubble == pytest.approx((stages - 1) / (chunks + stages - 1))
 
 
-@given(devices=st.integers(2, 5), each=st.integers(2, 4), rounds=st.integers(1, 4), time=st.integers(1, 3))
-def test_interleaving_divides_the_time_to_fill_by_the_stages_of_a_device(devices, each, rounds, time):
-    pipeline = Pipeline.chain([time] * devices * each, [2 * time] * devices * each, places=[*range(devices)] * each)
+@given(
+    devices=st.integers(2, 5),
+    each=st.integers(2, 4),
+    rounds=st.integers(1, 4),
+    time=st.integers(1, 3),
+)
+def test_interleaving_divides_the_time_to_fill_by_the_stages_of_a_device(
+    devices, each, rounds, time
+):
+    pipeline = Pipeline.chain(
+        [time] * devices * each, [2 * time] * devices * each, places=[*range(devices)] * each
+    )
     chunks = rounds * devices
     timeline = simulate(pipeline, planned(pipeline, "interleaved", chunks))
     assert timeline.step_ms == 3 * time * (chunks * each + devices - 1)
     busy = 3 * time * chunks * each
-    assert timeline.idle_ms == dict.fromkeys(range(devices), pytest.approx(busy * (devices - 1) / (each * chunks)))
+    assert timeline.idle_ms == dict.fromkeys(
+        range(devices), pytest.approx(busy * (devices - 1) / (each * chunks))
+    )
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 4), (4, 8), (4, 16), (8, 32)])
@@ -123,8 +153,11 @@ def test_fill_drain_is_a_flow_shop_each_way(stages, chunks, data):
 
 @given(schedule=SCHEDULES, stages=SIZES, transfer=st.integers(0, 5), gradient=st.integers(0, 5))
 def test_one_micro_batch_waits_for_every_transfer(schedule, stages, transfer, gradient):
-    pipeline = Pipeline.chain([1] * stages, [2] * stages, transfer_ms=transfer, gradient_ms=gradient)
-    last_half = 1 if schedule == "zero-bubble" else 2  # nobody waits for the weight halves before the first stage's
+    pipeline = Pipeline.chain(
+        [1] * stages, [2] * stages, transfer_ms=transfer, gradient_ms=gradient
+    )
+    # nobody waits for the weight halves before the first stage's
+    last_half = 1 if schedule == "zero-bubble" else 2
     wanted = stages + last_half * (stages - 1) + 2 + (transfer + gradient) * (stages - 1)
     assert step_ms(pipeline, planned(pipeline, schedule, 1)) == wanted
 
@@ -161,17 +194,26 @@ def test_the_timeline_holds_the_work_and_the_step(schedule, chunks, data, strate
     timeline = simulate(pipeline, found)
     work = chunks * (sum(pipeline.forward_ms) + sum(pipeline.backward_ms))
     assert sum(timeline.busy_ms.values()) == work
-    assert timeline.step_ms == step_ms(pipeline, found) == max(task.end_ms for task in timeline.tasks)
+    assert (
+        timeline.step_ms == step_ms(pipeline, found) == max(task.end_ms for task in timeline.tasks)
+    )
     assert all(held <= room for held, room in zip(timeline.in_flight, found.in_flight, strict=True))
 
 
 @pytest.mark.parametrize(
     ("schedule", "places"),
-    [("fill-drain", (0, 1, 2)), ("1f1b", (0, 1, 2)), ("zero-bubble", (0, 1, 2)), ("interleaved", (0, 1, 0, 1))],
+    [
+        ("fill-drain", (0, 1, 2)),
+        ("1f1b", (0, 1, 2)),
+        ("zero-bubble", (0, 1, 2)),
+        ("interleaved", (0, 1, 0, 1)),
+    ],
 )
 def test_the_tables_of_the_docstring_are_what_the_simulation_gives(schedule, places):
     count = len(places)
-    pipeline = Pipeline.chain([1] * count, [2 if schedule == "zero-bubble" else 1] * count, places=places)
+    pipeline = Pipeline.chain(
+        [1] * count, [2 if schedule == "zero-bubble" else 1] * count, places=places
+    )
     timeline = simulate(pipeline, planned(pipeline, schedule, 4))
     signs = {"forward": "0123", "backward": "abcd", "weights": "ABCD"}
     for stage in range(count):

@@ -20,14 +20,19 @@ def planned(pipeline, schedule, chunks, **options):
 
 @settings(max_examples=120, deadline=None)
 @given(schedule=SCHEDULES, chunks=st.integers(1, 4), training=st.booleans(), data=st.data())
-def test_it_is_what_a_clock_shows_over_many_steps(schedule, chunks, training, data, strategies, ends_of):
+def test_it_is_what_a_clock_shows_over_many_steps(
+    schedule, chunks, training, data, strategies, ends_of
+):
     """From the 36th step to the 60th, which are whole rounds of 1, 2, 3, 4, 6, 8, 12 or 24 steps."""
     pipeline = data.draw(strategies.pipelines())
     found = planned(pipeline, schedule, chunks, training=training)
     ends = ends_of(pipeline, found, SETTLED + PERIODS)
     grown = [after - before for before, after in pairwise(ends)]
-    assume(grown[-PERIODS:] == grown[-PERIODS - 12 : -12])  # else it has not settled, or in rounds of another length
-    assert in_a_row_ms(pipeline, found) == pytest.approx((ends[-1] - ends[-1 - PERIODS]) / PERIODS, abs=1e-9)
+    # else it has not settled, or in rounds of another length
+    assume(grown[-PERIODS:] == grown[-PERIODS - 12 : -12])
+    assert in_a_row_ms(pipeline, found) == pytest.approx(
+        (ends[-1] - ends[-1 - PERIODS]) / PERIODS, abs=1e-9
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,7 +46,9 @@ def test_both_ways_to_find_it_agree(schedule, chunks, training, data, strategies
 
 
 @given(schedule=SCHEDULES, chunks=SIZES, training=st.booleans(), data=st.data())
-def test_it_is_between_the_busiest_device_and_a_step_alone(schedule, chunks, training, data, strategies):
+def test_it_is_between_the_busiest_device_and_a_step_alone(
+    schedule, chunks, training, data, strategies
+):
     pipeline = data.draw(strategies.pipelines())
     found = planned(pipeline, schedule, chunks, training=training)
     optimizer = pipeline.optimizer_by_device()
@@ -58,10 +65,15 @@ def test_under_zero_bubble_equal_stages_never_wait(stages, chunks):
 
 
 @pytest.mark.parametrize(("forward", "backward", "weights"), [(19.0, 30.0, 16.0), (7.5, 9.5, 7.0)])
-def test_under_zero_bubble_two_stages_hardly_wait_though_their_passes_take_unlike_times(forward, backward, weights):
-    """The weight halves that are left for the end of a step fill the time until the next one has come so far."""
+def test_under_zero_bubble_two_stages_hardly_wait_though_their_passes_take_unlike_times(
+    forward, backward, weights
+):
+    """The weight halves that are left for the end of a step fill the time until the next one has
+    come so far."""
     pipeline = Pipeline.chain([forward] * 2, [backward + weights] * 2, weights_ms=[weights] * 2)
-    assert in_a_row_ms(pipeline, planned(pipeline, "zero-bubble", 4)) <= 1.02 * 4 * (forward + backward + weights)
+    assert in_a_row_ms(pipeline, planned(pipeline, "zero-bubble", 4)) <= 1.02 * 4 * (
+        forward + backward + weights
+    )
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 4), (4, 8), (8, 8), (4, 3)])
@@ -69,7 +81,10 @@ def test_under_zero_bubble_two_stages_hardly_wait_though_their_passes_take_unlik
 def test_under_1f1b_and_fill_drain_nothing_is_won(schedule, stages, chunks):
     """The first stage ends last, and only then begins the next step."""
     pipeline = Pipeline.chain([1.0] * stages, [2.0] * stages, optimizer_ms=[0.5] * stages)
-    assert in_a_row_ms(pipeline, planned(pipeline, schedule, chunks)) == 3 * (chunks + stages - 1) + 0.5
+    assert (
+        in_a_row_ms(pipeline, planned(pipeline, schedule, chunks))
+        == 3 * (chunks + stages - 1) + 0.5
+    )
 
 
 def test_inference_goes_at_the_pace_of_the_slowest_stage():
@@ -88,7 +103,8 @@ def test_what_takes_nothing_takes_nothing_in_a_row():
 
 
 def test_where_the_longest_chain_comes_round_after_two_steps_it_is_their_mean(ends_of):
-    """No gradient comes back: the first stage sends for the next step beside what the second one still does."""
+    """No gradient comes back: the first stage sends for the next step beside what the second one
+    still does."""
     pipeline = Pipeline((0, 1), (4, 2), (6, 7), (1, 1), (Transfer(0, 1, 3),), (2, 4))
     found = planned(pipeline, "fill-drain", 2)
     ends = ends_of(pipeline, found, 9)

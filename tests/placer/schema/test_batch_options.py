@@ -1,4 +1,5 @@
-"""``BatchOptions`` in profiles, requests and placements: all but functions is carried, and other rules are refused."""
+"""``BatchOptions`` in profiles, requests and placements: all but functions is carried, and other
+rules are refused."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ from placer.testing import logical_devices
 OPTIONS = [
     BatchOptions(inputs=1),
     BatchOptions(inputs={"images": "items", "table": None, "*": 2}, target="items"),
-    BatchOptions(outputs={"loss": "sum", "hidden": 1, "seen": "list"}, reduction="sum", verify=False),
+    BatchOptions(
+        outputs={"loss": "sum", "hidden": 1, "seen": "list"}, reduction="sum", verify=False
+    ),
     BatchOptions(target={"boxes": 0, "scale": None}, outputs="mean"),
 ]
 
 
 def _with(request: PlacementRequest, options: BatchOptions) -> PlacementRequest:
-    return request.model_copy(update={"profile": request.profile.model_copy(update={"batch_options": options})})
+    return request.model_copy(
+        update={"profile": request.profile.model_copy(update={"batch_options": options})}
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -40,7 +45,9 @@ def test_a_request_and_its_placement_carry_them_as_json(options: BatchOptions) -
 
 
 def test_functions_stay_behind() -> None:
-    options = BatchOptions(weigh=lambda _, t: t, outputs={"a": lambda parts, _: parts, "b": "max"}, reduction="mean")
+    options = BatchOptions(
+        weigh=lambda _, t: t, outputs={"a": lambda parts, _: parts, "b": "max"}, reduction="mean"
+    )
     read = BatchOptions.model_validate_json(options.model_dump_json())
     assert read == BatchOptions(outputs={"b": "max"})
 
@@ -67,23 +74,34 @@ def test_what_is_no_rule_is_told_with_what_is_one(given: dict[str, Any], told: s
 def test_from_a_profile_to_a_step_they_are_declared_once() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)).double()
-    x, target = torch.randn(3, 8, 6).double(), torch.randint(5, (3, 8))  # (length, batch, features)
+    # (length, batch, features)
+    x, target = torch.randn(3, 8, 6).double(), torch.randint(5, (3, 8))
 
     def loss_fn(output: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output.flatten(0, 1), goal.flatten(), reduction="sum")
 
     whole = loss_fn(model(x), target)
     whole.backward()  # type: ignore[no-untyped-call]
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    expected = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     model.zero_grad()
     options = BatchOptions(inputs=1, target=1, reduction="sum")
     with logical_devices(2):
         profile = placer.profile(
-            model, x[:, :2], ["cpu:0", "cpu:1"], batch_options=options, progress=False, cache=False, repeats=1
+            model,
+            x[:, :2],
+            ["cpu:0", "cpu:1"],
+            batch_options=options,
+            progress=False,
+            cache=False,
+            repeats=1,
         )
         assert profile.batch_size == 2
         read = Profile.model_validate_json(profile.model_dump_json())
-        placement = placer.suggest(profile=read, chunks=4, constraints=placer.Constraints(min_devices=2))
+        placement = placer.suggest(
+            profile=read, chunks=4, constraints=placer.Constraints(min_devices=2)
+        )
         flow = DataFlow(model)
         flow.update_flow(placement)
         assert flow.batch_options == options

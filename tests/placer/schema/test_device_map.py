@@ -49,7 +49,8 @@ def test_what_has_no_device_map_is_told() -> None:
 @pytest.mark.parametrize("model", ["resnet18", nn.Linear, 3])
 def test_a_map_of_what_is_no_model_is_refused(model: object) -> None:
     with pytest.raises(
-        PlacementError, match=r"device_map was given .*; give the nn.Module that was placed, or nothing"
+        PlacementError,
+        match=r"device_map was given .*; give the nn.Module that was placed, or nothing",
     ):
         _placed(a="cuda:0").device_map(model)
 
@@ -63,12 +64,19 @@ def _halves(graph: LayerGraph) -> Placement:
     return _placed(**where)
 
 
-LANGUAGE_MODELS = ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM"]
+LANGUAGE_MODELS = [
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "T5ForConditionalGeneration",
+    "BertForMaskedLM",
+]
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "resnet18"])
 @pytest.mark.parametrize("granularity", ["auto", "fine", "blocks"])
-def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(name: str, granularity: str) -> None:
+def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(
+    name: str, granularity: str
+) -> None:
     model = CASES[name].make()
     args, kwargs = CASES[name].inputs(False)
     graph = capture_graph(model.eval(), args, kwargs, granularity=granularity)
@@ -98,11 +106,15 @@ def test_what_no_layer_names_goes_where_its_tensor_is_or_to_the_first_device() -
 
 
 def test_modules_are_named_as_large_as_their_parts_allow() -> None:
-    """What is added inside a block has to be brought to the block's device, as accelerate moves nothing in between."""
+    """What is added inside a block has to be brought to the block's device, as accelerate moves
+    nothing in between."""
     model = nn.Sequential(
-        nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
     )
-    placement = _placed(**{"0.0": "cuda:0", "0.1": "cuda:0", "1.0": "cuda:0", "1.1": "cuda:1", "1.2": "cuda:1"})
+    placement = _placed(
+        **{"0.0": "cuda:0", "0.1": "cuda:0", "1.0": "cuda:0", "1.1": "cuda:1", "1.2": "cuda:1"}
+    )
     assert placement.device_map(model) == {"0": 0, "1.0": 0, "1.1": 1, "1.2": 1}
     together = _placed(**dict.fromkeys(placement.layer_devices, "cuda:3"))
     assert together.device_map(model) == {"": 3}
@@ -133,7 +145,12 @@ def _cut_in_a_block(model: nn.Module) -> Placement:
 
 def _llama(**options: Any) -> nn.Module:
     library = transformers()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     config = library.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes, **options)
     model: nn.Module = library.LlamaForCausalLM(config).eval()
     return model
@@ -158,7 +175,9 @@ def test_stand_ins_of_the_cpu_are_devices_of_their_own_until_the_map_is_made() -
     model = _llama()
     gpus = _cut_in_a_block(model).layer_devices
     with pytest.raises(PlacementError, match=r"cuts inside 'model.layers.1'"):
-        _placed(**{name: device.replace("cuda", "cpu") for name, device in gpus.items()}).device_map(model)
+        _placed(
+            **{name: device.replace("cuda", "cpu") for name, device in gpus.items()}
+        ).device_map(model)
 
 
 class _Wrapper(nn.Module):
@@ -184,7 +203,10 @@ class _Wrapper(nn.Module):
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_blocks_of_a_model_in_a_wrapper_stay_whole(hands_on: bool) -> None:
     model = _Wrapper(_llama(), hands_on)
-    where = {f"base_model.{name}": device for name, device in _cut_in_a_block(model.base_model).layer_devices.items()}
+    where = {
+        f"base_model.{name}": device
+        for name, device in _cut_in_a_block(model.base_model).layer_devices.items()
+    }
     with pytest.raises(PlacementError, match=r"cuts inside 'base_model.model.layers.1'"):
         _placed(**where).device_map(model)
 
@@ -193,12 +215,22 @@ def test_blocks_of_all_models_that_a_model_is_made_of_stay_whole() -> None:
     """A vision-language model: its parts name classes of their own."""
     library = transformers()
     vision = library.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=14,
     )
     language = _llama().config
     language.vocab_size = 60
     model = library.LlavaForConditionalGeneration(
-        library.LlavaConfig(vision_config=vision, text_config=language, image_token_index=59, vision_feature_layer=-1)
+        library.LlavaConfig(
+            vision_config=vision,
+            text_config=language,
+            image_token_index=59,
+            vision_feature_layer=-1,
+        )
     ).eval()
     tokens = torch.randint(3, 50, (2, 8))
     tokens[:, 1:5] = 59
@@ -207,8 +239,13 @@ def test_blocks_of_all_models_that_a_model_is_made_of_stay_whole() -> None:
     names = [layer.name for layer in graph.layers]
     assert {"model.vision_tower.encoder.layers.1", "model.language_model.layers.2"} <= set(names)
     assert set(_halves(graph).device_map(model).values()) == {0, 1}
-    inside = dict.fromkeys(names, "cuda:0") | {"model.vision_tower.encoder.layers.1.mlp.fc2": "cuda:1"}
-    with pytest.raises(PlacementError, match=r"cuts inside 'model.vision_tower.encoder.layers.1', a CLIPEncoderLayer"):
+    inside = dict.fromkeys(names, "cuda:0") | {
+        "model.vision_tower.encoder.layers.1.mlp.fc2": "cuda:1"
+    }
+    with pytest.raises(
+        PlacementError,
+        match=r"cuts inside 'model.vision_tower.encoder.layers.1', a CLIPEncoderLayer",
+    ):
         _placed(**inside).device_map(model)
 
 
@@ -228,17 +265,24 @@ def test_a_tied_parameter_on_two_devices_is_refused_as_accelerate_keeps_it_on_on
     model = _Tied().eval()
     apart = _placed(embed="cuda:0", body="cuda:0", head="cuda:1")
     with pytest.raises(
-        PlacementError, match=r"'embed.weight' and 'head.weight' are one parameter, .* without split_tied"
+        PlacementError,
+        match=r"'embed.weight' and 'head.weight' are one parameter, .* without split_tied",
     ):
         apart.device_map(model)
-    assert _placed(embed="cuda:0", body="cuda:1", head="cuda:0").device_map(model) == {"embed": 0, "body": 1, "head": 0}
+    assert _placed(embed="cuda:0", body="cuda:1", head="cuda:0").device_map(model) == {
+        "embed": 0,
+        "body": 1,
+        "head": 0,
+    }
     with logical_devices(2), torch.no_grad(), pytest.raises(MixedDevicesError):
         places = {path: f"cpu:{place}" for path, place in apart.device_map().items()}
         accelerate.dispatch_model(copy.deepcopy(model), places)(torch.tensor([[1, 2]]))
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_tied_language_model_is_placed_as_a_chain_of_whole_blocks_with_a_valid_map(training: bool) -> None:
+def test_a_tied_language_model_is_placed_as_a_chain_of_whole_blocks_with_a_valid_map(
+    training: bool,
+) -> None:
     model = _llama(tie_word_embeddings=True).train(training)
     placement = placer.suggest(
         model,

@@ -28,12 +28,24 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
             {"pined": {"a": "d"}},
             "Constraints.pined: there is no such field; did you mean 'pinned'?",
         ),
-        (placer.Constraints, {"max_devices": "x"}, "Constraints.max_devices: should be a valid integer, not 'x'"),
-        (placer.Constraints, {"max_devices": 0}, "Constraints.max_devices: should be greater .* equal to 1, not 0"),
+        (
+            placer.Constraints,
+            {"max_devices": "x"},
+            "Constraints.max_devices: should be a valid integer, not 'x'",
+        ),
+        (
+            placer.Constraints,
+            {"max_devices": 0},
+            "Constraints.max_devices: should be greater .* equal to 1, not 0",
+        ),
         (Device, {"name": "d", "memory_bytes": 9}, "Device.type: is missing"),
         (Layer, {"name": "a", "forward_ms": {"t": float("nan")}}, "Layer.forward_ms.t: .* finite"),
         (Link, {"source": "a", "target": "a"}, "Link.bandwidth_bytes_per_s: is missing"),
-        (Profile, PROFILE | {"clustr": None}, "Profile.clustr: there is no such field; did you mean 'cluster'?"),
+        (
+            Profile,
+            PROFILE | {"clustr": None},
+            "Profile.clustr: there is no such field; did you mean 'cluster'?",
+        ),
         (
             Profile,
             {"layers": LAYERS, "cluster": {"device": DEVICES}},
@@ -60,10 +72,16 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
             {"recompute": {"d": "sometimes"}},
             r"^Constraints.recompute.d: should be 'never', 'auto' or 'always', not 'sometimes'$",
         ),
-        (PlacementRequest, {"profile": {"layers": LAYERS}}, "PlacementRequest: neither the request nor its profile"),
+        (
+            PlacementRequest,
+            {"profile": {"layers": LAYERS}},
+            "PlacementRequest: neither the request nor its profile",
+        ),
     ],
 )
-def test_a_program_is_told_the_place_the_value_and_the_nearest_name(make: Any, fields: Any, message: str) -> None:
+def test_a_program_is_told_the_place_the_value_and_the_nearest_name(
+    make: Any, fields: Any, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         make(**fields)
 
@@ -83,7 +101,10 @@ def test_what_is_read_is_told_as_a_program_is_and_every_place_is_in_the_cause(re
         "PlacementRequest.constraints.pined: there is no such field; did you mean 'pinned'? (and 1 more)"
     )
     assert isinstance(refused.value.__cause__, ValidationError)
-    assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {("constraints", "pined"), ("chunks",)}
+    assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {
+        ("constraints", "pined"),
+        ("chunks",),
+    }
 
 
 @pytest.mark.parametrize("read", READ)
@@ -118,7 +139,10 @@ def replaced(content: Any, path: tuple[Any, ...], value: Any) -> Any:
         return value
     first, *rest = path
     if isinstance(content, list):
-        return [replaced(one, tuple(rest), value) if number == first else one for number, one in enumerate(content)]
+        return [
+            replaced(one, tuple(rest), value) if number == first else one
+            for number, one in enumerate(content)
+        ]
     return {**content, first: replaced(content.get(first, {}), tuple(rest), value)}
 
 
@@ -183,15 +207,23 @@ def test_a_value_that_no_branch_of_a_union_takes_is_told_without_the_branches(va
 
 
 def test_a_measurement_is_told_by_its_rows() -> None:
-    text = json.dumps({"title": "t", "devices": [], "measured": [["cuda:0", "forward", 0, None, "x", 0.0, 1.0]]})
-    with pytest.raises(InputError, match=r"^Measurement\.measured\.0\.(4|micro_batch): should be a valid integer"):
+    text = json.dumps(
+        {"title": "t", "devices": [], "measured": [["cuda:0", "forward", 0, None, "x", 0.0, 1.0]]}
+    )
+    with pytest.raises(
+        InputError, match=r"^Measurement\.measured\.0\.(4|micro_batch): should be a valid integer"
+    ):
         Measurement.from_json(text)
 
 
 def test_what_is_no_json_or_no_dictionary_is_told_as_such() -> None:
-    with pytest.raises(InputError, match=r"^Profile: should be JSON, not 'profile\.json': expected value at line 1"):
+    with pytest.raises(
+        InputError, match=r"^Profile: should be JSON, not 'profile\.json': expected value at line 1"
+    ):
         Profile.model_validate_json("profile.json")
-    with pytest.raises(InputError, match=r"^Profile: should be a valid dictionary .*, not 'profile\.json'$"):
+    with pytest.raises(
+        InputError, match=r"^Profile: should be a valid dictionary .*, not 'profile\.json'$"
+    ):
         Profile.model_validate("profile.json")
 
 
@@ -204,10 +236,15 @@ def test_types_within_others_are_read_by_pydantic_with_their_places() -> None:
     assert [fault["loc"] for fault in refused.value.errors()] == [("request", "chunks")]
 
 
-def test_of_several_faults_a_misspelt_name_is_told_before_the_missing_one_that_it_explains() -> None:
+def test_of_several_faults_a_misspelt_name_is_told_before_the_missing_one_that_it_explains() -> (
+    None
+):
     with pytest.raises(InputError) as refused:
         Device.model_validate({"name": "d", "typ": "t", "memory_bytes": 9})
-    assert str(refused.value) == "Device.typ: there is no such field; did you mean 'type'? (and 1 more)"
+    assert (
+        str(refused.value)
+        == "Device.typ: there is no such field; did you mean 'type'? (and 1 more)"
+    )
 
 
 def test_of_a_long_name_or_value_the_middle_is_left_out() -> None:

@@ -1,4 +1,5 @@
-"""``Profile.untied``: layers that share parameters may be on several devices, each further one with a copy."""
+"""``Profile.untied``: layers that share parameters may be on several devices, each further one with
+a copy."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ def _layer(name: str, ms: float = 1.0, **own: int) -> Layer:
 
 def _profile(memory_bytes: int = 10_000, training: bool = True, **tie: Any) -> Profile:
     """An embedding, a body and a head that shares 100 bytes with the embedding, in a row."""
-    layers = [_layer("embed", param_bytes=100, grad_bytes=100, optimizer_bytes=200), _layer("body", 4.0, param_bytes=7)]
+    layers = [
+        _layer("embed", param_bytes=100, grad_bytes=100, optimizer_bytes=200),
+        _layer("body", 4.0, param_bytes=7),
+    ]
     layers += [_layer("head", param_bytes=3), _layer("again")]
     devices = [Device(name=name, type="t", memory_bytes=memory_bytes) for name in ("a", "b")]
-    links = [Link(source=one, target=other, bandwidth_bytes_per_s=1e9) for one, other in ("ab", "ba")]
-    shared = TiedParameters(layers=("embed", "head", "again"), **({"gradient_bytes": 100, "param_bytes": 100} | tie))
+    links = [
+        Link(source=one, target=other, bandwidth_bytes_per_s=1e9) for one, other in ("ab", "ba")
+    ]
+    shared = TiedParameters(
+        layers=("embed", "head", "again"), **({"gradient_bytes": 100, "param_bytes": 100} | tie)
+    )
     return Profile(
         layers=layers,
         edges=[Edge(source=a.name, targets=(b.name,), bytes=1) for a, b in pairwise(layers)],
@@ -49,7 +57,9 @@ def test_split_layers_share_no_device_but_for_other_reasons() -> None:
 
 
 def _held(profile: Profile, **constraints: Any) -> dict[str, tuple[int, int, int]]:
-    placement = placer.solve(PlacementRequest(profile=profile, constraints=Constraints(**constraints)))
+    placement = placer.solve(
+        PlacementRequest(profile=profile, constraints=Constraints(**constraints))
+    )
     assert placement.status == "optimal"
     return {
         load.device: (load.memory.param_bytes, load.memory.grad_bytes, load.memory.optimizer_bytes)
@@ -57,24 +67,33 @@ def _held(profile: Profile, **constraints: Any) -> dict[str, tuple[int, int, int
     }
 
 
-def test_a_device_without_the_first_layer_has_one_copy_and_its_gradient_and_no_optimizer_state() -> None:
+def test_a_device_without_the_first_layer_has_one_copy_and_its_gradient_and_no_optimizer_state() -> (
+    None
+):
     apart = {"embed": "a", "body": "a", "head": "b", "again": "b"}
     assert _held(_profile().untied(), pinned=apart) == {"a": (107, 100, 200), "b": (103, 100, 0)}
 
 
 def test_one_device_has_what_it_shares_once() -> None:
     assert _held(_profile().untied(), max_devices=1, forbidden={"*": ["b"]})["a"] == (110, 100, 200)
-    assert _held(_profile(memory_bytes=410, training=True).untied(), max_devices=1)["a"] == (110, 100, 200)
+    assert _held(_profile(memory_bytes=410, training=True).untied(), max_devices=1)["a"] == (
+        110,
+        100,
+        200,
+    )
 
 
 def test_inference_splits_too_and_counts_the_parameters_on_both_devices() -> None:
     profile = _profile(training=False, gradient_bytes=0)
     held = _held(profile.untied(), contiguous=True)
     assert sorted(held.values()) == [(103, 0, 0), (107, 0, 0)]
-    small = _profile(memory_bytes=109, training=False, gradient_bytes=0).untied()  # all layers together need 110
+    # all layers together need 110
+    small = _profile(memory_bytes=109, training=False, gradient_bytes=0).untied()
     assert _held(small) == {"a": (107, 0, 0), "b": (103, 0, 0)}
     with pytest.raises(InfeasibleError, match="need"):
-        placer.suggest(profile=_profile(memory_bytes=101, training=False, gradient_bytes=0).untied())
+        placer.suggest(
+            profile=_profile(memory_bytes=101, training=False, gradient_bytes=0).untied()
+        )
 
 
 def test_frozen_parameters_are_copied_without_a_gradient() -> None:
@@ -90,8 +109,13 @@ def test_a_profile_that_does_not_tell_the_parameters_has_copies_as_large_as_the_
 
 def test_the_original_is_in_the_layer_that_runs_first() -> None:
     layers = [_layer("embed", param_bytes=50), _layer("head")]
-    with pytest.raises(InputError, match="'embed' runs first and has 50 bytes of parameters, but 100 of them"):
-        Profile(layers=layers, tied=[TiedParameters(layers=("embed", "head"), param_bytes=100, split=True)])
+    with pytest.raises(
+        InputError, match="'embed' runs first and has 50 bytes of parameters, but 100 of them"
+    ):
+        Profile(
+            layers=layers,
+            tied=[TiedParameters(layers=("embed", "head"), param_bytes=100, split=True)],
+        )
 
 
 def test_split_tied_is_true_or_false() -> None:
@@ -99,7 +123,9 @@ def test_split_tied_is_true_or_false() -> None:
         placer.suggest(profile=_profile(), split_tied="no")  # type: ignore[arg-type]
 
 
-def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit_model_does() -> None:
+def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit_model_does() -> (
+    None
+):
     torch.manual_seed(0)
     model = gpt(layers=4, width=16, heads=2, context=8, vocabulary=11, tied=True).double()
     reference, tokens = copy.deepcopy(model), torch.randint(11, (4, 8))
@@ -107,7 +133,11 @@ def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit
     def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
-    asked = {"devices": ["cpu:0", "cpu:1"], "constraints": Constraints(contiguous=True, min_devices=2), "chunks": 2}
+    asked = {
+        "devices": ["cpu:0", "cpu:1"],
+        "constraints": Constraints(contiguous=True, min_devices=2),
+        "chunks": 2,
+    }
     with logical_devices(2):
         with pytest.raises(InfeasibleError):
             placer.suggest(model, tokens[:2], **asked)
@@ -131,10 +161,14 @@ def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit
 def test_a_profile_tells_what_layers_share(training: bool, frozen: bool) -> None:
     model = gpt(layers=2, width=16, heads=2, context=8, vocabulary=11, tied=True).train(training)
     weight = model.token_embedding.weight.requires_grad_(not frozen)
-    found = placer.profile(model, torch.randint(11, (2, 8)), devices=["cpu:0"], training=training, cache=False)
+    found = placer.profile(
+        model, torch.randint(11, (2, 8)), devices=["cpu:0"], training=training, cache=False
+    )
     gradient = weight.nbytes if training and not frozen else 0
     assert found.tied == (
-        TiedParameters(layers=("token_embedding", "head"), param_bytes=weight.nbytes, gradient_bytes=gradient),
+        TiedParameters(
+            layers=("token_embedding", "head"), param_bytes=weight.nbytes, gradient_bytes=gradient
+        ),
     )
     assert found.colocated == (("token_embedding", "head"),) and found.untied().colocated == ()
 
@@ -152,13 +186,16 @@ class _Counting(torch.nn.Module):
 
 
 def test_layers_that_share_other_state_too_stay_together() -> None:
-    found = placer.profile(_Counting().train(), torch.randn(3, 4), devices=["cpu:0"], granularity="fine", cache=False)
+    found = placer.profile(
+        _Counting().train(), torch.randn(3, 4), devices=["cpu:0"], granularity="fine", cache=False
+    )
     assert found.colocated == (("inner", "inner@1"),) and found.tied == ()
     assert found.untied().colocated == (("inner", "inner@1"),)
 
 
 class _Tied(torch.nn.Module):
-    """An embedding and a head that share a weight, and a number that torch.export refuses if ``hooks``."""
+    """An embedding and a head that share a weight, and a number that torch.export refuses if
+    ``hooks``."""
 
     def __init__(self, hooks: bool = False) -> None:
         super().__init__()
@@ -204,7 +241,8 @@ def test_split_ties_give_in_inference_what_the_unsplit_model_gives(how: str, hoo
                     found = [model(batch) for batch in tokens]
             else:
                 found = [flow(batch, chunks=2 if how == "chunks" else 1) for batch in tokens]
-            if how != "applied":  # where few calls run through hooks rather than be captured
+            # where few calls run through hooks rather than be captured
+            if how != "applied":
                 assert bool(flow.not_captured_because) == hooks
             for one, batch in zip(found, tokens, strict=True):
                 torch.testing.assert_close(one.cpu(), reference(batch))

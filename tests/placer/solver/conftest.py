@@ -12,7 +12,8 @@ from placer.solver.reduce import reduced
 
 @pytest.fixture(scope="session")
 def training_problem():
-    """``training_problem(random)``: a problem whose values are read by several layers, some of which keep them."""
+    """``training_problem(random)``: a problem whose values are read by several layers, some of
+    which keep them."""
     return make_training_problem
 
 
@@ -52,12 +53,17 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
             rest = {"rest_bytes": random.choice(sizes), "rest_until": until}
         crossing = {"bytes": size, "gradient_bytes": gradient, "deferred": random.random() < 0.4}
         edges.append(Edge(source=source, targets=targets, saved_by=saved_by, **crossing, **rest))
-    devices = [Device(name=f"d{i}", type="t", memory_bytes=10_000) for i in range(random.randint(2, 3))]
+    devices = [
+        Device(name=f"d{i}", type="t", memory_bytes=10_000) for i in range(random.randint(2, 3))
+    ]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(devices, 2)
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3)
+        for a, b in itertools.permutations(devices, 2)
     ]
     cluster, share = Cluster(devices=devices, links=links), random.choice((0, 0, 1, 6))
-    profile = Profile(layers=layers, edges=edges, training=True, cluster=cluster, optimizer_step_share=share)
+    profile = Profile(
+        layers=layers, edges=edges, training=True, cluster=cluster, optimizer_step_share=share
+    )
     return Problem.from_request(
         PlacementRequest(
             profile=profile,
@@ -83,18 +89,28 @@ def make_chain(times_ms, devices=2, memory_bytes=1_000, param_bytes=0, value_byt
         Layer(name=f"l{i}", forward_ms={"t": time}, param_bytes=size)
         for i, (time, size) in enumerate(zip(times_ms, params, strict=True))
     ]
-    edges = [Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=value_bytes) for i in range(count - 1)]
+    edges = [
+        Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=value_bytes) for i in range(count - 1)
+    ]
     names = [f"d{i}" for i in range(devices)]
     cluster = Cluster(
         devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in names],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(names, 2)],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+            for a, b in itertools.permutations(names, 2)
+        ],
     )
     return PlacementRequest(profile=Profile(layers=layers, edges=edges, cluster=cluster), **asked)
 
 
 @pytest.fixture(scope="session")
 def enumerated():
-    """Problems with the nodes of each and the smallest bottleneck of all assignments, where there is one above 0."""
+    """Problems with the nodes of each and the smallest bottleneck of all assignments, where there
+    is one above 0."""
     problems = [drawn(seed) for seed in range(80)]
-    found = [(problem, nodes, best_of(problem, nodes)) for problem in problems for nodes in [reduced(problem)]]
+    found = [
+        (problem, nodes, best_of(problem, nodes))
+        for problem in problems
+        for nodes in [reduced(problem)]
+    ]
     return [each for each in found if each[2]]

@@ -1,4 +1,5 @@
-"""The solver against trying every assignment, on thousands of random small requests with all features together."""
+"""The solver against trying every assignment, on thousands of random small requests with all
+features together."""
 
 import pytest
 from enumeration import brute_force

@@ -20,7 +20,10 @@ def question(edit=lambda asked: None, **constraints):
         },
         "cluster": {
             "devices": [{"name": name, "type": "t", "memory_bytes": 100} for name in ("x", "y")],
-            "links": [{"source": a, "target": b, "bandwidth_bytes_per_s": 1e3} for a, b in (("x", "y"), ("y", "x"))],
+            "links": [
+                {"source": a, "target": b, "bandwidth_bytes_per_s": 1e3}
+                for a, b in (("x", "y"), ("y", "x"))
+            ],
         },
         "constraints": constraints,
     }
@@ -45,18 +48,39 @@ LAYER, DEVICE, LINK = (("profile", "layers", 0), ("cluster", "devices", 1), ("cl
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (setting(math.nan, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "finite", "NaN"]),
-        (setting(math.inf, *LAYER, "backward_ms", "t"), ["profile.layers.0.backward_ms.t", "finite", "Infinity"]),
-        (setting(math.nan, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "NaN"]),
-        (setting(-1.0, *LAYER, "forward_ms", "t"), ["profile.layers.0.forward_ms.t", "greater than or equal", "-1.0"]),
+        (
+            setting(math.nan, *LAYER, "forward_ms", "t"),
+            ["profile.layers.0.forward_ms.t", "finite", "NaN"],
+        ),
+        (
+            setting(math.inf, *LAYER, "backward_ms", "t"),
+            ["profile.layers.0.backward_ms.t", "finite", "Infinity"],
+        ),
+        (
+            setting(math.nan, *LINK, "bandwidth_bytes_per_s"),
+            ["cluster.links.0.bandwidth_bytes_per_s", "NaN"],
+        ),
+        (
+            setting(-1.0, *LAYER, "forward_ms", "t"),
+            ["profile.layers.0.forward_ms.t", "greater than or equal", "-1.0"],
+        ),
         (setting(-7, *LAYER, "param_bytes"), ["profile.layers.0.param_bytes", "-7"]),
         (setting(-5, "profile", "edges", 0, "bytes"), ["profile.edges.0.bytes", "-5"]),
-        (setting(0.0, *LINK, "bandwidth_bytes_per_s"), ["cluster.links.0.bandwidth_bytes_per_s", "greater than 0"]),
+        (
+            setting(0.0, *LINK, "bandwidth_bytes_per_s"),
+            ["cluster.links.0.bandwidth_bytes_per_s", "greater than 0"],
+        ),
         (setting(-1e-6, *LINK, "latency_s"), ["cluster.links.0.latency_s", "-1e-06"]),
         (setting("fast", *DEVICE, "type"), ["layer 'a' has no forward_ms for device type 'fast'"]),
         (setting({}, *LAYER, "backward_ms"), ["layer 'a' has no backward_ms for device type 't'"]),
-        (setting(101, *DEVICE, "reserve_bytes"), ["cluster.devices.1", "memory_bytes 100 is below reserve_bytes 101"]),
-        (setting([], "cluster", "links"), ["cluster.links", "device 'x' has no link with any other device"]),
+        (
+            setting(101, *DEVICE, "reserve_bytes"),
+            ["cluster.devices.1", "memory_bytes 100 is below reserve_bytes 101"],
+        ),
+        (
+            setting([], "cluster", "links"),
+            ["cluster.links", "device 'x' has no link with any other device"],
+        ),
         (setting("z", *LINK, "target"), ["link 'x' -> 'z': there is no device 'z'"]),
     ],
 )
@@ -69,8 +93,16 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
 @pytest.mark.parametrize(
     ("targets", "until", "words"),
     [
-        (["c"], "", "edge from 'a': rest_bytes is for values that two layers read or more; leave it out"),
-        (["b", "d"], "b", "edge from 'a': rest_until names 'b', which is no layer after the target before the last"),
+        (
+            ["c"],
+            "",
+            "edge from 'a': rest_bytes is for values that two layers read or more; leave it out",
+        ),
+        (
+            ["b", "d"],
+            "b",
+            "edge from 'a': rest_until names 'b', which is no layer after the target before the last",
+        ),
         (["b", "d"], "e", "rest_until names 'e'"),
         (["b", "d"], "z", "edge from 'a': rest_until: there is no layer 'z'"),
     ],
@@ -78,7 +110,9 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
 def test_a_rest_beside_a_slice_that_cannot_be_is_refused(targets, until, words):
     edge = {"source": "a", "targets": targets, "bytes": 5, "rest_bytes": 7}
     content = {"layers": [{"name": name, "forward_ms": {"t": 1.0}} for name in "abcde"]}
-    assert Profile.model_validate(content | {"edges": [edge | {"targets": ["b", "d"], "rest_until": "c"}]})
+    assert Profile.model_validate(
+        content | {"edges": [edge | {"targets": ["b", "d"], "rest_until": "c"}]}
+    )
     with pytest.raises(InputError) as refused:
         Profile.model_validate(content | {"edges": [edge | {"rest_until": until}]})
     assert words in str(refused.value)
@@ -88,7 +122,9 @@ def test_layers_that_share_parameters_are_colocated():
     layers = [{"name": name, "forward_ms": {"t": 1.0}} for name in "abc"]
     content = {"layers": layers, "tied": [{"layers": ["a", "c"], "gradient_bytes": 5}]}
     assert Profile.model_validate(content | {"colocated": [["a", "b", "c"]]})
-    with pytest.raises(InputError, match="layers 'a', 'c' share parameters; name them together in colocated, too"):
+    with pytest.raises(
+        InputError, match="layers 'a', 'c' share parameters; name them together in colocated, too"
+    ):
         Profile.model_validate(content | {"colocated": [["a", "b"]]})
 
 
@@ -100,8 +136,16 @@ def one_way(asked):
     ("edit", "constraints", "words"),
     [
         (None, {"pinned": {"a": "w"}}, "constraints.pinned: there is no device 'w'"),
-        (None, {"pinned": {"a": "x"}, "forbidden": {"a": ["x"]}}, "'a' is pinned to 'x', which is forbidden for it"),
-        (None, {"pinned": {"b": "y"}, "forbidden": {"*": ["y"]}}, "'b' is pinned to 'y', which is forbidden for it"),
+        (
+            None,
+            {"pinned": {"a": "x"}, "forbidden": {"a": ["x"]}},
+            "'a' is pinned to 'x', which is forbidden for it",
+        ),
+        (
+            None,
+            {"pinned": {"b": "y"}, "forbidden": {"*": ["y"]}},
+            "'b' is pinned to 'y', which is forbidden for it",
+        ),
         (
             None,
             {"pinned": {"a": "x", "b": "y"}, "colocated": [["a", "b"]]},
@@ -112,8 +156,16 @@ def one_way(asked):
             {"pinned": {"a": "x", "b": "y"}},
             "colocated layers are pinned apart, 'a' to 'x' and 'b' to 'y'",
         ),
-        (one_way, {"pinned": {"a": "y", "b": "x"}}, "'b' reads on 'x', but cluster.links has no link from 'y' to 'x'"),
-        (one_way, {"pinned": {"a": "x", "b": "y"}}, "'b' reads on 'y', but cluster.links has no link from 'y' to 'x'"),
+        (
+            one_way,
+            {"pinned": {"a": "y", "b": "x"}},
+            "'b' reads on 'x', but cluster.links has no link from 'y' to 'x'",
+        ),
+        (
+            one_way,
+            {"pinned": {"a": "x", "b": "y"}},
+            "'b' reads on 'y', but cluster.links has no link from 'y' to 'x'",
+        ),
     ],
 )
 def test_pins_that_contradict_another_rule_by_themselves_are_refused(edit, constraints, words):
@@ -137,13 +189,21 @@ def test_one_device_needs_no_link():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"bandwidth_bytes_per_s": 1e-300}, "5 bytes of layer 'a' would take 5e+303 ms over link 'x' -> 'y'"),
-        ({"bandwidth_bytes_per_s": 1e-320}, "5 bytes of layer 'a' would take inf ms over link 'x' -> 'y'"),
+        (
+            {"bandwidth_bytes_per_s": 1e-300},
+            "5 bytes of layer 'a' would take 5e+303 ms over link 'x' -> 'y'",
+        ),
+        (
+            {"bandwidth_bytes_per_s": 1e-320},
+            "5 bytes of layer 'a' would take inf ms over link 'x' -> 'y'",
+        ),
         ({"bandwidth_bytes_per_s": 1.0, "latency_s": 1e6}, "latency_s = 1e+06"),
     ],
 )
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory", "step"])
-def test_a_link_over_which_a_value_takes_longer_than_any_layer_may_is_refused(values, words, objective):
+def test_a_link_over_which_a_value_takes_longer_than_any_layer_may_is_refused(
+    values, words, objective
+):
     asked = question(pinned={"a": "x", "b": "y"})
     asked["cluster"]["links"][0].update(values)
     with pytest.raises(InputError) as refused:

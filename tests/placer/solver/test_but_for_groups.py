@@ -1,8 +1,8 @@
-"""Chains whose ends are tied: contiguous but for the colocated layers, and proven as soon as any chain is.
+"""Chains whose ends are tied: contiguous but for the colocated layers, and proven as soon as any
+chain is.
 
-Before, colocation that pulled layers together made the placement free, and the search for the best of all maps took up
-to 30 seconds for maps with many changes of device.
-"""
+Before, colocation that pulled layers together made the placement free, and the search for the best
+of all maps took up to 30 seconds for maps with many changes of device."""
 
 from __future__ import annotations
 
@@ -44,11 +44,17 @@ def _pulling(request: PlacementRequest) -> set[str]:
     joined.add_nodes_from(names)
     for group in (*request.profile.colocated, *request.constraints.colocated, *by_pin.values()):
         joined.add_edges_from(pairwise(group))
-    node_of = {name: min(group) for group in networkx.connected_components(joined) for name in group}
-    grouped = {name for group in networkx.connected_components(joined) if len(group) > 1 for name in group}
+    node_of = {
+        name: min(group) for group in networkx.connected_components(joined) for name in group
+    }
+    grouped = {
+        name for group in networkx.connected_components(joined) if len(group) > 1 for name in group
+    }
     graph = networkx.DiGraph()
     graph.add_nodes_from(node_of.values())
-    graph.add_edges_from((node_of[e.source], node_of[t]) for e in request.profile.edges for t in e.targets)
+    graph.add_edges_from(
+        (node_of[e.source], node_of[t]) for e in request.profile.edges for t in e.targets
+    )
     found: set[str] = set()
     for component in networkx.strongly_connected_components(graph):
         members = {name for name in names if node_of[name] in component}
@@ -58,7 +64,8 @@ def _pulling(request: PlacementRequest) -> set[str]:
 
 
 def _best(request: PlacementRequest, loose: set[str]) -> float | None:
-    """The smallest objective of the maps in which values between other layers never come back to a device."""
+    """The smallest objective of the maps in which values between other layers never come back to a
+    device."""
     every = Enumeration(request, contiguous=False)
     values = []
     for where in every.maps():
@@ -68,7 +75,10 @@ def _best(request: PlacementRequest, loose: set[str]) -> float | None:
             for t in e.targets
             if where[e.source] != where[t] and not loose & {e.source, t}
         )
-        if networkx.is_directed_acyclic_graph(between) and (value := every.value(where)) is not None:
+        if (
+            networkx.is_directed_acyclic_graph(between)
+            and (value := every.value(where)) is not None
+        ):
             values.append(value)
     return min(values, default=None)
 
@@ -91,18 +101,30 @@ def test_no_placement_that_is_contiguous_but_for_groups_is_better(data: st.DataO
 
 
 def _tied_chain(blocks: int, devices: int, training: bool, memory_bytes: int = 2**40) -> Profile:
-    """Blocks of slightly different times that all read what is made once, between an embedding and a tied head."""
+    """Blocks of slightly different times that all read what is made once, between an embedding and
+    a tied head."""
 
     def layer(name: str, forward_ms: float, size: int) -> Layer:
-        passes = {"backward_ms": {"t": 2 * forward_ms}, "grad_bytes": size, "saved_bytes": size // 9}
+        passes = {
+            "backward_ms": {"t": 2 * forward_ms},
+            "grad_bytes": size,
+            "saved_bytes": size // 9,
+        }
         more = passes if training else {}
-        return Layer(name=name, forward_ms={"t": forward_ms}, param_bytes=size, forward_workspace_bytes=10**6, **more)
+        return Layer(
+            name=name,
+            forward_ms={"t": forward_ms},
+            param_bytes=size,
+            forward_workspace_bytes=10**6,
+            **more,
+        )
 
     row = [layer("embed", 0.3, 10**8)]
     row += [layer(f"block {i}", 1 + (i * 7 % 10) / 500, 5 * 10**7) for i in range(blocks)]
     row += [layer("norm", 0.02, 1000), layer("head", 1.5, 0)]
     edges = [
-        Edge(source=a.name, targets=(b.name,), bytes=2**24, gradient_bytes=2**24 * training) for a, b in pairwise(row)
+        Edge(source=a.name, targets=(b.name,), bytes=2**24, gradient_bytes=2**24 * training)
+        for a, b in pairwise(row)
     ]
     edges.append(Edge(source="angles", targets=tuple(one.name for one in row[1:-2]), bytes=2**16))
     names = [f"d{i}" for i in range(devices)]
@@ -110,7 +132,11 @@ def _tied_chain(blocks: int, devices: int, training: bool, memory_bytes: int = 2
         layers=[row[0], layer("angles", 0.01, 0), *row[1:]],
         edges=edges,
         colocated=[("embed", "head")],
-        tied=[TiedParameters(layers=("embed", "head"), param_bytes=10**8, gradient_bytes=10**8 if training else 0)],
+        tied=[
+            TiedParameters(
+                layers=("embed", "head"), param_bytes=10**8, gradient_bytes=10**8 if training else 0
+            )
+        ],
         training=training,
         cluster=Cluster(
             devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in names],
@@ -127,17 +153,23 @@ def _tied_chain(blocks: int, devices: int, training: bool, memory_bytes: int = 2
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("blocks", "devices"), [(4, 2), (32, 4), (64, 8)])
-def test_a_tied_chain_is_proven_as_fast_as_a_chain(blocks: int, devices: int, training: bool, split: bool) -> None:
+def test_a_tied_chain_is_proven_as_fast_as_a_chain(
+    blocks: int, devices: int, training: bool, split: bool
+) -> None:
     profile = _tied_chain(blocks, devices, training)
-    request = PlacementRequest(profile=profile.untied() if split else profile, chunks=8 if training else 1)
+    request = PlacementRequest(
+        profile=profile.untied() if split else profile, chunks=8 if training else 1
+    )
     began = monotonic()
     placement = placer.solve(request)
     took_s = monotonic() - began
     assert placement.status == "optimal"
     line = list(placement.layer_devices.values())
     changes = sum(a != b for a, b in pairwise(line))
-    assert changes == devices - split  # tied layers that share a device cost one change more
-    assert took_s < 5  # about 0.2 s where nothing else runs; a free search takes all of its 30 s for some of these
+    # tied layers that share a device cost one change more
+    assert changes == devices - split
+    # about 0.2 s where nothing else runs; a free search takes all of its 30 s for some of these
+    assert took_s < 5
 
 
 def test_free_placements_are_looked_for_where_they_are_asked_for() -> None:
@@ -152,13 +184,21 @@ def test_a_free_placement_is_found_where_no_other_fits() -> None:
     """The two ends of a chain fit beside its middle alone."""
     sizes = {"a": 1, "b": 5, "c": 2, "d": 5, "e": 1}
     profile = Profile(
-        layers=[Layer(name=name, forward_ms={"t": 1.0}, param_bytes=size) for name, size in sizes.items()],
+        layers=[
+            Layer(name=name, forward_ms={"t": 1.0}, param_bytes=size)
+            for name, size in sizes.items()
+        ],
         edges=[Edge(source=a, targets=(b,), bytes=0) for a, b in pairwise(sizes)],
         colocated=[("a", "e"), ("b", "d")],
         cluster=Cluster(
-            devices=[Device(name=name, type="t", memory_bytes=size) for name, size in (("x", 4), ("y", 10))],
+            devices=[
+                Device(name=name, type="t", memory_bytes=size)
+                for name, size in (("x", 4), ("y", 10))
+            ],
             links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in ("xy", "yx")],
         ),
     )
     placement = placer.solve(PlacementRequest(profile=profile))
-    assert placement.status == "optimal" and placement.layer_devices == dict(zip("abcde", "xyxyx", strict=True))
+    assert placement.status == "optimal" and placement.layer_devices == dict(
+        zip("abcde", "xyxyx", strict=True)
+    )

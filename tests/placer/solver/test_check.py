@@ -13,7 +13,14 @@ from placer.solver.solve import Portfolio, solve
 
 SETTINGS = examples(60)
 FIGURES = ("compute_ms", "send_ms", "receive_ms", "load_ms", "layers", "limit_bytes")
-MEMORY = ("param_bytes", "buffer_bytes", "grad_bytes", "optimizer_bytes", "activation_bytes", "workspace_bytes")
+MEMORY = (
+    "param_bytes",
+    "buffer_bytes",
+    "grad_bytes",
+    "optimizer_bytes",
+    "activation_bytes",
+    "workspace_bytes",
+)
 
 
 @pytest.fixture
@@ -46,7 +53,9 @@ def test_a_wrong_figure_of_a_device_is_caught(answered, figure, number):
 def test_wrong_bytes_of_a_device_are_caught(answered, kind):
     request, placement = answered
     memory = placement.devices[0].memory
-    wrong = with_load(placement, 0, memory=memory.model_copy(update={kind: getattr(memory, kind) + 1}))
+    wrong = with_load(
+        placement, 0, memory=memory.model_copy(update={kind: getattr(memory, kind) + 1})
+    )
     with pytest.raises(PlacementError):
         check(request, wrong)
 
@@ -122,7 +131,9 @@ def test_a_layer_moved_to_another_device_is_caught(data):
     placement = searched(request)
     assume(placement.layer_devices)
     layer = data.draw(st.sampled_from(sorted(placement.layer_devices)))
-    others = [device.name for device in request.devices if device.name != placement.layer_devices[layer]]
+    others = [
+        device.name for device in request.devices if device.name != placement.layer_devices[layer]
+    ]
     where = placement.layer_devices | {layer: data.draw(st.sampled_from(others))}
     with pytest.raises(PlacementError):
         check(request, placement.model_copy(update={"layer_devices": where}))
@@ -137,7 +148,12 @@ def test_a_placement_with_new_figures_but_a_broken_rule_is_caught(request):
     rules = request.constraints
     assume(placement.layer_devices and rules.contiguous is False)
     where = placement.layer_devices
-    banned = {(x, d) for key, ds in rules.forbidden.items() for d in ds for x in (where if key == "*" else [key])}
+    banned = {
+        (x, d)
+        for key, ds in rules.forbidden.items()
+        for d in ds
+        for x in (where if key == "*" else [key])
+    }
     broken = (
         not rules.pinned.items() <= where.items()
         or banned & set(where.items())

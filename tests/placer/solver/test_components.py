@@ -14,13 +14,20 @@ def reach(arcs):
     """Pairs (a, b) with a path from a to b, by closing the relation."""
     pairs = {(a, b) for a, b in arcs} | {(v, v) for v in range(COUNT)}
     for middle in range(COUNT):
-        pairs |= {(a, b) for a in range(COUNT) for b in range(COUNT) if {(a, middle), (middle, b)} <= pairs}
+        pairs |= {
+            (a, b)
+            for a in range(COUNT)
+            for b in range(COUNT)
+            if {(a, middle), (middle, b)} <= pairs
+        }
     return pairs
 
 
 @given(groups=GROUPS)
 def test_groups_that_share_a_member_become_one(groups):
-    linked = reach([pair for group in groups for a in group for pair in ((group[0], a), (a, group[0]))])
+    linked = reach(
+        [pair for group in groups for a in group for pair in ((group[0], a), (a, group[0]))]
+    )
     wanted = {tuple(b for b in range(COUNT) if (a, b) in linked) for a in range(COUNT)}
     assert set(closed_groups(groups)) == {group for group in wanted if len(group) > 1}
 
@@ -41,13 +48,20 @@ def test_components_come_in_an_order_in_which_arcs_run_forwards(arcs, groups):
     assert all(place[source] <= place[target] for source, target in arcs)
 
 
-@given(arcs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda arc: arc[0] < arc[1])))
+@given(
+    arcs=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda arc: arc[0] < arc[1])
+    )
+)
 def test_a_topological_order_keeps_the_given_order_where_it_can(arcs):
     assert topological_order(COUNT, arcs) == list(range(COUNT))
 
 
 @given(
-    arcs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda arc: arc[0] < arc[1])), data=st.data()
+    arcs=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda arc: arc[0] < arc[1])
+    ),
+    data=st.data(),
 )
 def test_every_rank_gives_a_topological_order(arcs, data):
     rank = data.draw(st.lists(st.floats(0, 1), min_size=COUNT, max_size=COUNT))

@@ -8,17 +8,31 @@ from placer.solver.problem import Problem
 
 
 def problem(training=False, transfers="added", **asked):
-    """Layers a, b, c in a row, b's value also read by d; links of 1 byte per ms one way and half of that the other."""
+    """Layers a, b, c in a row, b's value also read by d; links of 1 byte per ms one way and half of
+    that the other."""
     backward = {"t": 2.0} if training else {}
     held = {"saved_bytes": 5, "grad_bytes": 3, "optimizer_bytes": 7} if training else {}
     layers = [
-        Layer(name=name, forward_ms={"t": 1.0}, backward_ms=backward, param_bytes=10, forward_workspace_bytes=i, **held)
+        Layer(
+            name=name,
+            forward_ms={"t": 1.0},
+            backward_ms=backward,
+            param_bytes=10,
+            forward_workspace_bytes=i,
+            **held,
+        )
         for i, name in enumerate("abcd")
     ]
     gradients = {"gradient_bytes": 2} if training else {}
     edges = [
         Edge(source="a", targets=["b"], bytes=100, saved_by=["b"] if training else [], **gradients),
-        Edge(source="b", targets=["c", "d"], bytes=20, saved_by=["c"] if training else [], **gradients),
+        Edge(
+            source="b",
+            targets=["c", "d"],
+            bytes=20,
+            saved_by=["c"] if training else [],
+            **gradients,
+        ),
     ]
     cluster = Cluster(
         devices=[Device(name=name, type="t", memory_bytes=1000) for name in ("x", "y", "z")],
@@ -54,25 +68,29 @@ def test_added_transfers_lengthen_the_load_and_overlapped_ones_hide_behind_the_l
 
 def test_inference_memory_peaks_where_live_values_and_workspace_do():
     result = costs.evaluate(problem(), [0, 0, 0, 0])
-    # step b: a's value (100) and b's (20) live, workspace 1; steps c and d hold 20 with workspaces 2 and 3
+    # step b: a's value (100) and b's (20) live, workspace 1; steps c and d hold 20 with workspaces
+    # 2 and 3
     assert result.memory[0].activation_bytes == 120 and result.memory[0].workspace_bytes == 1
     assert result.memory[0].total_bytes == 40 + 121
 
 
 def test_a_sent_value_is_held_by_its_source_until_the_last_layer_has_read_it_wherever_that_is():
     result = costs.evaluate(problem(), [0, 1, 2, 2])
-    # x and y hold a's value until b has read it; then y also holds b's own, and goes on while c and d read that on z
+    # x and y hold a's value until b has read it; then y also holds b's own, and goes on while c and
+    # d read that on z
     assert [use.activation_bytes for use in result.memory] == [100, 120, 20]
 
 
 def test_training_memory_counts_saved_values_for_each_micro_batch_in_flight():
     result = costs.evaluate(problem(training=True, chunks=8, schedule="fill-drain"), [0, 1, 1, 1])
-    # For each of 8, y saves b's value (c keeps it) and 5 bytes for each of 3 layers; then d works in 3.
-    # a's value has its place, and so has its gradient until it was sent.
+    # For each of 8, y saves b's value (c keeps it) and 5 bytes for each of 3 layers; then d works
+    # in 3. a's value has its place, and so has its gradient until it was sent.
     assert result.memory[1].activation_bytes == 8 * (20 + 15 + 3 + 100 + 2)
-    assert result.memory[1].workspace_bytes == 2  # d's part of b's gradient waits while c runs backwards
+    # d's part of b's gradient waits while c runs backwards
+    assert result.memory[1].workspace_bytes == 2
     assert result.memory[1].total_bytes == 8 * 140 + 2 + 3 * (10 + 3 + 7)
-    # x makes a's value: nobody there keeps it, but it stays until the next one comes; its gradient has its place.
+    # x makes a's value: nobody there keeps it, but it stays until the next one comes; its gradient
+    # has its place.
     assert result.memory[0].activation_bytes == 8 * (5 + 100 + 2)
 
 
@@ -82,7 +100,10 @@ def test_a_stage_needs_room_for_as_many_as_there_are_stages_left(chunks, flights
     asked = problem(training=True, chunks=chunks, schedule=schedule)
     result = costs.evaluate(asked, [0, 1, 2, 2])
     assert result.stages == (0, 1, 2)
-    assert tuple(costs.least_in_flight(asked, result.stages, device) for device in result.stages) == flights
+    assert (
+        tuple(costs.least_in_flight(asked, result.stages, device) for device in result.stages)
+        == flights
+    )
     if schedule == "1f1b":
         assert result.in_flight == flights and result.least_memory == result.memory
 
@@ -95,7 +116,8 @@ def test_latency_waits_for_transfers_and_for_the_device():
 
 
 def test_the_backward_pass_starts_when_all_forward_passes_have_finished():
-    # forwards 123; backwards d on z 0-2, gradient 4 ms back to y: 6; c on y 0-2; b on y 6-8, gradient 4: 12; a 12-14
+    # forwards 123; backwards d on z 0-2, gradient 4 ms back to y: 6; c on y 0-2; b on y 6-8,
+    # gradient 4: 12; a 12-14
     assert costs.latency_ms(problem(training=True), [0, 1, 1, 2]) == 123 + 14
 
 
@@ -104,14 +126,19 @@ def test_stages_that_feed_each_other_are_no_contiguous_placement():
 
 
 def test_of_two_orders_the_one_is_taken_in_which_memory_fits():
-    """Two branches that no value joins: the large one must stand last, where fewer micro-batches are held."""
+    """Two branches that no value joins: the large one must stand last, where fewer micro-batches
+    are held."""
     layers = [
         Layer(name=name, forward_ms={"t": 1}, backward_ms={"t": 1}, saved_bytes=size)
         for name, size in (("large", 100), ("small", 10))
     ]
     link = Link(source="x", target="y", bandwidth_bytes_per_s=1e3)
-    cluster = Cluster(devices=[Device(name=name, type="t", memory_bytes=150) for name in "xy"], links=[link])
+    cluster = Cluster(
+        devices=[Device(name=name, type="t", memory_bytes=150) for name in "xy"], links=[link]
+    )
     profile = Profile(layers=layers, training=True, cluster=cluster)
-    result = costs.evaluate(Problem.from_request(PlacementRequest(profile=profile, chunks=4)), [0, 1])
+    result = costs.evaluate(
+        Problem.from_request(PlacementRequest(profile=profile, chunks=4)), [0, 1]
+    )
     assert result.stages == (1, 0)
     assert [use.activation_bytes for use in result.memory] == [100, 20]

@@ -1,4 +1,5 @@
-"""Of devices that are alike the first named takes the first stage; what a pin or a link tells apart stays."""
+"""Of devices that are alike the first named takes the first stage; what a pin or a link tells apart
+stays."""
 
 from __future__ import annotations
 
@@ -13,8 +14,13 @@ NAMES = ("cuda:0", "cuda:1", "cuda:2")
 
 
 def _request(slow: str | None = None, **options: Any) -> PlacementRequest:
-    layers = [Layer(name=f"l{i}", forward_ms={"gpu": 1.0 + i % 3}, backward_ms={"gpu": 2.0}) for i in range(9)]
-    edges = [Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=100, gradient_bytes=100) for i in range(8)]
+    layers = [
+        Layer(name=f"l{i}", forward_ms={"gpu": 1.0 + i % 3}, backward_ms={"gpu": 2.0})
+        for i in range(9)
+    ]
+    edges = [
+        Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=100, gradient_bytes=100) for i in range(8)
+    ]
     links = [
         Link(source=a, target=b, bandwidth_bytes_per_s=1e3 if slow in (a, b) else 1e6)
         for a in NAMES
@@ -23,7 +29,9 @@ def _request(slow: str | None = None, **options: Any) -> PlacementRequest:
     ]
     devices = [Device(name=name, type="gpu", memory_bytes=10**9) for name in NAMES]
     profile = Profile(layers=layers, edges=edges, training=True)
-    return PlacementRequest(profile=profile, cluster=Cluster(devices=devices, links=links), chunks=4, **options)
+    return PlacementRequest(
+        profile=profile, cluster=Cluster(devices=devices, links=links), chunks=4, **options
+    )
 
 
 @pytest.mark.parametrize("objective", ["throughput", "step", "latency", "memory"])

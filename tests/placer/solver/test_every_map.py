@@ -17,7 +17,8 @@ OBJECTIVES = ["throughput", "latency", "memory", "devices"]
 
 @pytest.fixture
 def huge(chain):
-    """``huge(limit, **asked)``: five layers of 2**51 bytes or about that on three devices with such a limit."""
+    """``huge(limit, **asked)``: five layers of 2**51 bytes or about that on three devices with such
+    a limit."""
 
     def ask(limit_bytes, objective="throughput", contiguous=True, **asked):
         return chain(
@@ -51,14 +52,24 @@ def test_the_best_of_few_maps_is_proven(huge, objective):
     request = huge(2 * HUGE + 2, objective)
     problem = Problem.from_request(replace_objective(request))
     found = [costs.judged(problem, devices) for devices in product(range(3), repeat=5)]
-    best = min((len(one.stages) if objective == "devices" else one.objective_value) for one in found if one is not None)
+    best = min(
+        (len(one.stages) if objective == "devices" else one.objective_value)
+        for one in found
+        if one is not None
+    )
     placement = solve(request)
-    assert placement.status == "optimal" and placement.objective_value == pytest.approx(best, rel=1e-12)
+    assert placement.status == "optimal" and placement.objective_value == pytest.approx(
+        best, rel=1e-12
+    )
 
 
 def replace_objective(request):
     """Devices are counted by the loads of objective ``throughput``."""
-    return request.model_copy(update={"objective": "throughput"}) if request.objective == "devices" else request
+    return (
+        request.model_copy(update={"objective": "throughput"})
+        if request.objective == "devices"
+        else request
+    )
 
 
 def test_maps_are_counted_and_nothing_is_said_when_the_work_is_over(huge):

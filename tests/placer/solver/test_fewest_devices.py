@@ -44,7 +44,9 @@ def test_as_many_devices_as_the_throughput_needs(chain):
 
 
 def test_memory_can_need_more_devices_than_the_work_does(chain):
-    placement = solve(chain([1] * 4, devices=4, param_bytes=600, objective="devices", bottleneck_ms=100))
+    placement = solve(
+        chain([1] * 4, devices=4, param_bytes=600, objective="devices", bottleneck_ms=100)
+    )
     assert placement.objective_value == 4
 
 
@@ -57,12 +59,15 @@ def test_a_throughput_that_no_placement_reaches_says_how_near_one_comes(chain):
 
 def test_a_bottleneck_is_one_of_the_requirements_that_cannot_hold_together(chain):
     rules = Constraints(max_devices=2, pinned={"l0": "d0"})
-    why = solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)).infeasible
+    why = solve(
+        chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)
+    ).infeasible
     assert why.requirements == ("max_devices = 2", "bottleneck_ms = 2")
 
 
 def test_links_that_are_missing_do_not_make_those_that_are_there_free(chain):
-    """Two devices would do if a value took no time; over their link it takes 10 ms. Two of three have none."""
+    """Two devices would do if a value took no time; over their link it takes 10 ms. Two of three
+    have none."""
     request = chain([1, 1], devices=3, value_bytes=10, objective="devices", bottleneck_ms=1.5)
     links = [link for link in request.placed_on.links if {link.source, link.target} != {"d1", "d2"}]
     cluster = request.placed_on.model_copy(update={"links": tuple(links)})
@@ -72,10 +77,15 @@ def test_links_that_are_missing_do_not_make_those_that_are_there_free(chain):
 
 def test_the_number_of_devices_may_be_bounded_too(chain):
     rules = Constraints(max_devices=2)
-    assert solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)).infeasible
+    assert solve(
+        chain([1] * 8, devices=4, objective="devices", bottleneck_ms=2, constraints=rules)
+    ).infeasible
     rules = Constraints(min_devices=3)
     assert (
-        solve(chain([1] * 8, devices=4, objective="devices", bottleneck_ms=9, constraints=rules)).objective_value == 3
+        solve(
+            chain([1] * 8, devices=4, objective="devices", bottleneck_ms=9, constraints=rules)
+        ).objective_value
+        == 3
     )
 
 

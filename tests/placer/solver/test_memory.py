@@ -7,8 +7,18 @@ from placer.solver import costs
 from placer.solver.problem import Problem
 
 
-def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0.0, contiguous=False, **sizes):
-    """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is on."""
+def memory(
+    where,
+    edges,
+    training=True,
+    chunks=1,
+    schedule="fill-drain",
+    share=0.0,
+    contiguous=False,
+    **sizes,
+):
+    """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is
+    on."""
     names = "abcdef"[: len(where)]
     ties = {field: sizes.pop(field) for field in ("colocated", "tied") if field in sizes}
     layers = [
@@ -25,10 +35,19 @@ def memory(where, edges, training=True, chunks=1, schedule="fill-drain", share=0
         links=[{"source": s, "target": t, "bandwidth_bytes_per_s": 1e9} for s, t in ("xy", "yx")],
     )
     profile = Profile(
-        layers=layers, edges=edges, training=training, cluster=cluster, optimizer_step_share=share, **ties
+        layers=layers,
+        edges=edges,
+        training=training,
+        cluster=cluster,
+        optimizer_step_share=share,
+        **ties,
     )
-    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": contiguous})
-    return costs.evaluate(Problem.from_request(asked), ["xy".index(device) for device in where]).memory[0]
+    asked = PlacementRequest(
+        profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": contiguous}
+    )
+    return costs.evaluate(
+        Problem.from_request(asked), ["xy".index(device) for device in where]
+    ).memory[0]
 
 
 def skip(**changes):
@@ -37,8 +56,11 @@ def skip(**changes):
 
 
 def test_the_largest_workspace_is_not_there_at_once_with_what_later_layers_keep():
-    use = memory("xx", [], saved_bytes={"a": 5, "b": 30}, backward_workspace_bytes={"a": 20, "b": 1})
-    # b runs backwards with 35 saved and a workspace of 1; a, with a workspace of 20, when b's are gone
+    use = memory(
+        "xx", [], saved_bytes={"a": 5, "b": 30}, backward_workspace_bytes={"a": 20, "b": 1}
+    )
+    # b runs backwards with 35 saved and a workspace of 1; a, with a workspace of 20, when b's are
+    # gone
     assert (use.activation_bytes, use.workspace_bytes) == (35, 1)
 
 
@@ -46,13 +68,20 @@ def test_a_value_that_nobody_has_kept_yet_waits_for_its_reader():
     use = memory("xxxx", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7})
     assert (use.activation_bytes, use.workspace_bytes) == (100, 7)
     # on y, d reads it there: nothing waits on x
-    assert memory("xxxy", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7}).activation_bytes == 0
+    assert (
+        memory("xxxy", skip(gradient_bytes=0), forward_workspace_bytes={"c": 7}).activation_bytes
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("where", "total"), [("xxy", 107), ("yxx", 107), ("yxy", 7), ("xyy", 100)])
-def test_in_inference_a_value_is_where_it_was_made_and_where_it_will_be_read_until_then(where, total):
+def test_in_inference_a_value_is_where_it_was_made_and_where_it_will_be_read_until_then(
+    where, total
+):
     edges = [Edge(source="a", targets=["c"], bytes=100)]
-    assert memory(where, edges, training=False, forward_workspace_bytes={"b": 7}).total_bytes == total
+    assert (
+        memory(where, edges, training=False, forward_workspace_bytes={"b": 7}).total_bytes == total
+    )
 
 
 def test_a_value_that_is_kept_counts_once_however_many_read_it():
@@ -70,9 +99,13 @@ def test_a_gradient_waits_where_its_value_was_made_until_the_layer_that_made_it_
 def test_a_gradient_is_summed_up_where_several_layers_read_the_value_before_it_is_sent():
     twice = {"targets": ["b", "d"], "bytes": 0}
     # d's part waits while c and b run backwards; b's own is in b's workspace
-    assert memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 3, "c": 5}).total_bytes == 15
+    assert (
+        memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 3, "c": 5}).total_bytes == 15
+    )
     # b's workspace is larger than c's: the part of d is there too
-    assert memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 8, "c": 5}).total_bytes == 18
+    assert (
+        memory("yxxx", skip(**twice), backward_workspace_bytes={"b": 8, "c": 5}).total_bytes == 18
+    )
     # one reader here, and none after it: it is sent at once
     assert memory("yxyy", skip(**twice), backward_workspace_bytes={"b": 8}).total_bytes == 8
 
@@ -111,18 +144,29 @@ def test_a_gradient_that_weight_passes_wait_with_needs_no_other_place_where_it_a
         edges = [Edge(**value, targets=readers, deferred=waits)]
         assert apart("xyy", edges, chunks=2, deferred_bytes={"a": 4}) == (3 + 4 + arriving, 0)
         # Else it has its place for itself: what a pass that all share works in is no place to wait.
-        kept = memory("xyy", edges, chunks=2, schedule="1f1b", contiguous=True, deferred_bytes={"a": 4})
+        kept = memory(
+            "xyy", edges, chunks=2, schedule="1f1b", contiguous=True, deferred_bytes={"a": 4}
+        )
         assert kept.activation_bytes == 2 * (3 + 4)
 
 
-ROW = [Edge(source=a, targets=[b], bytes=100, gradient_bytes=10) for a, b in zip("abc", "bcd", strict=False)]
+ROW = [
+    Edge(source=a, targets=[b], bytes=100, gradient_bytes=10)
+    for a, b in zip("abc", "bcd", strict=False)
+]
 KEPT = {"saved_bytes": dict.fromkeys("abcd", 40), "deferred_bytes": dict.fromkeys("abcd", 30)}
-WORKS = {"backward_workspace_bytes": dict.fromkeys("abcd", 7), "weights_workspace_bytes": dict.fromkeys("abcd", 5)}
+WORKS = {
+    "backward_workspace_bytes": dict.fromkeys("abcd", 7),
+    "weights_workspace_bytes": dict.fromkeys("abcd", 5),
+}
 
 
 def stages(limit_bytes, schedule="zero-bubble", chunks=8, edges=ROW):
     """Rooms and bytes of four stages of a layer each, none of which may use more than so much."""
-    names, devices = "abcd", [Device(name=f"d{i}", type="t", memory_bytes=limit_bytes) for i in range(4)]
+    names, devices = (
+        "abcd",
+        [Device(name=f"d{i}", type="t", memory_bytes=limit_bytes) for i in range(4)],
+    )
     layers = [
         Layer(
             name=name,
@@ -140,7 +184,9 @@ def stages(limit_bytes, schedule="zero-bubble", chunks=8, edges=ROW):
     ]
     cluster = Cluster(devices=devices, links=links)
     profile = Profile(layers=layers, edges=edges, training=True, cluster=cluster)
-    asked = PlacementRequest(profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": True})
+    asked = PlacementRequest(
+        profile=profile, chunks=chunks, schedule=schedule, constraints={"contiguous": True}
+    )
     result = costs.evaluate(Problem.from_request(asked), [0, 1, 2, 3])
     return result.in_flight, [use.total_bytes for use in result.memory]
 
@@ -149,20 +195,25 @@ def test_with_the_room_of_1f1b_zero_bubble_takes_its_memory_but_for_what_one_wei
     room, bytes_by_stage = stages(1)  # too little for any
     plain, wanted = stages(1, "1f1b")
     assert room == plain == (4, 3, 2, 1)
-    # A backward pass works in 7; its input half leaves 30, in which it works, and a weight half works in 5.
+    # A backward pass works in 7; its input half leaves 30, in which it works, and a weight half
+    # works in 5.
     assert bytes_by_stage == [need - 7 + 30 + 5 for need in wanted]
     # The first stage: 4 times 40 saved and 100 sent, and a place for the gradient of that.
     assert bytes_by_stage[0] == 4 * (40 + 100 + 10) + 30 + 5
-    # The second: also the value that comes, and a place out of the shared memory for the gradient that it sends.
+    # The second: also the value that comes, and a place out of the shared memory for the gradient
+    # that it sends.
     assert bytes_by_stage[1] == 3 * (40 + 100 + 100 + 10 + 10) + 30 + 5
-    assert bytes_by_stage[3] == 1 * (40 + 100) + 30 + 5  # one micro-batch shares its memory with no other
+    # one micro-batch shares its memory with no other
+    assert bytes_by_stage[3] == 1 * (40 + 100) + 30 + 5
 
 
 @pytest.mark.parametrize(
     ("first", "memories"),
     [
         (4, 1),  # as under 1F1B
-        (5, 3),  # two weight passes are put off: of 5 in turn, only every second or third may have the same memory
+        # two weight passes are put off: of 5 in turn, only every second or third may have the same
+        # memory
+        (5, 3),
         (6, 3),  # three are put off: every third has the same memory
         (7, 7),  # four: of 7 in turn no two are so far apart, round and round
         (8, 8),  # all micro-batches
@@ -194,7 +245,8 @@ def test_the_optimizer_has_the_memory_of_passes_that_are_over_but_none_that_reco
 
 def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over():
     edges = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
-    # a made it elsewhere; d's part of its gradient is there while b and c work; all at once it was sent before
+    # a made it elsewhere; d's part of its gradient is there while b and c work; all at once it was
+    # sent before
     assert apart("yxxx", edges, input_workspace_bytes={"b": 7, "c": 5})[0] == 100 + 17
     assert memory("yxxx", edges, backward_workspace_bytes={"b": 7, "c": 5}).total_bytes == 100 + 0
 
@@ -207,7 +259,8 @@ def recorded(where, edges, chunks=1, **sizes):
 
 def test_recorded_passes_keep_the_memory_that_they_work_in():
     sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20, "b": 1}}
-    assert memory("xx", [], **sizes).total_bytes == 36  # a works backwards when what b saved is gone
+    # a works backwards when what b saved is gone
+    assert memory("xx", [], **sizes).total_bytes == 36
     assert recorded("xx", [], **sizes) == (35, 20)
     assert recorded("xx", [], chunks=3, forward_workspace_bytes={"b": 4}, **sizes) == (3 * 39, 20)
     assert recorded("xx", [], share=2.0, grad_bytes={"a": 5}, **sizes) == (35, 20 + 10)
@@ -215,29 +268,36 @@ def test_recorded_passes_keep_the_memory_that_they_work_in():
 
 def test_recorded_passes_of_several_micro_batches_hand_on_gradients_out_of_the_memory_that_they_share():
     one = [Edge(source="a", targets=["b"], bytes=100, gradient_bytes=10)]
-    # The value has its place; its gradient is in b's workspace, and is copied from there if others work there next.
+    # The value has its place; its gradient is in b's workspace, and is copied from there if others
+    # work there next.
     assert recorded("yx", one, backward_workspace_bytes={"b": 12}) == (100, 12)
     assert recorded("yx", one, chunks=3, backward_workspace_bytes={"b": 12}) == (3 * (100 + 10), 12)
 
 
 def test_what_crosses_has_its_place_beside_recorded_passes():
     one = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
-    # On d's device the value lies in its place, whether d keeps it or not; the pass adds its gradient.
+    # On d's device the value lies in its place, whether d keeps it or not; the pass adds its
+    # gradient.
     assert apart("yyyx", one) == (100, 0)
     assert apart("yyyx", [one[0].model_copy(update={"saved_by": ("d",)})]) == (100, 0)
     # Where it was made it stays until the next micro-batch comes, and its gradient has its place.
     assert apart("xxxy", one) == (110, 0)
     assert apart("xxxy", [one[0].model_copy(update={"saved_by": ("a",)})]) == (110, 0)
-    assert apart("xxxx", one) == (100 + 10, 0)  # while b runs forwards, and while it runs backwards
+    # while b runs forwards, and while it runs backwards
+    assert apart("xxxx", one) == (100 + 10, 0)
     twice = [Edge(source="a", targets=["c", "d"], bytes=100, gradient_bytes=10)]
-    assert apart("xxxy", twice) == (100 + 10 + 10, 0)  # c's part of the gradient waits beside what arrives
+    # c's part of the gradient waits beside what arrives
+    assert apart("xxxy", twice) == (100 + 10 + 10, 0)
 
 
 def test_what_is_sent_is_in_its_layers_workspace_and_then_stays_until_the_pass_is_over():
     last = [Edge(source="c", targets=["d"], bytes=100, gradient_bytes=10)]
     assert apart("xxxy", last, forward_workspace_bytes={"c": 130}) == (130 + 10, 0)
     first = [Edge(source="a", targets=["d"], bytes=100, gradient_bytes=10)]
-    assert apart("xxxy", first, forward_workspace_bytes={"a": 130, "b": 7, "c": 40}) == (140 + 10, 0)
+    assert apart("xxxy", first, forward_workspace_bytes={"a": 130, "b": 7, "c": 40}) == (
+        140 + 10,
+        0,
+    )
     # Kept by b, it waits no more, and counts as what is kept does.
     kept = [Edge(source="a", targets=["b", "d"], bytes=100, gradient_bytes=10, saved_by=("b",))]
     sizes = {"forward_workspace_bytes": {"a": 130, "c": 40}, "saved_bytes": {"c": 1}}
@@ -245,29 +305,40 @@ def test_what_is_sent_is_in_its_layers_workspace_and_then_stays_until_the_pass_i
 
 
 def test_the_rest_of_a_storage_is_held_while_a_slice_of_it_waits_for_the_reader_before():
-    # f's part of the gradient of a's value, 10, is a slice of a storage of 10 + 7; b's is added when b has run.
+    # f's part of the gradient of a's value, 10, is a slice of a storage of 10 + 7; b's is added
+    # when b has run.
     read = {"source": "a", "targets": ["b", "f"], "bytes": 0, "gradient_bytes": 10, "rest_bytes": 7}
     whole = [Edge(**read)]
     sizes = {"backward_workspace_bytes": {"c": 3, "e": 2}}
     assert memory("xxxxxx", whole, **sizes).total_bytes == 10 + 7 + 3
     assert memory("xxyyyx", whole, backward_workspace_bytes={"b": 3}).total_bytes == 10 + 7 + 3
-    assert memory("xyxyyx", whole, **sizes).total_bytes == 10 + 7 + 3  # y's part comes when b has run there
+    # y's part comes when b has run there
+    assert memory("xyxyyx", whole, **sizes).total_bytes == 10 + 7 + 3
     assert memory("yxxyyx", whole, **sizes).total_bytes == 10 + 7 + 3
     # A copy of the slice leaves for a's device, and what is a slice no more waits there.
     assert memory("xxxxxy", whole, **sizes).total_bytes == 10 + 3
     assert memory("yyxyxx", whole, **sizes).total_bytes == 0 + 3
-    # e made the rest, whose gradient counts for itself until e has run; then all of it is held for f's.
+    # e made the rest, whose gradient counts for itself until e has run; then all of it is held for
+    # f's.
     later = [Edge(**read, rest_until="e")]
     assert memory("xxxxxx", later, **sizes).total_bytes == 10 + 7 + 3
-    assert memory("xxxxxx", later, backward_workspace_bytes={"e": 30, "d": 3}).total_bytes == 10 + 30
+    assert (
+        memory("xxxxxx", later, backward_workspace_bytes={"e": 30, "d": 3}).total_bytes == 10 + 30
+    )
 
 
 def test_a_gradient_of_tied_parameters_waits_from_the_last_layer_that_has_them_to_the_first():
-    tied = {"colocated": [("a", "c", "d")], "tied": [{"layers": ("a", "c", "d"), "gradient_bytes": 10}]}
+    tied = {
+        "colocated": [("a", "c", "d")],
+        "tied": [{"layers": ("a", "c", "d"), "gradient_bytes": 10}],
+    }
     assert memory("xxxx", [], backward_workspace_bytes={"b": 3}, **tied).total_bytes == 10 + 3
-    assert memory("xyxx", [], backward_workspace_bytes={"d": 9, "c": 1}, **tied).total_bytes == 10 + 1
+    assert (
+        memory("xyxx", [], backward_workspace_bytes={"d": 9, "c": 1}, **tied).total_bytes == 10 + 1
+    )
     assert memory("xyxx", [], backward_workspace_bytes={"d": 30}, **tied).total_bytes == 30
-    assert memory("xyxxx", [], backward_workspace_bytes={"e": 5}, **tied).total_bytes == 10  # e runs backwards before
+    # e runs backwards before
+    assert memory("xyxxx", [], backward_workspace_bytes={"e": 5}, **tied).total_bytes == 10
 
 
 def test_a_device_without_layers_holds_nothing():

@@ -11,7 +11,9 @@ from placer.solver.solve import solve
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_exactly_so_many_devices_are_used_though_transfers_make_one_the_fastest(chain, number, contiguous):
+def test_exactly_so_many_devices_are_used_though_transfers_make_one_the_fastest(
+    chain, number, contiguous
+):
     rules = Constraints(min_devices=number, max_devices=number, contiguous=contiguous)
     placement = solve(chain([1, 1, 1, 1], devices=3, value_bytes=100, constraints=rules))
     assert placement.status == "optimal" and len(placement.stages) == number

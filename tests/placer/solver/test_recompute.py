@@ -58,13 +58,16 @@ def requests(draw, row):
     limit = draw(st.sampled_from([12, 18, 25, 40]))
     devices = [Device(name=f"d{i}", type=kind, memory_bytes=limit) for i, kind in enumerate(kinds)]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=2e3) for a, b in itertools.permutations(devices, 2)
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=2e3)
+        for a, b in itertools.permutations(devices, 2)
     ]
     return PlacementRequest(
         profile=Profile(layers=layers, edges=edges, training=True),
         cluster=Cluster(devices=devices, links=links),
         objective=draw(st.sampled_from(["throughput", "memory", "latency"])),
-        constraints=Constraints(contiguous=True, recompute=draw(recompute_rules([device.name for device in devices]))),
+        constraints=Constraints(
+            contiguous=True, recompute=draw(recompute_rules([device.name for device in devices]))
+        ),
         chunks=draw(st.sampled_from([1, 2, 4])),
         schedule=draw(st.sampled_from(["1f1b", "fill-drain", "zero-bubble"])),
         workers=1,
@@ -74,7 +77,9 @@ def requests(draw, row):
 def recompute_rules(devices):
     """One word for all devices, or one for some and one for all others."""
     words = st.sampled_from(["auto", "auto", "never", "always"])
-    return st.one_of(st.just("auto"), words, st.dictionaries(st.sampled_from([*devices, "*"]), words))
+    return st.one_of(
+        st.just("auto"), words, st.dictionaries(st.sampled_from([*devices, "*"]), words)
+    )
 
 
 class Recomputed:
@@ -96,12 +101,19 @@ class Recomputed:
     def values(self, where, order):
         for size in range(len(order) + 1):
             for again in itertools.combinations(order, size):
-                if not all(self.rule(device) in ("auto", ("never", "always")[device in again]) for device in order):
+                if not all(
+                    self.rule(device) in ("auto", ("never", "always")[device in again])
+                    for device in order
+                ):
                     continue
                 use = {device: self.use(where, order, device, device in again) for device in order}
                 if any(use[d.name] > d.memory_bytes for d in self.plain.devices if d.name in use):
                     continue
-                yield float(max(use.values())) if self.request.objective == "memory" else self.time(where, again)
+                yield (
+                    float(max(use.values()))
+                    if self.request.objective == "memory"
+                    else self.time(where, again)
+                )
 
     def rule(self, device):
         asked = self.request.constraints.recompute
@@ -116,7 +128,9 @@ class Recomputed:
             return self.plain.use(where, device, flight)
         entering = {number for number, _, target in self.plain.sends(where) if target == device}
         size = sum(self.request.profile.edges[number].bytes for number in entering)
-        alone, _ = self.plain.need(frozenset(name for name, place in where.items() if place == device))
+        alone, _ = self.plain.need(
+            frozenset(name for name, place in where.items() if place == device)
+        )
         return alone + (flight - 1) * size
 
     def time(self, where, again):
@@ -124,7 +138,11 @@ class Recomputed:
         kind = {device.name: device.type for device in self.plain.devices}
         layers = tuple(
             layer.model_copy(
-                update={"backward_ms": {k: ms + layer.forward_ms[k] for k, ms in layer.backward_ms.items()}}
+                update={
+                    "backward_ms": {
+                        k: ms + layer.forward_ms[k] for k, ms in layer.backward_ms.items()
+                    }
+                }
             )
             if where[layer.name] in again
             else layer
@@ -133,7 +151,11 @@ class Recomputed:
         assert kind
         profile = self.request.profile.model_copy(update={"layers": layers})
         slower = type(self.plain)(self.request.model_copy(update={"profile": profile}), True)
-        return slower.latency(where) if self.request.objective == "latency" else slower.bottleneck(where)
+        return (
+            slower.latency(where)
+            if self.request.objective == "latency"
+            else slower.bottleneck(where)
+        )
 
 
 @SETTINGS
@@ -152,11 +174,22 @@ def test_a_row_is_cut_and_recomputed_as_well_as_it_can_be(request):
 
 
 def test_few_maps_are_all_tried_where_stages_that_may_recompute_leave_a_gap():
-    """On one device it fits recomputed alone, in 2 ms, which stages do not know: bounds said 1.5 ms, and no more."""
-    rows = [((0.0, 0.0), (0.0, 0.0)), ((0.0, 0.0), (0.5, 0.0)), ((0.0, 1.0), (0.0, 0.0)), ((0.0, 0.0), (2.0, 0.0))]
+    """On one device it fits recomputed alone, in 2 ms, which stages do not know: bounds said 1.5
+    ms, and no more."""
+    rows = [
+        ((0.0, 0.0), (0.0, 0.0)),
+        ((0.0, 0.0), (0.5, 0.0)),
+        ((0.0, 1.0), (0.0, 0.0)),
+        ((0.0, 0.0), (2.0, 0.0)),
+    ]
     times = [[dict(zip("ab", pair, strict=True)) for pair in row] for row in rows]
     layers = [
-        Layer(name=f"l{i}", forward_ms=there, backward_ms=back, forward_workspace_bytes=3 if i == 3 else 0)
+        Layer(
+            name=f"l{i}",
+            forward_ms=there,
+            backward_ms=back,
+            forward_workspace_bytes=3 if i == 3 else 0,
+        )
         for i, (there, back) in enumerate(times)
     ]
     edges = [
@@ -166,16 +199,23 @@ def test_few_maps_are_all_tried_where_stages_that_may_recompute_leave_a_gap():
     ]
     devices = [Device(name=f"d{i}", type=kind, memory_bytes=12) for i, kind in enumerate("aab")]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=2e3) for a, b in itertools.permutations(devices, 2)
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=2e3)
+        for a, b in itertools.permutations(devices, 2)
     ]
     request = PlacementRequest(
-        profile=Profile(layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links)),
+        profile=Profile(
+            layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links)
+        ),
         constraints=Constraints(contiguous=True, recompute="auto"),
         chunks=4,
         schedule="fill-drain",
     )
     placement = solve(request)
-    assert (placement.status, placement.objective_value, placement.recompute) == ("optimal", 2.0, ("d2",))
+    assert (placement.status, placement.objective_value, placement.recompute) == (
+        "optimal",
+        2.0,
+        ("d2",),
+    )
 
 
 @SETTINGS
@@ -192,16 +232,26 @@ def test_nothing_is_better_than_what_recomputing_allows_and_the_bound_holds(requ
 
 
 def row(memory_bytes, recompute="auto", layers=4, devices=4, **asked):
-    """Layers in a row of 1 ms forwards and 2 backwards that save 10 bytes each; what passes between them is 1 byte."""
+    """Layers in a row of 1 ms forwards and 2 backwards that save 10 bytes each; what passes between
+    them is 1 byte."""
     names, places = [f"l{i}" for i in range(layers)], [f"d{i}" for i in range(devices)]
     profile = Profile(
         training=True,
-        layers=[Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, saved_bytes=10) for name in names],
-        edges=[Edge(source=a, targets=[b], bytes=1, gradient_bytes=1) for a, b in itertools.pairwise(names)],
+        layers=[
+            Layer(name=name, forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, saved_bytes=10)
+            for name in names
+        ],
+        edges=[
+            Edge(source=a, targets=[b], bytes=1, gradient_bytes=1)
+            for a, b in itertools.pairwise(names)
+        ],
     )
     cluster = Cluster(
         devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in places],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e15) for a, b in itertools.permutations(places, 2)],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e15)
+            for a, b in itertools.permutations(places, 2)
+        ],
     )
     rules = Constraints(contiguous=True, recompute=recompute)
     return PlacementRequest(profile=profile, cluster=cluster, constraints=rules, chunks=8, **asked)
@@ -213,7 +263,8 @@ def test_nothing_is_recomputed_where_memory_is_ample():
 
 
 def test_what_memory_forbids_otherwise_is_recomputed():
-    """Of 8 micro-batches in flight only one is kept whole, so a layer takes 10 bytes and 7 that come in, not 80."""
+    """Of 8 micro-batches in flight only one is kept whole, so a layer takes 10 bytes and 7 that
+    come in, not 80."""
     assert solve(row(30, recompute="never", schedule="fill-drain")).status == "infeasible"
     placement = solve(row(30, schedule="fill-drain"))
     assert set(placement.recompute) == set(placement.stages)
@@ -221,7 +272,8 @@ def test_what_memory_forbids_otherwise_is_recomputed():
 
 
 def test_only_the_stages_that_need_it_recompute():
-    """Under 1F1B the stages hold 4, 3, 2 and 1 micro-batches: with room for 30 bytes the first two are over."""
+    """Under 1F1B the stages hold 4, 3, 2 and 1 micro-batches: with room for 30 bytes the first two
+    are over."""
     placement = solve(row(30, schedule="1f1b"))
     assert placement.recompute == ("d0", "d1") == placement.stages[:2]
 
@@ -269,7 +321,9 @@ def test_a_device_that_never_recomputes_keeps_all_while_the_others_need_not():
 
 
 def test_of_a_step_with_a_device_that_always_recomputes_stages_are_contiguous():
-    placement = solve(row(1000, recompute="always", objective="step", schedule="auto", devices=2, layers=2))
+    placement = solve(
+        row(1000, recompute="always", objective="step", schedule="auto", devices=2, layers=2)
+    )
     assert {choice.contiguous for choice in placement.step.choices} == {True}
     assert set(placement.recompute) == set(placement.stages)
 
@@ -287,8 +341,14 @@ def test_a_rule_for_a_device_that_is_not_there_is_refused():
 
 
 def test_what_fits_as_it_is_is_not_called_too_large_where_recomputing_takes_more():
-    """Under zero-bubble the input half works in 1 byte beside 13 forwards; recomputed, all of it in 5 beside 12."""
-    sizes = {"saved_bytes": 12, "forward_workspace_bytes": 1, "backward_workspace_bytes": 5, "input_workspace_bytes": 1}
+    """Under zero-bubble the input half works in 1 byte beside 13 forwards; recomputed, all of it in
+    5 beside 12."""
+    sizes = {
+        "saved_bytes": 12,
+        "forward_workspace_bytes": 1,
+        "backward_workspace_bytes": 5,
+        "input_workspace_bytes": 1,
+    }
     layer = Layer(name="l", forward_ms={"t": 1.0}, backward_ms={"t": 2.0}, **sizes)
     cluster = Cluster(devices=[Device(name="d", type="t", memory_bytes=15)])
     asked = PlacementRequest(

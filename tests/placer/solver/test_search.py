@@ -23,7 +23,9 @@ SETTINGS = examples(60)
     ),
     break_ties=st.booleans(),
 )
-def test_every_placement_that_is_told_meets_the_question_with_the_bound_that_was_proven_then(request, break_ties):
+def test_every_placement_that_is_told_meets_the_question_with_the_bound_that_was_proven_then(
+    request, break_ties
+):
     request = request.model_copy(update={"break_ties": break_ties})
     told = []
     last = solve(request, progress=told.append)

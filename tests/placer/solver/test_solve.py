@@ -19,12 +19,15 @@ def test_equal_layers_are_shared_equally(chain):
 
 
 def test_a_profile_alone_is_refused_with_the_request_to_make_of_it(chain):
-    with pytest.raises(InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"):
+    with pytest.raises(
+        InputError, match=r"a Profile; give a placer\.PlacementRequest\(profile=profile\)"
+    ):
         solve(chain([1.0]).profile)
 
 
 def test_a_split_that_costs_more_than_it_gains_is_not_made(chain):
-    placement = solve(chain([1.0] * 4, devices=4, value_bytes=10))  # a transfer takes 10 ms, all layers 4 ms
+    # a transfer takes 10 ms, all layers 4 ms
+    placement = solve(chain([1.0] * 4, devices=4, value_bytes=10))
     assert set(placement.layer_devices.values()) == {"d0"}
     assert placement.speedup == 1.0
 
@@ -39,7 +42,11 @@ def test_what_one_device_does_is_compared(chain):
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
 def test_layers_that_have_no_choice_are_not_searched(chain, objective):
     pins = {f"l{index}": f"d{index % 2}" for index in range(8)}
-    placement = solve(chain([1.0] * 8, constraints=Constraints(pinned=pins, contiguous=False), objective=objective))
+    placement = solve(
+        chain(
+            [1.0] * 8, constraints=Constraints(pinned=pins, contiguous=False), objective=objective
+        )
+    )
     assert (placement.status, placement.gap, placement.method) == ("optimal", 0.0, "no choice")
     assert placement.layer_devices == pins
 
@@ -52,7 +59,9 @@ def test_a_single_device_that_is_too_small_says_how_much_is_short(chain):
 
 def test_the_bottleneck_is_marked(chain):
     placement = solve(chain([1.0, 1.0, 5.0]))
-    assert [load.device for load in placement.devices if load.bottleneck] == [placement.layer_devices["l2"]]
+    assert [load.device for load in placement.devices if load.bottleneck] == [
+        placement.layer_devices["l2"]
+    ]
 
 
 def test_the_id_is_the_request_s_content_hash(chain):
@@ -61,13 +70,18 @@ def test_the_id_is_the_request_s_content_hash(chain):
 
 
 def test_the_same_request_gives_the_same_placement_with_two_workers(grid):
-    answers = {solve(grid(6, 4, seed=3, workers=2)).model_copy(update={"solve_time_s": 0}).to_json() for _ in range(3)}
+    answers = {
+        solve(grid(6, 4, seed=3, workers=2)).model_copy(update={"solve_time_s": 0}).to_json()
+        for _ in range(3)
+    }
     assert len(answers) == 1
 
 
 def test_progress_reports_falling_objectives_with_bounds_below(grid):
     seen: list[Incumbent] = []
-    placement = solve(grid(6, 4, constraints=Constraints(contiguous=False), time_limit_s=3), progress=seen.append)
+    placement = solve(
+        grid(6, 4, constraints=Constraints(contiguous=False), time_limit_s=3), progress=seen.append
+    )
     values = [incumbent.objective_value for incumbent in seen]
     assert values == sorted(values, reverse=True) and values[-1] == placement.objective_value
     assert all(incumbent.bound <= incumbent.objective_value for incumbent in seen)
@@ -76,16 +90,21 @@ def test_progress_reports_falling_objectives_with_bounds_below(grid):
 def test_a_stop_that_is_already_set_gives_the_best_start(grid):
     stop = threading.Event()
     stop.set()
-    placement = solve(grid(12, 6, constraints=Constraints(contiguous=False), time_limit_s=600), stop=stop)
+    placement = solve(
+        grid(12, 6, constraints=Constraints(contiguous=False), time_limit_s=600), stop=stop
+    )
     assert placement.status == "feasible" and placement.layer_devices
 
 
 def test_a_stop_ends_a_long_search_with_the_best_so_far(grid):
     stop = threading.Event()
     threading.Timer(1.0, stop.set).start()
-    placement = solve(grid(12, 6, constraints=Constraints(contiguous=False), time_limit_s=100), stop=stop)
+    placement = solve(
+        grid(12, 6, constraints=Constraints(contiguous=False), time_limit_s=100), stop=stop
+    )
     assert placement.status == "feasible" and placement.layer_devices
-    assert placement.solve_time_s < 50  # a hang, not a speed: it would have run for 100
+    # a hang, not a speed: it would have run for 100
+    assert placement.solve_time_s < 50
 
 
 def test_a_time_limit_returns_the_best_and_its_bound(grid):
@@ -98,7 +117,9 @@ def test_a_time_limit_returns_the_best_and_its_bound(grid):
 def test_tied_ends_make_the_placement_free_unless_contiguity_is_asked_for(chain):
     tied = Constraints(colocated=(("l0", "l5"),))
     assert not solve(chain([1.0] * 6, constraints=tied)).contiguous
-    assert solve(chain([1.0] * 6, constraints=tied.model_copy(update={"contiguous": True}))).contiguous
+    assert solve(
+        chain([1.0] * 6, constraints=tied.model_copy(update={"contiguous": True}))
+    ).contiguous
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -139,22 +160,32 @@ def test_a_schema_import_brings_in_neither_torch_nor_ortools():
 
 def test_a_solver_import_brings_in_no_torch():
     subprocess.run(
-        [sys.executable, "-c", "import sys, placer.solver.solve; assert 'torch' not in sys.modules"], check=True
+        [
+            sys.executable,
+            "-c",
+            "import sys, placer.solver.solve; assert 'torch' not in sys.modules",
+        ],
+        check=True,
     )
 
 
 @pytest.fixture
 def grid(chain):
-    """``grid(rows, devices, ...)``: pairs of parallel layers, both read by both of the next: no single order."""
+    """``grid(rows, devices, ...)``: pairs of parallel layers, both read by both of the next: no
+    single order."""
 
     def make(rows, devices, **asked):
         times = [1.0 + (7 * i * i) % 11 / 3 for i in range(2 * rows)]
         request = chain(times, devices=devices, **asked)
         edges = tuple(
-            Edge(source=f"l{2 * row + side}", targets=(f"l{2 * row + 2}", f"l{2 * row + 3}"), bytes=1)
+            Edge(
+                source=f"l{2 * row + side}", targets=(f"l{2 * row + 2}", f"l{2 * row + 3}"), bytes=1
+            )
             for row in range(rows - 1)
             for side in (0, 1)
         )
-        return request.model_copy(update={"profile": request.profile.model_copy(update={"edges": edges})})
+        return request.model_copy(
+            update={"profile": request.profile.model_copy(update={"edges": edges})}
+        )
 
     return make

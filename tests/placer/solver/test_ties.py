@@ -20,7 +20,8 @@ SETTINGS = examples(60)
 
 
 def assert_ties_are_broken(placement, ranks):
-    """Against the ranks of all that are as good: the least transfer, then the least spread among those."""
+    """Against the ranks of all that are as good: the least transfer, then the least spread among
+    those."""
     transfer = min(ranks)[0]
     assert placement.ties.proven
     assert placement.ties.transfer_ms == pytest.approx(transfer, abs=1e-4)
@@ -36,12 +37,17 @@ def test_no_placement_as_good_has_a_smaller_rank(data):
     assume(placement.layer_devices)
     every = Enumeration(request, placement.contiguous)
     most = placement.objective_value * (1 + 1e-9)
-    as_good = (where for where in every.maps() if (value := every.value(where)) is not None and value <= most)
+    as_good = (
+        where
+        for where in every.maps()
+        if (value := every.value(where)) is not None and value <= most
+    )
     assert_ties_are_broken(placement, [every.rank(where) for where in as_good])
 
 
 def test_rounding_makes_no_transfer_less(unlike_sums):
-    # l0 on the quick device is as good, and in balance; what it sends, added in another order, is 4e-15 ms more
+    # l0 on the quick device is as good, and in balance; what it sends, added in another order, is
+    # 4e-15 ms more
     placement = solve(unlike_sums)
     assert placement.ties.proven
     assert placement.ties.spread_ms == pytest.approx(6.55)
@@ -49,12 +55,25 @@ def test_rounding_makes_no_transfer_less(unlike_sums):
 
 @pytest.fixture
 def unlike_sums():
-    """Three layers on three devices, one of another type, all of which must be used, for the least memory."""
+    """Three layers on three devices, one of another type, all of which must be used, for the least
+    memory."""
     sizes = {"grad_bytes": 5, "optimizer_bytes": 3, "buffer_bytes": 5}
     layers = [
-        Layer(name="l0", forward_ms={"a": 0.0, "b": 7.3}, backward_ms={"a": 1.0, "b": 7.3}, buffer_bytes=8),
-        Layer(name="l1", forward_ms={"a": 1.0, "b": 1.0}, backward_ms={"a": 1.0, "b": 1.0}, **sizes),
-        Layer(name="l2", forward_ms={"a": 1.0, "b": 0.25}, backward_ms={"a": 3.1, "b": 7.3}, buffer_bytes=5),
+        Layer(
+            name="l0",
+            forward_ms={"a": 0.0, "b": 7.3},
+            backward_ms={"a": 1.0, "b": 7.3},
+            buffer_bytes=8,
+        ),
+        Layer(
+            name="l1", forward_ms={"a": 1.0, "b": 1.0}, backward_ms={"a": 1.0, "b": 1.0}, **sizes
+        ),
+        Layer(
+            name="l2",
+            forward_ms={"a": 1.0, "b": 0.25},
+            backward_ms={"a": 3.1, "b": 7.3},
+            buffer_bytes=5,
+        ),
     ]
     edges = [
         Edge(source="l0", targets=["l1"], bytes=1, gradient_bytes=5),
@@ -65,7 +84,9 @@ def unlike_sums():
         Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3, latency_s=1e-4)
         for a, b in itertools.permutations(devices, 2)
     ]
-    profile = Profile(layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links))
+    profile = Profile(
+        layers=layers, edges=edges, training=True, cluster=Cluster(devices=devices, links=links)
+    )
     return PlacementRequest(
         profile=profile,
         objective="memory",
@@ -99,26 +120,40 @@ def test_ties_are_left_alone_unless_it_is_asked_for(chain):
 def test_no_placement_on_as_few_devices_has_a_smaller_rank(data):
     asked = data.draw(small_requests(objectives=("throughput",)))
     most_ms = data.draw(st.sampled_from([4.1, 8.0, 12.0, 20.0, 40.0]))
-    placement = solve(asked.model_copy(update={"objective": "devices", "bottleneck_ms": most_ms, "break_ties": True}))
+    placement = solve(
+        asked.model_copy(
+            update={"objective": "devices", "bottleneck_ms": most_ms, "break_ties": True}
+        )
+    )
     assume(placement.layer_devices)
     every = Enumeration(asked, placement.contiguous)
-    as_few = [where for where in every.maps() if len(set(where.values())) <= placement.objective_value]
-    as_good = (where for where in as_few if (value := every.value(where)) is not None and value <= most_ms)
+    as_few = [
+        where for where in every.maps() if len(set(where.values())) <= placement.objective_value
+    ]
+    as_good = (
+        where for where in as_few if (value := every.value(where)) is not None and value <= most_ms
+    )
     assert_ties_are_broken(placement, [every.rank(where) for where in as_good])
 
 
 def test_as_few_devices_share_the_work_evenly(chain):
     request = chain([1] * 8, devices=4, objective="devices", bottleneck_ms=6, break_ties=True)
     placement = solve(request)
-    assert sorted(load.compute_ms for load in placement.devices) == [0, 0, 4, 4] and placement.ties.proven
+    assert (
+        sorted(load.compute_ms for load in placement.devices) == [0, 0, 4, 4]
+        and placement.ties.proven
+    )
 
 
 def test_of_as_short_steps_the_best_balanced_is_taken(chain):
-    # inference: the way through all and 3 times the longest stage, l0; the others are shared as evenly as can be
+    # inference: the way through all and 3 times the longest stage, l0; the others are shared as
+    # evenly as can be
     request = chain([9, 3, 3], devices=3, objective="step", chunks=4, break_ties=True)
     rules = Constraints(min_devices=3)
     placement = solve(request.model_copy(update={"constraints": rules}))
-    assert sorted(load.compute_ms for load in placement.devices) == [3, 3, 9] and placement.ties.proven
+    assert (
+        sorted(load.compute_ms for load in placement.devices) == [3, 3, 9] and placement.ties.proven
+    )
 
 
 def test_no_program_for_ties_is_written_down_when_the_time_is_over(chain, monkeypatch):

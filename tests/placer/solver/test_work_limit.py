@@ -21,7 +21,14 @@ def hard(chain):
         times = [random.uniform(1, 10) for _ in range(40)]
         rules = Constraints(contiguous=False)
         return chain(
-            times, devices=6, value_bytes=2, constraints=rules, time_limit_s=3600, work_limit=work, seed=3, **asked
+            times,
+            devices=6,
+            value_bytes=2,
+            constraints=rules,
+            time_limit_s=3600,
+            work_limit=work,
+            seed=3,
+            **asked,
         )
 
     return ask
@@ -34,7 +41,9 @@ def test_the_search_ends_when_its_work_is_done(hard):
 
 def test_the_same_work_gives_the_same_answer(hard):
     one, other = solve(hard(0.5)), solve(hard(0.5))
-    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(update={"solve_time_s": 0.0})
+    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(
+        update={"solve_time_s": 0.0}
+    )
 
 
 def test_more_work_is_never_worse(hard):
@@ -52,7 +61,8 @@ def test_searches_share_what_they_may_do(chain):
 
 
 def test_a_whole_batch_is_searched_for_within_the_same_work(chain):
-    """Six unlike devices and a graph that is no row, so that nothing is proven and the work is used up."""
+    """Six unlike devices and a graph that is no row, so that nothing is proven and the work is used
+    up."""
 
     def ask(work):
         request = chain([5.0, 3.0, 4.0, 1.0, 6.0, 2.0, 3.5] * 3, devices=4, value_bytes=2, chunks=6)
@@ -61,9 +71,16 @@ def test_a_whole_batch_is_searched_for_within_the_same_work(chain):
             for index, edge in enumerate(request.profile.edges[:-1])
         ]
         profile = request.profile.model_copy(update={"edges": tuple(edges)})
-        asked = {"objective": "step", "schedule": "auto", "work_limit": work, "time_limit_s": 3600.0}
+        asked = {
+            "objective": "step",
+            "schedule": "auto",
+            "work_limit": work,
+            "time_limit_s": 3600.0,
+        }
         return request.model_copy(update={"profile": profile, **asked})
 
     one, other, much = solve(ask(0.4)), solve(ask(0.4)), solve(ask(4.0))
-    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(update={"solve_time_s": 0.0})
+    assert one.model_copy(update={"solve_time_s": 0.0}) == other.model_copy(
+        update={"solve_time_s": 0.0}
+    )
     assert much.objective_value <= one.objective_value

@@ -25,9 +25,15 @@ def problem_of(times_ms, **rules):
     ]
     cluster = Cluster(
         devices=[Device(name=name, type=name, memory_bytes=100) for name in names],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(names, 2)],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+            for a, b in itertools.permutations(names, 2)
+        ],
     )
-    edges = [Edge(source=f"l{index}", targets=(f"l{index + 1}",), bytes=0) for index in range(len(layers) - 1)]
+    edges = [
+        Edge(source=f"l{index}", targets=(f"l{index + 1}",), bytes=0)
+        for index in range(len(layers) - 1)
+    ]
     profile = Profile(layers=layers, edges=edges, cluster=cluster)
     return Problem.from_request(PlacementRequest(profile=profile, constraints=Constraints(**rules)))
 
@@ -43,7 +49,10 @@ def test_every_assignment_has_a_device_with_as_much_to_do_and_to_wait_for(data):
     problem = problem_of(times_ms, max_devices=most, pinned=pin)
     bound = least_work(problem, reduced(problem), problem.compute_ms, waits_ms)
     least = min(
-        max(sum(times_ms[d][n] for n, at in enumerate(where) if at == d) + wait for d, wait in waiting)
+        max(
+            sum(times_ms[d][n] for n, at in enumerate(where) if at == d) + wait
+            for d, wait in waiting
+        )
         for where in itertools.product(range(devices), repeat=layers)
         if len(set(where)) <= most and not (pin and where[0])
         for order in itertools.permutations(sorted(set(where)))
@@ -59,15 +68,21 @@ def test_a_device_twice_as_fast_takes_two_thirds():
 
 def test_each_does_what_it_is_best_at():
     problem = problem_of([[1.0, 9.0, 3.0], [9.0, 1.0, 3.0]])
-    assert least_work(problem, reduced(problem), problem.compute_ms) == pytest.approx(3.0)  # the largest alone
+    # the largest alone
+    assert least_work(problem, reduced(problem), problem.compute_ms) == pytest.approx(3.0)
     assert sum(prices_of_work([(1, [1.0, 9.0, 3.0]), (1, [9.0, 1.0, 3.0])])) == pytest.approx(2.5)
 
 
 def test_the_second_device_waits_for_what_the_first_does_before():
-    """18 ms of work, and 2 and 4 ms before two devices can begin: (18 + 2 + 4) / 3, or on two (18 + 2) / 2."""
+    """18 ms of work, and 2 and 4 ms before two devices can begin: (18 + 2 + 4) / 3, or on two (18 +
+    2) / 2."""
     problem = problem_of([[3.0] * 6] * 3)
-    assert least_work(problem, reduced(problem), problem.compute_ms, [0.0, 2.0, 4.0]) == pytest.approx(8.0)
-    assert least_work(problem, reduced(problem), problem.compute_ms, [0.0, 2.0, 40.0]) == pytest.approx(10.0)
+    assert least_work(
+        problem, reduced(problem), problem.compute_ms, [0.0, 2.0, 4.0]
+    ) == pytest.approx(8.0)
+    assert least_work(
+        problem, reduced(problem), problem.compute_ms, [0.0, 2.0, 40.0]
+    ) == pytest.approx(10.0)
 
 
 def test_a_layer_that_only_one_device_may_have_counts_there():

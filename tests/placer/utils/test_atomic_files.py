@@ -36,7 +36,9 @@ def test_a_disk_that_is_full_leaves_the_file_that_was_there(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "file"])
-def test_a_folder_that_is_not_there_is_told_with_the_file_that_was_asked_for(tmp_path: Path, folder: str) -> None:
+def test_a_folder_that_is_not_there_is_told_with_the_file_that_was_asked_for(
+    tmp_path: Path, folder: str
+) -> None:
     # the name told was that of the part beside it, which nobody had given
     (tmp_path / "file").touch()
     path = tmp_path / folder / "trace.json"
@@ -91,7 +93,9 @@ def test_a_file_that_nothing_can_be_moved_to_is_written_in_place(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_not_be_written_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "protected"
     path.write_text("before")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may always

@@ -35,7 +35,8 @@ def test_a_translated_error_has_its_cause_and_is_kept_by_nothing() -> None:
                 _failing(made)
         except PlacerError as error:
             assert isinstance(error.__cause__, KeyError) and error.__context__ is error.__cause__
-            assert made[0]() is not None  # the traceback of the cause has it as long as the error is looked at
+            # the traceback of the cause has it as long as the error is looked at
+            assert made[0]() is not None
         assert made[0]() is None
     finally:
         gc.enable()

@@ -1,4 +1,5 @@
-"""Limits of memory of both versions of cgroups are seen: that of the process's own cgroup, and those above it."""
+"""Limits of memory of both versions of cgroups are seen: that of the process's own cgroup, and
+those above it."""
 
 from __future__ import annotations
 
@@ -32,19 +33,33 @@ def write(file: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("own", "limits", "expected"),
     [
-        ("4:memory:/docker/abc\n0::/\n", {"memory/memory.limit_in_bytes": f"{64 * MIB}\n"}, 64 * MIB),
+        (
+            "4:memory:/docker/abc\n0::/\n",
+            {"memory/memory.limit_in_bytes": f"{64 * MIB}\n"},
+            64 * MIB,
+        ),
         ("4:cpu,memory:/a/b\n", {"memory/a/b/memory.limit_in_bytes": f"{64 * MIB}\n"}, 64 * MIB),
         ("4:memory:/a/b\n", {"memory/a/memory.limit_in_bytes": f"{64 * MIB}\n"}, 64 * MIB),
         (
             "4:memory:/a\n",
-            {"memory/a/memory.limit_in_bytes": UNLIMITED_V1, "memory/memory.limit_in_bytes": UNLIMITED_V1},
+            {
+                "memory/a/memory.limit_in_bytes": UNLIMITED_V1,
+                "memory/memory.limit_in_bytes": UNLIMITED_V1,
+            },
             PHYSICAL,
         ),
         ("0::/\n", {"memory.max": f"{64 * MIB}\n"}, 64 * MIB),
-        ("0::/system.slice/placer.service\n", {"system.slice/placer.service/memory.max": f"{64 * MIB}\n"}, 64 * MIB),
         (
             "0::/system.slice/placer.service\n",
-            {"system.slice/placer.service/memory.max": "max\n", "system.slice/memory.max": f"{64 * MIB}\n"},
+            {"system.slice/placer.service/memory.max": f"{64 * MIB}\n"},
+            64 * MIB,
+        ),
+        (
+            "0::/system.slice/placer.service\n",
+            {
+                "system.slice/placer.service/memory.max": "max\n",
+                "system.slice/memory.max": f"{64 * MIB}\n",
+            },
             64 * MIB,
         ),
         ("0::/other\n", {"memory/memory.limit_in_bytes": f"{64 * MIB}\n"}, PHYSICAL),
@@ -64,7 +79,9 @@ def write(file: Path, text: str) -> None:
         "none",
     ],
 )
-def test_the_smallest_limit_counts(machine: Path, own: str, limits: dict[str, str], expected: int) -> None:
+def test_the_smallest_limit_counts(
+    machine: Path, own: str, limits: dict[str, str], expected: int
+) -> None:
     write(machine / "own", own)
     for name, text in limits.items():
         write(machine / name, text)
@@ -75,7 +92,9 @@ def test_where_there_are_no_cgroups_it_is_the_machines_memory(machine: Path) -> 
     assert host_memory.total_bytes(machine / "memory.max") == PHYSICAL
 
 
-def test_stand_ins_share_what_the_container_may_take(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_ins_share_what_the_container_may_take(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A profile made in a container gave its CPU devices the whole machine's memory.
     write(machine / "own", "4:memory:/docker/abc\n")
     write(machine / "memory/memory.limit_in_bytes", f"{64 * MIB}\n")

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placer.errors import InputError
-from placer.utils.units import bytes_text, count_text, ms_text, parse_bandwidth, parse_bytes, parse_seconds
+from placer.utils.units import (
+    bytes_text,
+    count_text,
+    ms_text,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +31,8 @@ def test_sizes_are_written_in_the_largest_unit_they_fill(size_bytes: int, text: 
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 devices, 0 entries"), (1, "1 device, 1 entry"), (2, "2 devices, 2 entries")]
+    ("count", "text"),
+    [(0, "0 devices, 0 entries"), (1, "1 device, 1 entry"), (2, "2 devices, 2 entries")],
 )
 def test_one_thing_is_called_otherwise_than_several(count: int, text: str) -> None:
     assert f"{count_text(count, 'device')}, {count_text(count, 'entry', 'entries')}" == text
@@ -47,7 +55,14 @@ def test_times_keep_three_digits(time_ms: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("8GiB", 8 * 1024**3), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("2kib", 2048), (" 3 B ", 3), ("7kB", 7000)],
+    [
+        ("8GiB", 8 * 1024**3),
+        ("1.5 GB", 1_500_000_000),
+        ("4096", 4096),
+        ("2kib", 2048),
+        (" 3 B ", 3),
+        ("7kB", 7000),
+    ],
 )
 def test_a_size_is_read_as_a_person_means_it(text: str, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes
@@ -55,7 +70,9 @@ def test_a_size_is_read_as_a_person_means_it(text: str, size_bytes: int) -> None
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 gigs", "1e9", "nan", "8GiB 2"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(InputError, match=r"is no size; write a number and a unit, as in 8GiB, 1\.5GB or 4096: KiB"):
+    with pytest.raises(
+        InputError, match=r"is no size; write a number and a unit, as in 8GiB, 1\.5GB or 4096: KiB"
+    ):
         parse_bytes(text)
 
 
@@ -67,7 +84,13 @@ def test_a_written_size_is_read_back_within_its_last_digit(size_bytes: int) -> N
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
-    [("12GB/s", 12e9), ("100Gbit/s", 12.5e9), ("25 Gb/s", 3.125e9), ("10Gbps", 1.25e9), ("1GiB/s", 2**30)],
+    [
+        ("12GB/s", 12e9),
+        ("100Gbit/s", 12.5e9),
+        ("25 Gb/s", 3.125e9),
+        ("10Gbps", 1.25e9),
+        ("1GiB/s", 2**30),
+    ],
 )
 def test_bandwidths_are_read_in_bytes_and_in_bits(text: str, bytes_per_s: float) -> None:
     assert parse_bandwidth(text) == bytes_per_s
@@ -79,7 +102,9 @@ def test_what_is_no_bandwidth_is_refused(text: str) -> None:
         parse_bandwidth(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("20us", 2e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("7 µs", 7e-6)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("20us", 2e-5), ("1.5 ms", 1.5e-3), ("2s", 2.0), ("7 µs", 7e-6)]
+)
 def test_times_are_read_with_their_unit(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 

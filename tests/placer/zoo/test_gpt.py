@@ -30,7 +30,9 @@ def test_a_token_does_not_see_those_after_it() -> None:
 def test_attention_equals_the_formula_written_out() -> None:
     attention = CausalSelfAttention(width=8, heads=2).double()
     x = torch.randn(2, 5, 8, dtype=torch.float64)
-    query, key, value = (part.view(2, 5, 2, 4).transpose(1, 2) for part in attention.qkv(x).split(8, dim=-1))
+    query, key, value = (
+        part.view(2, 5, 2, 4).transpose(1, 2) for part in attention.qkv(x).split(8, dim=-1)
+    )
     scores = query @ key.transpose(-1, -2) / math.sqrt(4)
     scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
     expected = attention.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(2, 5, 8))
@@ -46,7 +48,8 @@ def test_tied_embeddings_are_one_parameter() -> None:
 def test_tied_defaults_have_the_size_of_gpt2() -> None:
     with torch.device("meta"):
         model = gpt(tied=True)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808  # transformers' GPT2LMHeadModel
+    # transformers' GPT2LMHeadModel
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
 
 
 def test_a_width_that_the_heads_cannot_share_is_refused() -> None:

@@ -8,7 +8,8 @@ from placer.zoo import llama, llama_70b
 
 
 def test_it_computes_what_transformers_llama_computes() -> None:
-    torchvision_models()  # transformers imports torchvision, and fails where its compiled operators are missing
+    # transformers imports torchvision, and fails where its compiled operators are missing
+    torchvision_models()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -23,9 +24,12 @@ def test_it_computes_what_transformers_llama_computes() -> None:
     )
     theirs = transformers.LlamaForCausalLM(config).double().eval()
     ours = llama(layers=2, width=32, heads=4, key_heads=2, hidden=48, vocabulary=50).double()
-    ours.load_state_dict({name.removeprefix("model."): value for name, value in theirs.state_dict().items()})
+    ours.load_state_dict(
+        {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    )
     tokens = torch.randint(50, (3, 9))
-    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-6)  # transformers turns in float32
+    # transformers turns in float32
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-6)
 
 
 def test_a_token_does_not_see_those_behind_it() -> None:

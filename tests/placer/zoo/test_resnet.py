@@ -11,7 +11,9 @@ NAMES = ["resnet18", "resnet50", "resnet101"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_has_torchvisions_names_and_initial_values(name: str, torchvision_models: ModuleType) -> None:
+def test_state_has_torchvisions_names_and_initial_values(
+    name: str, torchvision_models: ModuleType
+) -> None:
     torch.manual_seed(0)
     theirs = getattr(torchvision_models, name)(num_classes=10).state_dict()
     torch.manual_seed(0)
@@ -26,7 +28,9 @@ def test_output_and_gradients_equal_torchvisions(name: str, torchvision_models: 
     theirs = getattr(torchvision_models, name)(num_classes=10).double()
     with torch.device("meta"):
         ours = getattr(resnet, name)(num_classes=10)
-    ours.load_state_dict({key: value.clone() for key, value in theirs.state_dict().items()}, assign=True)
+    ours.load_state_dict(
+        {key: value.clone() for key, value in theirs.state_dict().items()}, assign=True
+    )
     images = torch.randn(2, 3, 40, 33, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=1e-12)
@@ -38,7 +42,9 @@ def test_output_and_gradients_equal_torchvisions(name: str, torchvision_models: 
         torch.testing.assert_close(one.grad, another.grad, rtol=1e-10, atol=1e-10, msg=key)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.7), ("resnet50", 25.6), ("resnet101", 44.5)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("resnet18", 11.7), ("resnet50", 25.6), ("resnet101", 44.5)]
+)
 def test_parameter_counts_are_those_of_the_documentation(name: str, millions: float) -> None:
     with torch.device("meta"):
         model = getattr(resnet, name)()

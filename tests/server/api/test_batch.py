@@ -30,7 +30,9 @@ def test_each_question_is_answered_as_it_is_alone(serve):
         request = PlacementRequest.model_validate(batch["shared"] | asked)
         assert answer.id == request.content_hash()
         assert answer.placement.objective_value == pytest.approx(solve(request).objective_value)
-        assert client.get(f"/v1/placements/{answer.id}").json() == answer.placement.model_dump(mode="json")
+        assert client.get(f"/v1/placements/{answer.id}").json() == answer.placement.model_dump(
+            mode="json"
+        )
 
 
 def test_what_is_stored_is_not_solved_again(serve):
@@ -42,7 +44,9 @@ def test_what_is_stored_is_not_solved_again(serve):
 
 def test_the_same_question_twice_in_a_batch_is_one_solve(serve):
     client = serve(queue=8)
-    answers = client.post(f"{BATCH}?wait=30", json=example() | {"requests": [{}, {}]}).json()["answers"]
+    answers = client.post(f"{BATCH}?wait=30", json=example() | {"requests": [{}, {}]}).json()[
+        "answers"
+    ]
     assert answers[0] == answers[1]
     assert 'placer_solves_total{status="answered"} 1.0' in client.get("/metrics").text
 
@@ -92,8 +96,12 @@ def test_what_is_shared_cannot_be_multiplied_beyond_a_limit(serve, monkeypatch):
 
 @pytest.mark.parametrize("seed", ["1e999", "-1", "9" * 300, "NaN", "[" * 200 + "]" * 200])
 def test_a_hostile_number_or_nesting_is_no_5xx(serve, seed):
-    text = json.dumps(example() | {"requests": [{"seed": 0}]}).replace('"seed": 0', f'"seed": {seed}')
+    text = json.dumps(example() | {"requests": [{"seed": 0}]}).replace(
+        '"seed": 0', f'"seed": {seed}'
+    )
     reply = serve().post(BATCH, content=text, headers={"Content-Type": "application/json"})
-    statuses = [reply.status_code] if reply.status_code != 200 else [reply.json()["answers"][0]["status"]]
+    statuses = (
+        [reply.status_code] if reply.status_code != 200 else [reply.json()["answers"][0]["status"]]
+    )
     assert statuses[0] in (400, 422)
     assert len(reply.content) <= 8192

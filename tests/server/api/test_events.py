@@ -31,7 +31,9 @@ def events(lines):
 
 
 def post(url, body, **parameters):
-    return httpx.post(f"{url}/v1/placements", params={"wait": 0, **parameters}, json=body).json()["id"]
+    return httpx.post(f"{url}/v1/placements", params={"wait": 0, **parameters}, json=body).json()[
+        "id"
+    ]
 
 
 def until_incumbent(url, key):
@@ -48,7 +50,11 @@ def test_a_stream_tells_incumbent_bound_and_gap_and_ends_with_the_placement(url,
         for kind, data in events(reply.iter_lines()):
             seen.append(kind)
             if kind == "progress" and data["incumbent"] is not None:
-                assert (data["incumbent"], data["bound"], data["gap"]) == (7.0, 3.0, pytest.approx(4 / 7))
+                assert (data["incumbent"], data["bound"], data["gap"]) == (
+                    7.0,
+                    3.0,
+                    pytest.approx(4 / 7),
+                )
                 httpx.delete(f"{url}/v1/placements/{key}")
     assert (seen[0], seen[-1], data["objective_value"]) == ("progress", "done", 7.0)
 
@@ -64,7 +70,9 @@ def test_the_stream_of_a_failed_solve_ends_with_its_problem(serve, solvers, requ
     client = serve(solvers.failing)
     problem = client.post("/v1/placements", json=request_body()).json()
     key = PlacementRequest.model_validate(request_body()).content_hash()
-    assert list(events(client.get(f"/v1/placements/{key}/events").text.splitlines())) == [("failed", problem)]
+    assert list(events(client.get(f"/v1/placements/{key}/events").text.splitlines())) == [
+        ("failed", problem)
+    ]
 
 
 def test_the_stream_of_what_nobody_asked_for_is_404(serve):
@@ -73,7 +81,9 @@ def test_the_stream_of_what_nobody_asked_for_is_404(serve):
 
 
 def leave_stream(url, key, on_disconnect):
-    with httpx.stream("GET", f"{url}/v1/placements/{key}/events?on_disconnect={on_disconnect}", timeout=30) as reply:
+    with httpx.stream(
+        "GET", f"{url}/v1/placements/{key}/events?on_disconnect={on_disconnect}", timeout=30
+    ) as reply:
         next(events(reply.iter_lines()))
 
 
@@ -81,12 +91,16 @@ def test_a_solve_ends_when_its_client_leaves_the_stream_and_said_so(url, request
     key = post(url, request_body(), on_disconnect="stop")
     until_incumbent(url, key)
     leave_stream(url, key, "stop")
-    assert httpx.get(f"{url}/v1/placements/{key}?wait=30", timeout=40).json()["objective_value"] == 7.0
+    assert (
+        httpx.get(f"{url}/v1/placements/{key}?wait=30", timeout=40).json()["objective_value"] == 7.0
+    )
 
 
 def test_a_solve_ends_when_the_client_that_waits_for_it_goes_away_and_said_so(url, request_body):
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/placements?wait=60&on_disconnect=stop", json=request_body(), timeout=0.7)
+        httpx.post(
+            f"{url}/v1/placements?wait=60&on_disconnect=stop", json=request_body(), timeout=0.7
+        )
     key = PlacementRequest.model_validate(request_body()).content_hash()
     reply = httpx.get(f"{url}/v1/placements/{key}?wait=30", timeout=40)
     assert (reply.status_code, reply.json()["status"]) == (200, "feasible")
@@ -105,7 +119,9 @@ def test_a_solve_that_somebody_else_wants_goes_on(url, request_body):
     assert httpx.get(f"{url}/v1/placements/{key}?wait=0.3", timeout=40).status_code == 202
 
 
-def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(tmp_path, solvers, request_body):
+def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(
+    tmp_path, solvers, request_body
+):
     settings = Settings(port=0, database=str(tmp_path / "p.db"), workers=1, log_level="error")
     with httpx.Client(timeout=30) as client:
         with background(settings, solver=solvers.until_stopped) as url:
@@ -118,7 +134,9 @@ def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(tm
         stream.__exit__(None, None, None)
 
 
-def test_streams_are_bounded_and_one_that_is_left_makes_room(monkeypatch, solvers, request_body, wait_until):
+def test_streams_are_bounded_and_one_that_is_left_makes_room(
+    monkeypatch, solvers, request_body, wait_until
+):
     monkeypatch.setattr("placer_server.app.MOST_STREAMS", 1)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     with background(settings, solver=solvers.until_stopped) as url:

@@ -28,7 +28,12 @@ def test_placements_are_listed_newest_first_with_what_they_are(filled):
     reply = client.get("/v1/placements")
     assert ids_of(reply) == ids[::-1]
     first = reply.json()["placements"][0]
-    assert (first["model"], first["layers"], first["devices"], first["status"]) == ("Model4 100%", 4, 2, "optimal")
+    assert (first["model"], first["layers"], first["devices"], first["status"]) == (
+        "Model4 100%",
+        4,
+        2,
+        "optimal",
+    )
     assert reply.json()["next"] is None
 
 
@@ -72,7 +77,9 @@ def test_a_placement_is_found_by_the_start_of_its_id(filled):
     assert ids_of(client.get(f"/v1/placements?q={ids[1][:12]}")) == [ids[1]]
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=1000", "cursor=x", "cursor=" + "f" * 90, "status=good", "pages=2"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=1000", "cursor=x", "cursor=" + "f" * 90, "status=good", "pages=2"]
+)
 def test_a_list_that_cannot_be_is_422(serve, query):
     reply = serve().get(f"/v1/placements?{query}")
     assert (reply.status_code, reply.headers["Content-Type"]) == (422, "application/problem+json")
@@ -80,7 +87,9 @@ def test_a_list_that_cannot_be_is_422(serve, query):
 
 def test_the_question_of_a_placement_is_kept_and_has_its_id(filled, request_body):
     client, ids = filled
-    request = PlacementRequest.model_validate_json(client.get(f"/v1/placements/{ids[0]}/request").content)
+    request = PlacementRequest.model_validate_json(
+        client.get(f"/v1/placements/{ids[0]}/request").content
+    )
     assert request.content_hash() == ids[0]
 
 
@@ -103,7 +112,9 @@ def test_a_profile_goes_with_the_last_placement_of_it(serve, request_body):
     assert client.get(f"/v1/profiles/{old['profile_id']}").status_code == 404
 
 
-@pytest.mark.parametrize("path", ["/v1/profiles/x", f"/v1/profiles/{'0' * 32}", f"/v1/placements/{'0' * 32}/request"])
+@pytest.mark.parametrize(
+    "path", ["/v1/profiles/x", f"/v1/profiles/{'0' * 32}", f"/v1/placements/{'0' * 32}/request"]
+)
 def test_what_was_never_asked_is_404(serve, path):
     reply = serve().get(path)
     assert (reply.status_code, reply.headers["Content-Type"]) == (404, "application/problem+json")
@@ -127,11 +138,20 @@ def test_a_list_that_has_changed_has_another_etag(filled, request_body):
 
 @pytest.mark.parametrize(
     ("takes", "compressed"),
-    [("gzip", True), ("br;q=1, gzip;q=0.5", True), ("*", True), ("", False), ("identity", False), ("gzip;q=0", False)],
+    [
+        ("gzip", True),
+        ("br;q=1, gzip;q=0.5", True),
+        ("*", True),
+        ("", False),
+        ("identity", False),
+        ("gzip;q=0", False),
+    ],
 )
 def test_a_reply_is_compressed_where_the_client_takes_it(filled, takes, compressed):
     client, ids = filled
-    with client.stream("GET", f"/v1/placements/{ids[0]}/request", headers={"Accept-Encoding": takes}) as reply:
+    with client.stream(
+        "GET", f"/v1/placements/{ids[0]}/request", headers={"Accept-Encoding": takes}
+    ) as reply:
         raw = b"".join(reply.iter_raw())
     assert (reply.headers.get("Content-Encoding") == "gzip") == compressed
     assert reply.headers["Vary"] == "Accept-Encoding"

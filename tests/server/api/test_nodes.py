@@ -37,7 +37,9 @@ def test_a_node_is_registered_listed_and_forgotten(serve):
 
 def test_a_node_outlives_the_service_and_is_seen_by_replicas(serve, database):
     serve(database=database).put("/v1/nodes/a", json=NODE)
-    assert [node["name"] for node in serve(database=database).get("/v1/nodes").json()["nodes"]] == ["a"]
+    assert [node["name"] for node in serve(database=database).get("/v1/nodes").json()["nodes"]] == [
+        "a"
+    ]
 
 
 def test_registering_again_is_an_update(serve):
@@ -52,10 +54,16 @@ def test_a_cluster_of_several_nodes_has_all_their_devices_and_a_link_for_each_pa
     for name in "ab":
         client.put(f"/v1/nodes/{name}", json=with_ports())
     reply = client.get(
-        "/v1/cluster", params={"node": ["a", "b"], "network_bytes_per_s": 1e9, "network_latency_s": 1e-3}
+        "/v1/cluster",
+        params={"node": ["a", "b"], "network_bytes_per_s": 1e9, "network_latency_s": 1e-3},
     )
     cluster = Cluster.model_validate_json(reply.content)
-    assert [device.name for device in cluster.devices] == ["a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert [device.name for device in cluster.devices] == [
+        "a/cuda:0",
+        "a/cuda:1",
+        "b/cuda:0",
+        "b/cuda:1",
+    ]
     assert len(cluster.links) == 4 * 3
     across = cluster.link("a/cuda:0", "b/cuda:1")
     # Device to memory, network, memory to device, one after the other.
@@ -74,10 +82,17 @@ def test_a_placement_spans_hosts_where_no_node_alone_holds_the_model(serve, requ
             device["memory_bytes"] = 5 * 2**30
         client.put(f"/v1/nodes/{name}", json=small)
     alone = client.get("/v1/cluster", params={"node": "a"}).json()
-    joined = client.get("/v1/cluster", params={"node": ["a", "b"], "network_bytes_per_s": 1e10}).json()
+    joined = client.get(
+        "/v1/cluster", params={"node": ["a", "b"], "network_bytes_per_s": 1e10}
+    ).json()
     body = request_body(training=True, time_limit_s=5)
-    assert client.post("/v1/placements?wait=30", json={**body, "cluster": alone}).json()["status"] == "infeasible"
-    placed = Placement.model_validate(client.post("/v1/placements?wait=30", json={**body, "cluster": joined}).json())
+    assert (
+        client.post("/v1/placements?wait=30", json={**body, "cluster": alone}).json()["status"]
+        == "infeasible"
+    )
+    placed = Placement.model_validate(
+        client.post("/v1/placements?wait=30", json={**body, "cluster": joined}).json()
+    )
     assert {name.partition("/")[0] for name in placed.layer_devices.values()} == {"a", "b"}
 
 
@@ -109,7 +124,11 @@ def test_what_cannot_be_joined_is_said(serve, query, status, said):
 def test_nodes_with_more_devices_than_can_be_joined_are_refused_before_they_are(serve):
     # Each pair of devices is a link: a thousand devices would be a million of them.
     client = serve()
-    node = {"devices": [{"name": f"cuda:{number}", "type": "t", "memory_bytes": 1} for number in range(64)]}
+    node = {
+        "devices": [
+            {"name": f"cuda:{number}", "type": "t", "memory_bytes": 1} for number in range(64)
+        ]
+    }
     for name in "abcde":
         assert client.put(f"/v1/nodes/{name}", json=node).status_code == 200
     query = "&".join(f"node={name}" for name in "abcde")
@@ -124,7 +143,16 @@ def test_nodes_with_more_devices_than_can_be_joined_are_refused_before_they_are(
         ("x" * 65, NODE, 404),
         ("a", {}, 422),
         ("a", {"devices": [{"name": "b/cuda:0", "type": "t", "memory_bytes": 1}]}, 422),
-        ("a", {"devices": [{"name": f"cuda:{number}", "type": "t", "memory_bytes": 1} for number in range(65)]}, 422),
+        (
+            "a",
+            {
+                "devices": [
+                    {"name": f"cuda:{number}", "type": "t", "memory_bytes": 1}
+                    for number in range(65)
+                ]
+            },
+            422,
+        ),
     ],
 )
 def test_what_is_no_node_is_refused(serve, name, body, status):
@@ -132,7 +160,10 @@ def test_what_is_no_node_is_refused(serve, name, body, status):
 
 
 def one_device(name="cuda:0", bandwidth=1e9, latency=0.0):
-    ways = {way: {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency} for way in ("to_host", "from_host")}
+    ways = {
+        way: {"bandwidth_bytes_per_s": bandwidth, "latency_s": latency}
+        for way in ("to_host", "from_host")
+    }
     return {"devices": [{"name": name, "type": "t", "memory_bytes": 1, **ways}]}
 
 
@@ -158,8 +189,11 @@ def test_a_node_of_which_no_link_could_be_made_is_refused_when_it_registers(serv
     ],
     ids=["a value of today's limits", "a field of another version"],
 )
-def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logged(serve, service_log, kept, said):
-    # Nodes are read back from the store: the list of them, and each cluster with it, were a 500 until it registered.
+def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logged(
+    serve, service_log, kept, said
+):
+    # Nodes are read back from the store: the list of them, and each cluster with it, were a 500
+    # until it registered.
     client = serve()
     client.put("/v1/nodes/a", json=NODE)
     client.app.state.service.store.keep_node("old", json.dumps(kept).encode())
@@ -167,7 +201,11 @@ def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logg
     assert "node old is left out" in service_log.text and said in service_log.text
     assert client.get("/v1/cluster?node=a").status_code == 200
     reply = client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9")
-    assert reply.status_code == 404 and "'old'" in reply.json()["detail"] and said in reply.json()["detail"]
+    assert (
+        reply.status_code == 404
+        and "'old'" in reply.json()["detail"]
+        and said in reply.json()["detail"]
+    )
     client.put("/v1/nodes/old", json=NODE)
     assert client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9").status_code == 200
 
@@ -194,7 +232,9 @@ def test_a_service_registers_its_own_devices_at_another(serve, solvers, wait_unt
     from placer_server.node.cluster import NodeCluster
 
     with background(Settings(port=0, database=":memory:", log_level="error")) as url:
-        monkeypatch.setattr(app, "NodeCluster", lambda settings: NodeCluster(settings, solvers.cluster_of_one))
+        monkeypatch.setattr(
+            app, "NodeCluster", lambda settings: NodeCluster(settings, solvers.cluster_of_one)
+        )
         serve(register_url=url, node_name="gpu-node")
         import httpx
 

@@ -19,7 +19,9 @@ from placer_server.app import background
 from placer_server.openapi import examples
 from placer_server.settings import Settings
 
-needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed")
+needs_chromium = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"
+)
 
 SOURCES = Path(placer_server.__path__[0]) / "page"
 
@@ -31,7 +33,10 @@ def test_the_page_and_its_files_are_served_with_their_types_and_tags(serve):
     for path in re.findall(r'(?:href|src)="(page/[^"]+)"', page.text):
         reply = client.get(f"/{path}")
         assert reply.status_code == 200
-        assert client.get(f"/{path}", headers={"If-None-Match": reply.headers["ETag"]}).status_code == 304
+        assert (
+            client.get(f"/{path}", headers={"If-None-Match": reply.headers["ETag"]}).status_code
+            == 304
+        )
     assert client.get("/page/../settings.py").status_code == 404
     assert client.get("/page/nothing.js").status_code == 404
 
@@ -39,7 +44,9 @@ def test_the_page_and_its_files_are_served_with_their_types_and_tags(serve):
 def test_the_page_asks_no_other_host_and_needs_no_inline_code():
     for file in SOURCES.iterdir():
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?://|//[a-z]+\.|innerHTML\s*=|\beval\(|style=\"", text), file.name
+        assert not re.search(r"https?://|//[a-z]+\.|innerHTML\s*=|\beval\(|style=\"", text), (
+            file.name
+        )
     assert "<script>" not in (SOURCES / "index.html").read_text()
 
 
@@ -77,7 +84,10 @@ def ask_example(page):
 
 @needs_chromium
 def test_a_profile_is_dropped_and_its_placement_shown(page):
-    profile = {**examples.requests()["throughput"]["value"]["profile"], "model": "<img src=x onerror=document.title=1>"}
+    profile = {
+        **examples.requests()["throughput"]["value"]["profile"],
+        "model": "<img src=x onerror=document.title=1>",
+    }
     profile["cluster"] = examples.requests()["throughput"]["value"]["cluster"]
     page.run(
         "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'profile.json'));"
@@ -85,14 +95,16 @@ def test_a_profile_is_dropped_and_its_placement_shown(page):
         json.dumps(profile),
     )
     page.until("document.querySelectorAll('#current .node').length === 4")
-    request = PlacementRequest.model_validate({"profile": profile, "chunks": 8})  # four for each device
+    # four for each device
+    request = PlacementRequest.model_validate({"profile": profile, "chunks": 8})
     assert page.run("return document.querySelector('#chunks').value") == "8"
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
     rows = "[...document.querySelectorAll('#current tbody tr')]"
     placed = page.run(f"return {rows}.map(row => [...row.cells].map(cell => cell.textContent))")
     assert [tuple(row) for row in placed] == list(stored["layer_devices"].items())
     assert "optimal" in page.text("#progress")
-    assert page.run("return document.title") == "Placer"  # the model's name was text, not HTML
+    # the model's name was text, not HTML
+    assert page.run("return document.title") == "Placer"
 
 
 @needs_chromium
@@ -113,7 +125,8 @@ def test_each_knob_solves_again(page):
     ask_example(page)
     first = page.text("#current .facts")
     page.set("#devices", 1)
-    page.until("document.querySelectorAll('#current svg .compute').length === 2")  # one device, and the legend
+    # one device, and the legend
+    page.until("document.querySelectorAll('#current svg .compute').length === 2")
     page.set("#devices", 3)
     page.until("document.querySelectorAll('#current svg .compute').length === 4")
     page.set("#memory", 2)
@@ -121,8 +134,12 @@ def test_each_knob_solves_again(page):
     assert "short" in page.text("#current")
     page.set("#memory", 16)
     page.set("#devices", 2)
-    page.until(f"document.querySelector('#current .facts')?.textContent.slice(0, 40) === {json.dumps(first[:40])}")
-    before = page.run("return [...document.querySelectorAll('#current g > text.value')].map(e => e.textContent)")
+    page.until(
+        f"document.querySelector('#current .facts')?.textContent.slice(0, 40) === {json.dumps(first[:40])}"
+    )
+    before = page.run(
+        "return [...document.querySelectorAll('#current g > text.value')].map(e => e.textContent)"
+    )
     page.set("#chunks", 1)
     page.until(
         "JSON.stringify([...document.querySelectorAll('#current g > text.value')].map(e => e.textContent)) !== "
@@ -142,7 +159,9 @@ def test_a_layer_is_pinned_from_the_graph_with_the_keyboard(page):
     page.set("#pin-device", "cuda:1")
     page.run("document.querySelector('#pin').focus()")
     page.press("\ue007")
-    page.until("document.querySelector('#current .pinned')?.getAttribute('aria-label') === 'block.0 on cuda:1, pinned'")
+    page.until(
+        "document.querySelector('#current .pinned')?.getAttribute('aria-label') === 'block.0 on cuda:1, pinned'"
+    )
     page.click("#pins button")
     page.until("!document.querySelector('#current .pinned')")
 
@@ -182,7 +201,11 @@ def test_a_past_placement_is_found_and_answered_from_the_store(page):
 
 @needs_chromium
 def test_a_file_that_is_no_profile_is_told(page):
-    for text, words in (("{", "is not JSON"), ("{}", "neither a profile nor"), ('{"layers": [1]}', "has a cluster")):
+    for text, words in (
+        ("{", "is not JSON"),
+        ("{}", "neither a profile nor"),
+        ('{"layers": [1]}', "has a cluster"),
+    ):
         page.run(
             "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'x.json'));"
             "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
@@ -209,7 +232,8 @@ def test_the_downloads_are_what_is_shown(page):
     found = Placement.model_validate_json(placement)
     assert found.id == PlacementRequest.model_validate_json(request).content_hash()
     assert {event["ph"] for event in json.loads(trace)["traceEvents"]} >= {"X", "M"}
-    assert report == html_report(found, PlacementRequest.model_validate_json(request).profile)  # as the command line's
+    # as the command line's
+    assert report == html_report(found, PlacementRequest.model_validate_json(request).profile)
 
 
 @needs_chromium
@@ -222,11 +246,18 @@ def test_the_timeline_has_a_bar_for_each_pass_as_long_as_it_takes(page):
         "return [...document.querySelectorAll('#current .lanes .pass')]"
         ".map(e => [+e.getAttribute('x'), +e.getAttribute('width')])"
     )
-    scale = sum(width for _, width in drawn) / sum(p["end_ms"] - p["start_ms"] for p in timeline["passes"])
+    scale = sum(width for _, width in drawn) / sum(
+        p["end_ms"] - p["start_ms"] for p in timeline["passes"]
+    )
     left = min(x for x, _ in drawn)
-    expected = [(left + scale * p["start_ms"], scale * (p["end_ms"] - p["start_ms"])) for p in timeline["passes"]]
+    expected = [
+        (left + scale * p["start_ms"], scale * (p["end_ms"] - p["start_ms"]))
+        for p in timeline["passes"]
+    ]
     assert sorted(drawn) == [pytest.approx(pair, abs=0.01) for pair in sorted(expected)]
-    told = page.run("return document.querySelector('#current .lanes svg').getAttribute('aria-label')")
+    told = page.run(
+        "return document.querySelector('#current .lanes svg').getAttribute('aria-label')"
+    )
     for spent in timeline["devices"]:
         assert f"{spent['device']}: " in told
     assert f"{100 * timeline['bubble']:.1f} %" in page.text("#current .timeline .why")
@@ -259,7 +290,9 @@ def test_what_would_help_is_found_out_when_asked(page):
     )
     stored = httpx.get(f"{page.url}/v1/placements/{request.content_hash()}").json()
     assert page.text("#current .why") == f"Limited by {stored['limits']['what']}."
-    assert page.run("return document.querySelectorAll('#current .helps li').length") == len(stored["limits"]["helps"])
+    assert page.run("return document.querySelectorAll('#current .helps li').length") == len(
+        stored["limits"]["helps"]
+    )
 
 
 def timeline_of(page, request):
@@ -270,7 +303,9 @@ def timeline_of(page, request):
 def fact(page, name):
     """What stands below one of the headings of the answer, once it is there."""
     found = "[...document.querySelectorAll('#current .facts div')].find(e => e.firstChild.textContent === %s)"
-    return page.until(f"{found % json.dumps(name)}?.querySelector('dd:not(:has([aria-busy]))')?.textContent")
+    return page.until(
+        f"{found % json.dumps(name)}?.querySelector('dd:not(:has([aria-busy]))')?.textContent"
+    )
 
 
 def drop(page, content):
@@ -304,14 +339,19 @@ def trained(**changes):
 @pytest.mark.parametrize("chunks", [1, 2, 16])
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
 def test_the_headline_compares_a_batch_with_one_device(page, chunks, objective):
-    # It compared the bottleneck: "2.00 x" stood above the timeline of one micro-batch, which two devices do no sooner.
+    # It compared the bottleneck: "2.00 x" stood above the timeline of one micro-batch, which two
+    # devices do no sooner.
     request = trained(chunks=chunks, objective=objective)
     drop(page, request)
     page.until("document.querySelectorAll('#current .node').length === 4")
     shown = timeline_of(page, request)
-    alone_ms = chunks * 15 + 4  # 5 ms forwards and 10 ms backwards, and an optimizer of 4 ms
+    # 5 ms forwards and 10 ms backwards, and an optimizer of 4 ms
+    alone_ms = chunks * 15 + 4
     assert shown["single_device_ms"] == pytest.approx(alone_ms)
-    assert fact(page, "Against one device") == f"{alone_ms / shown['step_ms']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    assert (
+        fact(page, "Against one device")
+        == f"{alone_ms / shown['step_ms']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    )
     if chunks == 1 and objective == "throughput":
         assert alone_ms / shown["step_ms"] < 1.2
     assert fact(page, "Whole batch") == f"{shown['step_ms']:.4g} ms"
@@ -324,7 +364,10 @@ def test_of_a_whole_batch_the_headline_is_the_placements_own(page):
     page.until("document.querySelectorAll('#current .node').length === 4")
     key = PlacementRequest.model_validate(request).content_hash()
     placement = httpx.get(f"{page.url}/v1/placements/{key}").json()
-    assert fact(page, "Against one device") == f"{placement['speedup']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    assert (
+        fact(page, "Against one device")
+        == f"{placement['speedup']:.2f} \N{MULTIPLICATION SIGN} as fast"
+    )
     assert fact(page, "Whole batch") == f"{placement['objective_value']:.4g} ms"
 
 
@@ -333,7 +376,9 @@ def test_a_single_device_that_is_too_small_is_told_in_the_headline(page):
     request = examples.requests()["throughput"]["value"] | {"chunks": 4}
     devices = [device | {"memory_bytes": 8 * 2**30} for device in request["cluster"]["devices"]]
     drop(page, request | {"cluster": request["cluster"] | {"devices": devices}})
-    assert fact(page, "Against one device").endswith("\N{MULTIPLICATION SIGN} as fast, which is too small")
+    assert fact(page, "Against one device").endswith(
+        "\N{MULTIPLICATION SIGN} as fast, which is too small"
+    )
 
 
 @needs_chromium
@@ -346,17 +391,20 @@ def test_the_optimizer_is_drawn_after_the_last_pass(page):
         "return ['pass', 'optimizer'].map(kind => [...document.querySelectorAll(`#current .lanes .${kind}`)]"
         ".map(e => [+e.getAttribute('x'), +e.getAttribute('x') + +e.getAttribute('width')]))"
     )
-    assert min(start for start, _ in bars[1]) == pytest.approx(max(end for _, end in bars[0]), abs=0.01)
+    assert min(start for start, _ in bars[1]) == pytest.approx(
+        max(end for _, end in bars[0]), abs=0.01
+    )
     longest = max(spent["optimizer_ms"] for spent in shown["devices"])
     width = max(end - start for start, end in bars[1])
-    assert width / (max(end for _, end in bars[1]) - min(start for start, _ in bars[0])) == pytest.approx(
-        longest / shown["step_ms"], abs=1e-3
-    )
+    assert width / (
+        max(end for _, end in bars[1]) - min(start for start, _ in bars[0])
+    ) == pytest.approx(longest / shown["step_ms"], abs=1e-3)
 
 
 @needs_chromium
 def test_buttons_without_a_function_are_not_shown(page):
-    # The rule of their layout showed them whatever their attribute said, and before there was a placement to save.
+    # The rule of their layout showed them whatever their attribute said, and before there was a
+    # placement to save.
     assert shown_buttons(page) == []
     ask_example(page)
     saves = ["save-placement", "save-request", "save-trace", "save-report"]
@@ -364,14 +412,16 @@ def test_buttons_without_a_function_are_not_shown(page):
     assert shown_buttons(page) == ["keep", *saves]
     page.click("#keep")
     page.until("!document.querySelector('#forget').hidden")
-    assert shown_buttons(page) == ["forget", *saves]  # the same placement cannot be kept again
+    # the same placement cannot be kept again
+    assert shown_buttons(page) == ["forget", *saves]
     page.set("#devices", 1)
     page.until("document.querySelector('#moves').textContent.includes('2 of 4 layers')")
     assert shown_buttons(page) == ["keep", "forget", *saves]
     page.click("#forget")
     page.set("#memory", 0.1)
     page.until("document.querySelector('#progress').textContent.includes('no placement')")
-    assert shown_buttons(page) == ["save-placement", "save-request", "save-report"]  # nothing to keep, and no timeline
+    # nothing to keep, and no timeline
+    assert shown_buttons(page) == ["save-placement", "save-request", "save-report"]
     page.run(
         "window.saved = []; const make = URL.createObjectURL;"
         "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make(blob); }"
@@ -391,7 +441,8 @@ def test_schedules_are_offered_where_they_have_a_function(page):
     assert not page.run(f"return {option}.disabled")
     page.set("#objective", "latency")
     page.until("document.querySelector('#schedule').value === '1f1b'")
-    drop(page, examples.requests()["latency"]["value"])  # inference, whose passes have one order
+    # inference, whose passes have one order
+    drop(page, examples.requests()["latency"]["value"])
     page.until("document.querySelector('#subject').textContent.includes('inference')")
     is_current(page)
     assert not page.run("return document.querySelector('#schedule').checkVisibility()")
@@ -399,7 +450,8 @@ def test_schedules_are_offered_where_they_have_a_function(page):
 
 @needs_chromium
 @pytest.mark.parametrize(
-    ("knob", "value"), [("#devices", "0"), ("#devices", "1.5"), ("#memory", "-1"), ("#chunks", "0"), ("#limit", "")]
+    ("knob", "value"),
+    [("#devices", "0"), ("#devices", "1.5"), ("#memory", "-1"), ("#chunks", "0"), ("#limit", "")],
 )
 def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, value):
     # It was passed over without a word, and the answer on the page was another question's.
@@ -408,12 +460,16 @@ def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, 
     before = page.run(f"return document.querySelector('{knob}').value")
     asked = httpx.get(f"{page.url}/v1/placements").json()["placements"]
     page.set(knob, value)
-    assert page.run(f"return document.querySelector('{knob}').getAttribute('aria-invalid')") == "true"
+    assert (
+        page.run(f"return document.querySelector('{knob}').getAttribute('aria-invalid')") == "true"
+    )
     told = page.run(
         f"return document.getElementById(document.querySelector('{knob}').getAttribute('aria-describedby')).textContent"
     )
     assert told and page.run("return document.querySelector('#current').classList.contains('old')")
-    page.until("document.querySelector('#progress').textContent.includes('Change the marked values')")
+    page.until(
+        "document.querySelector('#progress').textContent.includes('Change the marked values')"
+    )
     page.set("#objective", "latency")  # another change does not ask for it either
     time.sleep(0.6)
     assert page.run("return document.querySelector('#current').classList.contains('old')")
@@ -421,7 +477,10 @@ def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, 
     page.set("#objective", "throughput")
     page.set(knob, before)
     assert is_current(page)
-    assert page.run("return document.querySelectorAll('#knobs [aria-invalid], #knobs .fault').length") == 0
+    assert (
+        page.run("return document.querySelectorAll('#knobs [aria-invalid], #knobs .fault').length")
+        == 0
+    )
 
 
 @needs_chromium
@@ -450,10 +509,16 @@ def test_a_value_that_the_service_refuses_is_marked_until_the_next_question(page
 
 @needs_chromium
 def test_a_pin_to_a_device_that_is_no_longer_there_is_marked(page):
-    drop(page, examples.requests()["throughput"]["value"] | {"constraints": {"pinned": {"head": "cuda:1"}}})
+    drop(
+        page,
+        examples.requests()["throughput"]["value"]
+        | {"constraints": {"pinned": {"head": "cuda:1"}}},
+    )
     is_current(page)
     page.set("#devices", 1)
-    page.until("document.querySelector('#pins .gone')?.textContent.includes('cuda:1, which is not there')")
+    page.until(
+        "document.querySelector('#pins .gone')?.textContent.includes('cuda:1, which is not there')"
+    )
     page.set("#devices", 2)
     page.until("!document.querySelector('#pins .gone')")
 
@@ -463,12 +528,14 @@ def test_an_old_answer_is_dimmed_while_a_new_one_is_solved(browser, tmp_path):
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error")
     request = examples.requests()["throughput"]["value"]
     request["profile"]["model"] = str(tmp_path / "notes")
-    with background(settings, solver=solvers_for_tests.noted) as url:  # a solve takes 0.3 s
+    # a solve takes 0.3 s
+    with background(settings, solver=solvers_for_tests.noted) as url:
         browser.open(url)
         browser.run("sessionStorage.clear()")
         drop(browser, request)
         browser.until("document.querySelector('#stop').checkVisibility()")
-        assert shown_buttons(browser) == ["stop"]  # there is nothing else to be done yet
+        # there is nothing else to be done yet
+        assert shown_buttons(browser) == ["stop"]
         is_current(browser)
         opacity = "+getComputedStyle(document.querySelector('#current .facts')).opacity"
         assert browser.run(f"return {opacity}") == 1
@@ -486,7 +553,8 @@ def test_an_old_answer_is_dimmed_while_a_new_one_is_solved(browser, tmp_path):
 @needs_chromium
 def test_a_whole_batch_is_asked_for_and_back(page):
     ask_example(page)
-    page.set("#schedule", "auto")  # refused by every other objective, so it is 1f1b as yet
+    # refused by every other objective, so it is 1f1b as yet
+    page.set("#schedule", "auto")
     page.set("#objective", "step")
     page.until("document.querySelector('#current .facts')?.textContent.includes('Whole batch')")
     page.until("document.querySelectorAll('#current .lanes .pass').length > 0")
@@ -523,8 +591,20 @@ def test_whatever_can_be_used_or_seen_has_a_name_for_those_who_hear_the_page(pag
         "link",
         "region",
     }
-    named = [(node["role"]["value"], node["name"]["value"]) for node in shown if node["role"]["value"] in roles]
-    assert {role for role, _ in named} >= {"button", "combobox", "spinbutton", "checkbox", "slider", "image", "region"}
+    named = [
+        (node["role"]["value"], node["name"]["value"])
+        for node in shown
+        if node["role"]["value"] in roles
+    ]
+    assert {role for role, _ in named} >= {
+        "button",
+        "combobox",
+        "spinbutton",
+        "checkbox",
+        "slider",
+        "image",
+        "region",
+    }
     assert [role for role, name in named if not name.strip()] == []
 
 
@@ -537,7 +617,11 @@ def test_at_phone_width_nothing_is_wider_than_the_page_and_text_can_be_read(page
     page.until("document.querySelector('#current .lanes')")
     assert page.run("return document.documentElement.scrollWidth") == 390
     bars = "document.querySelector('#current .bars > svg')"
-    assert page.run(f"return 12 * {bars}.getBoundingClientRect().width / {bars}.viewBox.baseVal.width") > 11.5  # pixels
+    # pixels
+    assert (
+        page.run(f"return 12 * {bars}.getBoundingClientRect().width / {bars}.viewBox.baseVal.width")
+        > 11.5
+    )
     contrast = (
         "const luminance = c => { const [r, g, b] = c.match(/[\\d.]+/g).map(v => v / 255)"
         ".map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);"
@@ -558,7 +642,9 @@ def test_where_a_key_is_needed_the_page_asks_for_it(browser, tmp_path):
 
     key, line = make("someone")
     (tmp_path / "keys").write_text(line)
-    settings = Settings(port=0, database=":memory:", workers=1, log_level="error", keys_file=str(tmp_path / "keys"))
+    settings = Settings(
+        port=0, database=":memory:", workers=1, log_level="error", keys_file=str(tmp_path / "keys")
+    )
     with background(settings) as url:
         browser.open(url)
         browser.run("sessionStorage.clear()")

@@ -44,7 +44,9 @@ def test_what_a_profile_declares_of_batches_comes_back_with_the_placement(serve,
     assert "'rows' is not a rule" in refused.text and "batch_options" in refused.text
 
 
-def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers_later(serve, solvers, request_body):
+def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers_later(
+    serve, solvers, request_body
+):
     client = serve(solvers.until_stopped)
     reply = client.post("/v1/placements?wait=0", json=request_body())
     assert reply.status_code == 202
@@ -60,9 +62,21 @@ def test_a_solve_that_takes_longer_than_wait_is_202_with_a_location_that_answers
             {"time_limit_s": 86_400},
             "time_limit_s is 86400; this service allows at most 3600 (PLACER_MAX_TIME_LIMIT_S)",
         ),
-        ({"max_time_limit_s": 5}, {"time_limit_s": 5.5}, "time_limit_s is 5.5; this service allows at most 5 "),
-        ({"max_solver_workers": 4}, {"workers": 5}, "workers is 5; this service allows at most 4 (PLACER_MAX_SOLVER_"),
-        ({"max_solver_workers": 1}, {"workers": 256, "time_limit_s": 86_400}, "; workers is 256; this service allows"),
+        (
+            {"max_time_limit_s": 5},
+            {"time_limit_s": 5.5},
+            "time_limit_s is 5.5; this service allows at most 5 ",
+        ),
+        (
+            {"max_solver_workers": 4},
+            {"workers": 5},
+            "workers is 5; this service allows at most 4 (PLACER_MAX_SOLVER_",
+        ),
+        (
+            {"max_solver_workers": 1},
+            {"workers": 256, "time_limit_s": 86_400},
+            "; workers is 256; this service allows",
+        ),
     ],
 )
 def test_no_client_holds_a_worker_or_cores_longer_than_the_service_allows(
@@ -75,26 +89,42 @@ def test_no_client_holds_a_worker_or_cores_longer_than_the_service_allows(
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:placer:problem:over-limit")
     assert told in reply.json()["detail"]
     assert {fault["pointer"] for fault in reply.json()["errors"]} == {f"#/{name}" for name in asked}
-    batched = client.post("/v1/placements:batch?wait=0", json={"shared": body, "requests": [{}]}).json()["answers"]
+    batched = client.post(
+        "/v1/placements:batch?wait=0", json={"shared": body, "requests": [{}]}
+    ).json()["answers"]
     assert (batched[0]["status"], batched[0]["problem"]["detail"]) == (422, reply.json()["detail"])
-    assert client.get(f"/v1/placements/{PlacementRequest.model_validate(body).content_hash()}").status_code == 404
+    assert (
+        client.get(
+            f"/v1/placements/{PlacementRequest.model_validate(body).content_hash()}"
+        ).status_code
+        == 404
+    )
 
 
 def test_what_the_service_just_allows_is_solved(serve, request_body):
     client = serve(max_time_limit_s=5, max_solver_workers=4)
-    assert client.post("/v1/placements", json=request_body(time_limit_s=5, workers=4)).status_code == 200
+    assert (
+        client.post("/v1/placements", json=request_body(time_limit_s=5, workers=4)).status_code
+        == 200
+    )
 
 
-def test_an_answer_that_is_there_costs_no_solve_and_is_given_whatever_is_allowed(serve, request_body, tmp_path):
+def test_an_answer_that_is_there_costs_no_solve_and_is_given_whatever_is_allowed(
+    serve, request_body, tmp_path
+):
     body = request_body(time_limit_s=60)
     first = serve(database=str(tmp_path / "p.db")).post("/v1/placements", json=body)
     stricter = serve(database=str(tmp_path / "p.db"), max_time_limit_s=1)
     assert stricter.post("/v1/placements", json=body).content == first.content
 
 
-def test_a_job_that_was_accepted_under_looser_limits_is_stopped_at_those_of_now(start, request_body, tmp_path):
+def test_a_job_that_was_accepted_under_looser_limits_is_stopped_at_those_of_now(
+    start, request_body, tmp_path
+):
     first = start("until_stopped")
-    where = first.client.post("/v1/placements?wait=0", json=request_body(time_limit_s=50)).headers["Location"]
+    where = first.client.post("/v1/placements?wait=0", json=request_body(time_limit_s=50)).headers[
+        "Location"
+    ]
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     again = start("until_stopped", max_time_limit_s=0.2, overrun_s=0.1)
     assert again.client.get(where, params={"wait": 30}).json()["objective_value"] == 7.0
@@ -133,7 +163,9 @@ def test_delete_of_a_queued_solve_answers_that_nothing_was_found(serve, solvers,
     assert client.delete(where).json()["status"] == "unknown"
 
 
-def test_a_stop_that_finds_nothing_leaves_what_an_earlier_solve_found(serve, solvers, request_body, wait_until):
+def test_a_stop_that_finds_nothing_leaves_what_an_earlier_solve_found(
+    serve, solvers, request_body, wait_until
+):
     client = serve(solvers.until_stopped)
     where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     wait_until(lambda: client.get(where).json()["incumbent"] is not None)
@@ -144,7 +176,9 @@ def test_a_stop_that_finds_nothing_leaves_what_an_earlier_solve_found(serve, sol
     assert client.get(f"{where}/request").status_code == 200
 
 
-def test_a_solve_that_was_stopped_in_the_queue_has_its_status_in_the_history(serve, solvers, request_body):
+def test_a_solve_that_was_stopped_in_the_queue_has_its_status_in_the_history(
+    serve, solvers, request_body
+):
     client = serve(solvers.until_stopped)
     client.post("/v1/placements?wait=0", json=request_body(seed=1))
     where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
@@ -153,8 +187,11 @@ def test_a_solve_that_was_stopped_in_the_queue_has_its_status_in_the_history(ser
     assert (row["id"], row["status"]) == (where.rpartition("/")[2], "unknown")
 
 
-def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, request_body, tmp_path):
-    # Its end was told before it was written: who asked again meanwhile was told that there is no such placement.
+def test_a_queued_solve_that_was_stopped_is_there_all_the_time(
+    serve, solvers, request_body, tmp_path
+):
+    # Its end was told before it was written: who asked again meanwhile was told that there is no
+    # such placement.
     client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"))
     client.post("/v1/placements?wait=0", json=request_body(seed=1))
     where = client.post("/v1/placements?wait=0", json=request_body(seed=2)).headers["Location"]
@@ -175,7 +212,8 @@ def test_a_queued_solve_that_was_stopped_is_there_all_the_time(serve, solvers, r
 def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_kept(
     serve, solvers, request_body, method, seed, service_log
 ):
-    # A defect there ended the task that was to answer; the DELETE of a queued solve was waited for without end.
+    # A defect there ended the task that was to answer; the DELETE of a queued solve was waited for
+    # without end.
     def broken(*_, **__):
         raise TypeError("a defect in the store")
 
@@ -185,7 +223,9 @@ def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_k
     store = client.app.state.service.store
     store.put = broken
     setattr(store, method, broken)
-    where = f"/v1/placements/{PlacementRequest.model_validate(request_body(seed=seed)).content_hash()}"
+    where = (
+        f"/v1/placements/{PlacementRequest.model_validate(request_body(seed=seed)).content_hash()}"
+    )
     client.portal.call(client.app.state.service.jobs.end, where.rpartition("/")[2])
     reply = client.get(where, params={"wait": 20})
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:defect")
@@ -201,7 +241,10 @@ def test_the_same_request_is_answered_from_the_store(serve, request_body):
     first = client.post("/v1/placements", json=body)
     spelled_otherwise = json.dumps(backwards(body), indent=3)
     headers = {"Content-Type": "application/json"}
-    assert client.post("/v1/placements", content=spelled_otherwise, headers=headers).content == first.content
+    assert (
+        client.post("/v1/placements", content=spelled_otherwise, headers=headers).content
+        == first.content
+    )
     assert "placer_cache_hits_total 1.0" in client.get("/metrics").text
 
 
@@ -216,7 +259,9 @@ def test_a_feasible_answer_that_had_all_its_time_is_given_again(serve, solvers, 
     client = serve(solvers.until_stopped, overrun_s=0)
     first = client.post("/v1/placements?wait=0", json=request_body(time_limit_s=0.2))
     client.get(first.headers["Location"], params={"wait": 30})
-    assert client.post("/v1/placements?wait=0", json=request_body(time_limit_s=0.2)).status_code == 200
+    assert (
+        client.post("/v1/placements?wait=0", json=request_body(time_limit_s=0.2)).status_code == 200
+    )
 
 
 def test_an_answer_of_another_version_of_placer_is_made_anew(serve, request_body, monkeypatch):
@@ -237,7 +282,9 @@ def test_answers_outlive_the_service(serve, request_body, tmp_path):
 
 def test_a_full_queue_is_429_with_retry_after(serve, solvers, request_body):
     client = serve(solvers.until_stopped, workers=1, queue=1)
-    replies = [client.post("/v1/placements?wait=0", json=request_body(seed=seed)) for seed in range(3)]
+    replies = [
+        client.post("/v1/placements?wait=0", json=request_body(seed=seed)) for seed in range(3)
+    ]
     assert [reply.status_code for reply in replies] == [202, 202, 429]
     assert 1 <= int(replies[2].headers["Retry-After"]) <= 30
     assert "placer_rejections_total 1.0" in client.get("/metrics").text
@@ -255,7 +302,10 @@ def test_the_service_is_alive_ready_and_counts(serve):
     client = serve()
     assert client.get("/healthz").json()["status"] == "ok"
     assert client.get("/readyz").json()["status"] == "ready"
-    assert 'placer_requests_total{method="GET",route="/healthz",status="200"} 1.0' in client.get("/metrics").text
+    assert (
+        'placer_requests_total{method="GET",route="/healthz",status="200"} 1.0'
+        in client.get("/metrics").text
+    )
 
 
 def test_two_applications_live_in_one_process(serve, request_body):

@@ -44,6 +44,8 @@ def test_a_job_that_was_removed_is_not_served():
 
 def test_a_client_fills_only_its_share_of_the_queue(serve, solvers, request_body):
     client = serve(solvers.until_stopped, queue=4, client_share=0.5)
-    replies = [client.post("/v1/placements?wait=0", json=request_body(seed=seed)) for seed in range(4)]
+    replies = [
+        client.post("/v1/placements?wait=0", json=request_body(seed=seed)) for seed in range(4)
+    ]
     assert [reply.status_code for reply in replies] == [202, 202, 202, 429]
     assert "PLACER_CLIENT_SHARE" in replies[3].json()["detail"]

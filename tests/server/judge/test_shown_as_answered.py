@@ -1,8 +1,9 @@
-"""The timeline, the trace and the report follow the placement's own choice of micro-batches and schedule.
+"""The timeline, the trace and the report follow the placement's own choice of micro-batches and
+schedule.
 
-``/timeline`` chose the schedule again, as the best for the placement's map. A search that was stopped may not have
-tried that schedule with the map, so the page drew a shorter batch than the one that the placement described.
-"""
+``/timeline`` chose the schedule again, as the best for the placement's map. A search that was
+stopped may not have tried that schedule with the map, so the page drew a shorter batch than the one
+that the placement described."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def requests(draw: Any) -> PlacementRequest:
     )
 
 
-def reading_of(request: PlacementRequest, placement: Placement) -> tuple[PlacementRequest, step.StepReading]:
+def reading_of(
+    request: PlacementRequest, placement: Placement
+) -> tuple[PlacementRequest, step.StepReading]:
     """The referee's own simulation of a placement's batch, event by event."""
     if request.objective == "step":
         asked = step.chosen(request, placement)
@@ -79,12 +82,18 @@ def reading_of(request: PlacementRequest, placement: Placement) -> tuple[Placeme
         rules = request.constraints.model_copy(update={"contiguous": placement.contiguous})
         asked = request.model_copy(update={"constraints": rules})
     asked = recompute.repeated(asked, placement.layer_devices, placement.recompute)
-    return asked, step.StepReading(asked, placement.layer_devices, placement.stages, placement.in_flight or None)
+    return asked, step.StepReading(
+        asked, placement.layer_devices, placement.stages, placement.in_flight or None
+    )
 
 
 def measured(request: PlacementRequest, placement: Placement) -> Profile:
     """The profile with the placement's micro-batch size."""
-    return next(one for one in (request.profile, *request.profiles) if one.batch_size == placement.batch_size)
+    return next(
+        one
+        for one in (request.profile, *request.profiles)
+        if one.batch_size == placement.batch_size
+    )
 
 
 def single_device_ms(request: PlacementRequest, placement: Placement) -> float:
@@ -95,23 +104,33 @@ def single_device_ms(request: PlacementRequest, placement: Placement) -> float:
     trained = request.is_training
     forward = sum(layer.forward_ms[kind] for layer in profile.layers)
     backward = sum(layer.backward_ms[kind] for layer in profile.layers) if trained else 0.0
-    optimizer = sum(layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers) if trained else 0.0
+    optimizer = (
+        sum(layer.optimizer_ms.get(kind, 0.0) for layer in profile.layers) if trained else 0.0
+    )
     return placement.chunks * (forward + backward) + optimizer
 
 
 @examples(240)
 @given(request=requests(), stops=st.sampled_from(STOPS))
-def test_what_is_shown_follows_the_placement_for_every_objective_and_schedule_stopped_or_not(request, stops):
+def test_what_is_shown_follows_the_placement_for_every_objective_and_schedule_stopped_or_not(
+    request, stops
+):
     placement = solved(request, stops)
     if not placement.layer_devices:
         return
     _, reading = reading_of(request, placement)
     shown = timeline(request, placement)
-    assert (shown.schedule, shown.chunks, shown.training) == (placement.schedule, placement.chunks, placement.training)
+    assert (shown.schedule, shown.chunks, shown.training) == (
+        placement.schedule,
+        placement.chunks,
+        placement.training,
+    )
     assert shown.step_ms == pytest.approx(reading.alone_ms)
     assert shown.single_device_ms == pytest.approx(single_device_ms(request, placement))
     drawn = [(one.stage, one.phase, one.micro_batch) for one in shown.passes]
-    assert sorted(drawn) == sorted((one.stage, one.phase, one.micro_batch) for one in reading.plan.issue)
+    assert sorted(drawn) == sorted(
+        (one.stage, one.phase, one.micro_batch) for one in reading.plan.issue
+    )
     if placement.step is not None:
         assert shown.step_ms == pytest.approx(placement.step.alone_ms)
         if placement.step.steps == "alone":
@@ -123,7 +142,9 @@ def test_what_is_shown_follows_the_placement_for_every_objective_and_schedule_st
     shown_profile = profile_of(request, placement)
     assert shown_profile.layers == measured(request, placement).layers
     count = "1 micro-batch" if placement.chunks == 1 else f"{placement.chunks} micro-batches"
-    assert f"{count} of {placement.batch_size}, {placement.schedule}" in html_report(placement, shown_profile)
+    assert f"{count} of {placement.batch_size}, {placement.schedule}" in html_report(
+        placement, shown_profile
+    )
 
 
 @pytest.mark.parametrize("order", ["fill-drain", "1f1b", "zero-bubble"])
@@ -145,9 +166,16 @@ def test_a_schedule_that_is_not_the_best_for_its_map_is_the_one_that_is_shown(or
 @pytest.mark.parametrize("objective", ["step", "throughput"])
 @pytest.mark.parametrize("memory_bytes", [51, 60, 125])
 def test_zero_bubble_is_shown_with_the_room_that_memory_leaves(memory_bytes, objective):
-    """Four stages of a layer each, 8 micro-batches, whose passes take 1 ms each: the more room, the shorter."""
-    asked = {"chunks": 8, "schedule": "zero-bubble", "constraints": Constraints(contiguous=True, min_devices=4)}
-    request = row([1.0] * 4, devices=4, memory_bytes=memory_bytes, saved_bytes=10, grad_bytes=1, **asked)
+    """Four stages of a layer each, 8 micro-batches, whose passes take 1 ms each: the more room, the
+    shorter."""
+    asked = {
+        "chunks": 8,
+        "schedule": "zero-bubble",
+        "constraints": Constraints(contiguous=True, min_devices=4),
+    }
+    request = row(
+        [1.0] * 4, devices=4, memory_bytes=memory_bytes, saved_bytes=10, grad_bytes=1, **asked
+    )
     request = request.model_copy(update={"objective": objective})
     placement = solve(request)
     shown = timeline(request, placement)
@@ -166,19 +194,31 @@ def test_of_a_stopped_answer_the_batch_that_it_describes_is_shown(model, stops):
     kinds = sorted({kind for layer in found.layers for kind in layer.forward_ms})
     names = [f"d{number}" for number in range(5)]
     devices = [
-        Device(name=name, type=kinds[number // 3 % len(kinds)], memory_bytes=2**40) for number, name in enumerate(names)
+        Device(name=name, type=kinds[number // 3 % len(kinds)], memory_bytes=2**40)
+        for number, name in enumerate(names)
     ]
-    links = [Link(source=a, target=b, bandwidth_bytes_per_s=10e9) for a in names for b in names if a != b]
+    links = [
+        Link(source=a, target=b, bandwidth_bytes_per_s=10e9) for a in names for b in names if a != b
+    ]
     request = PlacementRequest(
-        profile=found, cluster=Cluster(devices=devices, links=links), objective="step", schedule="auto", chunks=8
+        profile=found,
+        cluster=Cluster(devices=devices, links=links),
+        objective="step",
+        schedule="auto",
+        chunks=8,
     )
     placement = solved(request, stops)
     shown = timeline(request, placement)
-    assert placement.step.optimizer_ms > 0.01 * placement.step.alone_ms  # it was left out of what was shown
+    # it was left out of what was shown
+    assert placement.step.optimizer_ms > 0.01 * placement.step.alone_ms
     assert shown.step_ms == pytest.approx(placement.step.alone_ms)
-    assert max(one.optimizer_ms for one in shown.devices) == pytest.approx(placement.step.optimizer_ms)
+    assert max(one.optimizer_ms for one in shown.devices) == pytest.approx(
+        placement.step.optimizer_ms
+    )
     for one in shown.devices:
-        assert one.busy_ms + one.idle_ms == pytest.approx(shown.step_ms - placement.step.optimizer_ms)
+        assert one.busy_ms + one.idle_ms == pytest.approx(
+            shown.step_ms - placement.step.optimizer_ms
+        )
 
 
 def test_the_report_shows_the_times_of_the_micro_batches_that_were_chosen():
@@ -196,7 +236,17 @@ def test_the_report_shows_the_times_of_the_micro_batches_that_were_chosen():
 
 def test_placements_are_compared_by_their_own_schedules():
     request = row([1.0] * 4, grad_bytes=1, chunks=4, schedule="auto")
-    slow, best = solve(row([1.0] * 4, grad_bytes=1, chunks=4, schedule="fill-drain")), solve(request)
-    found = compare(request, {"slow": slow.layer_devices, "best": best.layer_devices}, {"slow": slow, "best": best})
-    assert [one.objective_value for one in found.evaluations] == [slow.objective_value, best.objective_value]
+    slow, best = (
+        solve(row([1.0] * 4, grad_bytes=1, chunks=4, schedule="fill-drain")),
+        solve(request),
+    )
+    found = compare(
+        request,
+        {"slow": slow.layer_devices, "best": best.layer_devices},
+        {"slow": slow, "best": best},
+    )
+    assert [one.objective_value for one in found.evaluations] == [
+        slow.objective_value,
+        best.objective_value,
+    ]
     assert found.best == "best"

@@ -41,5 +41,7 @@ def test_the_service_imports_neither_torch_nor_the_profiler_nor_the_client():
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'ortools', 'placer_client')"
         " or m.startswith('placer.profiler')])"
     )
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""Graphs that clients send are measured here, in a process of their own, and cost nobody else anything."""
+"""Graphs that clients send are measured here, in a process of their own, and cost nobody else
+anything."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_a_graph_is_measured_and_its_profile_placed_and_had_again(serve, graph_b
     assert [layer.name for layer in profile.layers] == ["linear"]
     assert profile.layers[0].param_bytes == 16 * 16 * 4
     assert profile.cluster is not None and profile.optimizer == "Adam"
-    placed = client.post("/v1/placements?wait=60", json={"schema_version": "1", "profile": reply.json()})
+    placed = client.post(
+        "/v1/placements?wait=60", json={"schema_version": "1", "profile": reply.json()}
+    )
     assert placed.json()["status"] == "optimal"
     assert client.get(reply.headers["Location"]).content == reply.content
     again = serve(database=str(tmp_path / "p.db"))
@@ -56,7 +59,9 @@ def test_a_graph_is_measured_and_its_profile_placed_and_had_again(serve, graph_b
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_node_a_graph_is_measured_on_its_gpus_within_the_default_limit_of_memory(serve, graph_body):
+def test_on_a_gpu_node_a_graph_is_measured_on_its_gpus_within_the_default_limit_of_memory(
+    serve, graph_body
+):
     reply = serve().post("/v1/profiles?wait=60", json=graph_body())
     assert reply.status_code == 200, reply.text
     assert [device["name"] for device in reply.json()["cluster"]["devices"]] == ["cuda:0"]
@@ -101,7 +106,11 @@ def test_a_graph_for_another_node_is_left_to_that(database):
     for node in ("a", "b", "a"):
         store.accept_graph("k", node, b"body")
     store.keep_measured("k", "a", b"profile")
-    assert (store.graphs("a"), store.graphs("b"), store.measured("k")) == ([], [("k", b"body")], b"profile")
+    assert (store.graphs("a"), store.graphs("b"), store.measured("k")) == (
+        [],
+        [("k", b"body")],
+        b"profile",
+    )
     store.drop_graph("k", "b")
     assert store.graphs("b") == []
     store.close()
@@ -125,7 +134,9 @@ def test_a_graph_that_cannot_be_measured_is_not_tried_again(serve, graph_body, t
     assert service.store.graphs(service.settings.node_name) == []
 
 
-def test_a_graph_that_takes_more_memory_than_allowed_is_422_and_the_service_goes_on(serve, graph_body):
+def test_a_graph_that_takes_more_memory_than_allowed_is_422_and_the_service_goes_on(
+    serve, graph_body
+):
     client = serve(profile_memory_bytes=2 * 2**30)
     body = operations(graph_body(), {"op": "aten.ones.default", "args": [[2**31]]})
     reply = client.post("/v1/profiles?wait=60", json=body)
@@ -137,21 +148,29 @@ def test_a_graph_that_takes_too_long_is_killed(serve, graph_body, monkeypatch):
     measuring, start = [], CONTEXT.Process.start
 
     def noted(process):
-        is_ours = profiling.profile_graph in process._args  # not one that waits for placements to solve
+        # not one that waits for placements to solve
+        is_ours = profiling.profile_graph in process._args
         start(process)
         measuring.extend([process.pid] * is_ours)
 
     monkeypatch.setattr(CONTEXT.Process, "start", noted)
     steps = [{"op": "aten.ones.default", "args": [[3000, 3000]]}]
-    steps += [{"op": "aten.matmul.default", "args": [{"ref": f"n{i}"}, {"ref": "n0"}]} for i in range(5000)]
-    reply = serve(profile_timeout_s=4).post("/v1/profiles?wait=60", json=operations(graph_body(), *steps))
+    steps += [
+        {"op": "aten.matmul.default", "args": [{"ref": f"n{i}"}, {"ref": "n0"}]}
+        for i in range(5000)
+    ]
+    reply = serve(profile_timeout_s=4).post(
+        "/v1/profiles?wait=60", json=operations(graph_body(), *steps)
+    )
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:placer:problem:too-slow")
     (process,) = measuring
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
-def test_a_process_that_dies_is_a_500_that_says_so_and_the_next_graph_is_measured(serve, graph_body, monkeypatch):
+def test_a_process_that_dies_is_a_500_that_says_so_and_the_next_graph_is_measured(
+    serve, graph_body, monkeypatch
+):
     client = serve()
     monkeypatch.setattr(profiling, "profile_graph", die)
     reply = client.post("/v1/profiles?wait=60", json=graph_body())
@@ -163,7 +182,10 @@ def test_a_process_that_dies_is_a_500_that_says_so_and_the_next_graph_is_measure
 def test_too_many_graphs_at_once_are_429(serve, graph_body, monkeypatch):
     monkeypatch.setattr(profiling, "MOST_WAITING", 1)
     client = serve()
-    replies = [client.post("/v1/profiles?wait=0", json=graph_body(repeats=1 + number)) for number in range(3)]
+    replies = [
+        client.post("/v1/profiles?wait=0", json=graph_body(repeats=1 + number))
+        for number in range(3)
+    ]
     assert [reply.status_code for reply in replies] == [202, 202, 429]
     assert replies[2].headers["Retry-After"] == "10"
 
@@ -176,9 +198,13 @@ def test_without_torch_graphs_are_501_and_it_says_what_to_do(serve, graph_body, 
     assert reply.status_code == 501 and "pip install" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b'{"graph": {"layers": []}}', b"\xff", b"[" * 5000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"null", b"[]", b'{"graph": {"layers": []}}', b"\xff", b"[" * 5000]
+)
 def test_what_is_no_graph_is_a_problem(serve, body):
-    reply = serve().post("/v1/profiles?wait=60", content=body, headers={"Content-Type": "application/json"})
+    reply = serve().post(
+        "/v1/profiles?wait=60", content=body, headers={"Content-Type": "application/json"}
+    )
     assert reply.status_code in (400, 422) and len(reply.content) <= MAX_BYTES
 
 
@@ -190,18 +216,30 @@ def die(payload, report, stop):
 
 
 ARGUMENTS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just({"ref": "r0"}),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.just({"ref": "r0"}),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ref", "dtype", "x"]), inner, max_size=2)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["ref", "dtype", "x"]), inner, max_size=2)
     ),
     max_leaves=6,
 )
 OPERATIONS = st.fixed_dictionaries(
     {
-        "op": st.sampled_from(["aten.add.Tensor", "aten.cat.default", "number.mul", "placer.enter", "x"])
+        "op": st.sampled_from(
+            ["aten.add.Tensor", "aten.cat.default", "number.mul", "placer.enter", "x"]
+        )
         | st.text(max_size=9)
     },
-    optional={"args": st.lists(ARGUMENTS, max_size=3), "out": st.text(max_size=4), "kwargs": ARGUMENTS},
+    optional={
+        "args": st.lists(ARGUMENTS, max_size=3),
+        "out": st.text(max_size=4),
+        "kwargs": ARGUMENTS,
+    },
 )
 
 

@@ -12,7 +12,9 @@ from placer_server.observe.logs import JsonFormatter, TextFormatter
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
 def test_a_line_break_in_what_is_told_makes_no_second_line(formatter):
-    record = logging.LogRecord("n", logging.ERROR, "", 0, "solve %s failed", ("a\r\n12:00:00 INFO forged",), None)
+    record = logging.LogRecord(
+        "n", logging.ERROR, "", 0, "solve %s failed", ("a\r\n12:00:00 INFO forged",), None
+    )
     assert "forged" in formatter.format(record)
     assert len(formatter.format(record).splitlines()) == 1
 

@@ -76,7 +76,12 @@ async def watch(metrics, until):
 def test_nvidia_smi_is_asked_again_and_again(program, tmp_path):
     program(f"echo once >> {tmp_path}/asked; echo 'GPU-1, A, 1, 2, 3, 4'")
     metrics = Metrics()
-    asyncio.run(watch(metrics, lambda: (tmp_path / "asked").exists() and len((tmp_path / "asked").read_text()) > 9))
+    asyncio.run(
+        watch(
+            metrics,
+            lambda: (tmp_path / "asked").exists() and len((tmp_path / "asked").read_text()) > 9,
+        )
+    )
     assert sample(metrics, "placer_gpu_celsius", uuid="GPU-1", name="A") == 4
 
 
@@ -90,7 +95,8 @@ def test_an_nvidia_smi_that_fails_leaves_no_old_state(program, caplog):
 def test_one_that_is_asked_while_the_service_ends_leaves_nothing_behind(program, tmp_path):
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-    program(f"exec 3> {tmp_path}/alive; echo here >&3; sleep 60")  # the sleep is a child of its own
+    # the sleep is a child of its own
+    program(f"exec 3> {tmp_path}/alive; echo here >&3; sleep 60")
     poll = select.poll()
     poll.register(alive, select.POLLIN)
     asyncio.run(watch(Metrics(), lambda: poll.poll(0)))

@@ -27,16 +27,26 @@ def test_a_solve_is_a_span_that_says_how_it_ended(exported, serve, request_body,
     key = client.post("/v1/placements?wait=30", json=request_body()).json()["id"]
     wait_until(lambda: exported("placer.solve"))
     (span,) = exported("placer.solve")
-    expected = {"placer.id": key, "placer.objective": "throughput", "placer.ended": "answered", "placer.starts": 1}
+    expected = {
+        "placer.id": key,
+        "placer.objective": "throughput",
+        "placer.ended": "answered",
+        "placer.starts": 1,
+    }
     assert dict(span.attributes) == expected
     assert span.status.is_ok
 
 
-def test_a_solve_that_fails_is_a_span_with_an_error(exported, serve, solvers, request_body, wait_until, capfd):
+def test_a_solve_that_fails_is_a_span_with_an_error(
+    exported, serve, solvers, request_body, wait_until, capfd
+):
     serve(solvers.failing).post("/v1/placements?wait=30", json=request_body())
     wait_until(lambda: exported("placer.solve"))
     (span,) = exported("placer.solve")
-    assert (span.status.status_code, span.status.description) == (trace.StatusCode.ERROR, "The solver failed")
+    assert (span.status.status_code, span.status.description) == (
+        trace.StatusCode.ERROR,
+        "The solver failed",
+    )
 
 
 def test_a_span_is_under_the_one_that_was_there_when_it_was_asked_for(exported):
@@ -59,5 +69,7 @@ def test_opentelemetry_is_not_needed():
     import subprocess
 
     code = "import sys; sys.modules['opentelemetry'] = None; import placer_server.observe.spans as s; print(s.trace)"
-    said = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == "None"

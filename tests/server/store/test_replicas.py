@@ -1,7 +1,8 @@
-"""Several services on one database: each job is solved once, and a killed service's jobs are taken over.
+"""Several services on one database: each job is solved once, and a killed service's jobs are taken
+over.
 
-On one SQLite file a job that a killed service had accepted stayed unanswered while another service had the file open.
-"""
+On one SQLite file a job that a killed service had accepted stayed unanswered while another service
+had the file open."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_a_replica_that_is_alone_writes_nothing_while_nothing_happens(replica, t
 
 
 def changes(store):
-    """How often rows of the tables for replicas and jobs were written; SQLite counts the file's transactions."""
+    """How often rows of the tables for replicas and jobs were written; SQLite counts the file's
+    transactions."""
     if store.database.dialect == "sqlite":
         return store.database.read(lambda connection: os.stat(store.database.name + "-wal").st_size)
     query = sa.text("SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables")
@@ -161,7 +163,11 @@ def test_progress_and_the_wish_to_stop_reach_the_other_replica(replica):
     at_a.begin("x", 1)
     look(at_a, progress={"x": (7.0, 3.0)})
     seen = look(at_b, watched=["x", "y"]).seen
-    assert list(seen) == ["x"] and (seen["x"].running, seen["x"].incumbent, seen["x"].bound) == (True, 7.0, 3.0)
+    assert list(seen) == ["x"] and (seen["x"].running, seen["x"].incumbent, seen["x"].bound) == (
+        True,
+        7.0,
+        3.0,
+    )
     at_b.ask_stop("x")
     assert list(look(at_a).stops) == ["x"]
 
@@ -173,11 +179,16 @@ def test_a_model_whose_name_has_a_nul_is_listed(replica):
 
 
 @pytest.mark.parametrize(
-    ("text", "filters", "found"), [("NET%", {}, "b"), ("", {"status": "optimal"}, "c"), ("", {}, "cba")]
+    ("text", "filters", "found"),
+    [("NET%", {}, "b"), ("", {"status": "optimal"}, "c"), ("", {}, "cba")],
 )
 def test_placements_are_searched_alike_in_both_databases(database, text, filters, found):
     store = Store(database, keep=10)
-    for key, model, status in [("a", "Net", "feasible"), ("b", "net%x", "feasible"), ("c", "Other", "optimal")]:
+    for key, model, status in [
+        ("a", "Net", "feasible"),
+        ("b", "net%x", "feasible"),
+        ("c", "Other", "optimal"),
+    ]:
         summary = b'{"model": "%s", "status": "%s"}' % (model.encode(), status.encode())
         store.put(key, Answer(b"{}", True, "1"), summary)
     assert "".join(row["id"] for row in store.search(text, filters, 2**62, 5)) == found
@@ -218,19 +229,34 @@ def noted(request_body, tmp_path, seed):
     return body
 
 
-def test_two_services_solve_each_request_once_whichever_is_asked(serve, solvers, request_body, database, tmp_path):
-    services = [serve(solvers.noted, database=database, queue=100, client_share=1, lease_s=5) for _ in range(2)]
+def test_two_services_solve_each_request_once_whichever_is_asked(
+    serve, solvers, request_body, database, tmp_path
+):
+    services = [
+        serve(solvers.noted, database=database, queue=100, client_share=1, lease_s=5)
+        for _ in range(2)
+    ]
     bodies = [noted(request_body, tmp_path, seed) for seed in range(6)]
     for index, body in enumerate(bodies * 2):
-        assert services[index % 2].post("/v1/placements?wait=0", json=body).status_code in (200, 202)
-        assert services[(index + 1) % 2].post("/v1/placements?wait=0", json=body).status_code in (200, 202)
-    replies = [[one.get(f"/v1/placements/{key_of(body)}?wait=60") for one in services] for body in bodies]
+        assert services[index % 2].post("/v1/placements?wait=0", json=body).status_code in (
+            200,
+            202,
+        )
+        assert services[(index + 1) % 2].post("/v1/placements?wait=0", json=body).status_code in (
+            200,
+            202,
+        )
+    replies = [
+        [one.get(f"/v1/placements/{key_of(body)}?wait=60") for one in services] for body in bodies
+    ]
     assert all(reply.json()["status"] == "optimal" for pair in replies for reply in pair)
     assert all(first.content == second.content for first, second in replies)
     assert Counter((tmp_path / "notes").read_text().split()) == {str(seed): 1 for seed in range(6)}
 
 
-def test_a_solve_can_be_watched_and_stopped_at_another_replica(serve, solvers, request_body, database, wait_until):
+def test_a_solve_can_be_watched_and_stopped_at_another_replica(
+    serve, solvers, request_body, database, wait_until
+):
     first = serve(solvers.until_stopped, database=database)
     second = serve(solvers.until_stopped, database=database)
     where = first.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
@@ -240,11 +266,17 @@ def test_a_solve_can_be_watched_and_stopped_at_another_replica(serve, solvers, r
     assert '"objective_value":7.0' in second.get(f"{where}/events").text
 
 
-def test_a_failure_is_told_by_the_other_replica_as_well(serve, solvers, request_body, database, capfd):
+def test_a_failure_is_told_by_the_other_replica_as_well(
+    serve, solvers, request_body, database, capfd
+):
     first, second = (serve(solvers.failing, database=database) for _ in range(2))
     told = first.post("/v1/placements?wait=30", json=request_body())
     reply = second.get(f"/v1/placements/{key_of(request_body())}")
-    assert (told.status_code, reply.status_code, reply.json()["detail"]) == (500, 500, told.json()["detail"])
+    assert (told.status_code, reply.status_code, reply.json()["detail"]) == (
+        500,
+        500,
+        told.json()["detail"],
+    )
 
 
 def test_a_killed_replicas_jobs_are_taken_over_and_answered(start, request_body, database):
@@ -258,7 +290,9 @@ def test_a_killed_replicas_jobs_are_taken_over_and_answered(start, request_body,
     assert [reply.json()["status"] for reply in replies] == ["optimal"] * 3
 
 
-def test_a_replica_that_is_stopped_hands_its_jobs_to_the_other_at_once(start, request_body, database):
+def test_a_replica_that_is_stopped_hands_its_jobs_to_the_other_at_once(
+    start, request_body, database
+):
     first = start("until_stopped", database=database, lease_s=3600)
     assert first.client.post("/v1/placements?wait=0", json=request_body()).status_code == 202
     assert first.end(signal.SIGTERM) == 0
@@ -272,11 +306,15 @@ def test_a_start_that_is_alone_on_a_file_waits_for_no_lease(start, request_body)
     assert first.client.post("/v1/placements?wait=0", json=request_body()).status_code == 202
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     again = start("quick", lease_s=3600)
-    assert again.client.get(f"/v1/placements/{key_of(request_body())}?wait=30").json()["status"] == "optimal"
+    assert (
+        again.client.get(f"/v1/placements/{key_of(request_body())}?wait=30").json()["status"]
+        == "optimal"
+    )
 
 
 def test_a_start_leaves_the_jobs_of_every_living_service_alone(start, request_body):
-    """Of three on one file the first is killed before the third starts: no lock that it held speaks for the second."""
+    """Of three on one file the first is killed before the third starts: no lock that it held speaks
+    for the second."""
     first, second = (start("until_stopped", lease_s=3600) for _ in range(2))
     where = second.client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
@@ -311,5 +349,7 @@ def test_a_file_that_another_program_locks_for_itself_is_told(tmp_path, monkeypa
     monkeypatch.setattr(database_module, "CONNECT_S", 0.1)
     with open(tmp_path / "p.db.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(StoreError, match=r"p.db.lock' is locked by a service that does not share its database"):
+        with pytest.raises(
+            StoreError, match=r"p.db.lock' is locked by a service that does not share its database"
+        ):
             open_database(str(tmp_path / "p.db"))

@@ -8,7 +8,9 @@ from placer_server.store import store as module
 from placer_server.store.database import StoreError
 from placer_server.store.store import Answer, Asked, Store
 
-FEASIBLE, OPTIMAL = (b'{"status": "%s", "objective_value": %%d}' % status for status in (b"feasible", b"optimal"))
+FEASIBLE, OPTIMAL = (
+    b'{"status": "%s", "objective_value": %%d}' % status for status in (b"feasible", b"optimal")
+)
 UNKNOWN = b'{"status": "unknown"}'
 
 
@@ -66,7 +68,9 @@ def test_the_better_answer_is_kept_with_its_question(database, before, after, ve
     store = Store(database, keep=10)
     answers = {"before": Answer(b"before", False, "1"), "after": Answer(b"after", False, version)}
     store.put("a", answers["before"], before, Asked("p", b"{}", b'{"seed": 1}'))
-    assert store.put("a", answers["after"], after, Asked("p", b"{}", b'{"seed": 2}')) == answers[kept]
+    assert (
+        store.put("a", answers["after"], after, Asked("p", b"{}", b'{"seed": 2}')) == answers[kept]
+    )
     assert store.get("a") == answers[kept]
     assert b'"seed": %d' % (1 if kept == "before" else 2) in store.request("a")
     store.close()

@@ -1,4 +1,5 @@
-"""The tables of a store come from every earlier version to this one's, and are refused if a later one made them."""
+"""The tables of a store come from every earlier version to this one's, and are refused if a later
+one made them."""
 
 from __future__ import annotations
 
@@ -115,7 +116,11 @@ def test_a_database_of_a_later_version_is_refused(tmp_path, script):
 
 
 def url_of(database):
-    return database.replace("postgresql:", "postgresql+psycopg:") if "://" in database else f"sqlite:///{database}"
+    return (
+        database.replace("postgresql:", "postgresql+psycopg:")
+        if "://" in database
+        else f"sqlite:///{database}"
+    )
 
 
 def test_new_tables_are_those_that_the_migrations_lead_to(database):
@@ -126,7 +131,10 @@ def test_new_tables_are_those_that_the_migrations_lead_to(database):
         config.attributes["connection"] = connection
         upgrade(config, "head")
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
-        assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one() == HEAD
+        assert (
+            connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+            == HEAD
+        )
     engine.dispose()
 
 
@@ -135,7 +143,10 @@ def test_a_new_database_is_stamped_with_its_version_and_opened_again(database):
         open_database(database).close()
     engine = sa.create_engine(url_of(database))
     with engine.connect() as connection:
-        assert connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one() == HEAD
+        assert (
+            connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+            == HEAD
+        )
     engine.dispose()
 
 

@@ -34,8 +34,11 @@ def lives(process: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_it_ends_with_its_service_even_where_that_is_killed():
-    # It waited at a pipe of which it held both ends, for ever, and with it the process that workers are forked from.
-    with subprocess.Popen([sys.executable, "-P", "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as service:
+    # It waited at a pipe of which it held both ends, for ever, and with it the process that workers
+    # are forked from.
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", PROGRAM], stdout=subprocess.PIPE, text=True
+    ) as service:
         assert service.stdout is not None
         process = int(service.stdout.readline())
     end = time.monotonic() + 10

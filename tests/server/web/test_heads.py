@@ -36,7 +36,9 @@ def test_head_of_what_is_not_there_is_404(serve, path):
 def test_head_of_a_stream_of_events_is_405(serve, solvers):
     # Its body tells when it ends, so the head alone would wait for that.
     client = serve(solvers.until_stopped)
-    id = client.post("/v1/placements?wait=0", json=examples.requests()["throughput"]["value"]).json()["id"]
+    id = client.post(
+        "/v1/placements?wait=0", json=examples.requests()["throughput"]["value"]
+    ).json()["id"]
     reply = client.head(f"/v1/placements/{id}/events")
     assert (reply.status_code, reply.headers["Allow"]) == (405, "GET")
 
@@ -44,4 +46,7 @@ def test_head_of_a_stream_of_events_is_405(serve, solvers):
 def test_head_is_counted_as_such_by_its_route(serve):
     client = serve()
     client.head("/healthz")
-    assert 'placer_requests_total{method="HEAD",route="/healthz",status="200"} 1.0' in client.get("/metrics").text
+    assert (
+        'placer_requests_total{method="HEAD",route="/healthz",status="200"} 1.0'
+        in client.get("/metrics").text
+    )

@@ -9,12 +9,16 @@ from placer.schema import SCHEMA_VERSION
 HEADER = "Placer-Schema-Version"
 
 
-@pytest.mark.parametrize("path", ["/", "/healthz", "/v1/placements", "/v1/placements/nothing", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/healthz", "/v1/placements", "/v1/placements/nothing", "/nothing"]
+)
 def test_every_answer_says_its_version(serve, path):
     assert serve().get(path).headers[HEADER] == SCHEMA_VERSION
 
 
-@pytest.mark.parametrize("versions", [SCHEMA_VERSION, f"{SCHEMA_VERSION}, 2", f"7,{SCHEMA_VERSION}"])
+@pytest.mark.parametrize(
+    "versions", [SCHEMA_VERSION, f"{SCHEMA_VERSION}, 2", f"7,{SCHEMA_VERSION}"]
+)
 def test_one_common_version_is_enough(serve, versions):
     assert serve().get("/v1/placements", headers={HEADER: versions}).status_code == 200
 
@@ -22,7 +26,10 @@ def test_one_common_version_is_enough(serve, versions):
 @pytest.mark.parametrize("versions", ["2", "2, 3", "one", ",", "1.0", "9" * 5000])
 def test_without_a_common_version_both_are_named(serve, versions):
     reply = serve().get("/v1/placements", headers={HEADER: versions})
-    assert (reply.status_code, reply.json()["type"]) == (406, "urn:placer:problem:no-common-version")
+    assert (reply.status_code, reply.json()["type"]) == (
+        406,
+        "urn:placer:problem:no-common-version",
+    )
     assert repr(SCHEMA_VERSION) in reply.json()["detail"]
     assert versions[:40] in reply.json()["detail"]
     assert len(reply.content) <= 4096

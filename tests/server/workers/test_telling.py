@@ -19,7 +19,9 @@ def without_pauses(monkeypatch):
 
 
 def found(value):
-    placement = Placement(status="feasible", objective="throughput", objective_value=value, method=f"{value:g}")
+    placement = Placement(
+        status="feasible", objective="throughput", objective_value=value, method=f"{value:g}"
+    )
     return Incumbent(value, bound=0.0, time_s=0.0, placement=lambda: placement)
 
 

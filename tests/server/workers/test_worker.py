@@ -30,14 +30,19 @@ def body(request_body):
 
 def test_each_solve_runs_in_a_process_of_its_own(serve, request_body):
     client = serve()
-    methods = {client.post("/v1/placements", json=request_body(seed=seed)).json()["method"] for seed in range(3)}
+    methods = {
+        client.post("/v1/placements", json=request_body(seed=seed)).json()["method"]
+        for seed in range(3)
+    }
     assert len(methods) == 3
     assert f"process {os.getpid()}" not in methods
 
 
 def test_progress_is_reported_while_the_solver_runs(solvers, body):
     seen = []
-    work = worker(solvers.until_stopped, body, report=lambda *values: (seen.append(values), work.stop()))
+    work = worker(
+        solvers.until_stopped, body, report=lambda *values: (seen.append(values), work.stop())
+    )
     assert b'"objective_value":7.0' in work.run().placement
     assert seen == [(7.0, 3.0)]
 
@@ -49,7 +54,10 @@ def test_a_worker_that_was_stopped_before_it_ran_hands_over_what_it_finds(solver
 
 
 def test_a_solve_over_its_limit_is_stopped(solvers, body):
-    assert b'"objective_value":7.0' in worker(solvers.until_stopped, body, limit_s=0.1, grace_s=20).run().placement
+    assert (
+        b'"objective_value":7.0'
+        in worker(solvers.until_stopped, body, limit_s=0.1, grace_s=20).run().placement
+    )
 
 
 def test_a_solver_that_does_not_listen_is_killed(solvers, body):
@@ -60,7 +68,9 @@ def test_a_solver_that_does_not_listen_is_killed(solvers, body):
 def test_a_solver_that_tells_without_a_pause_is_killed_too(solvers, body):
     # The deadline was looked at when nothing came; here more comes than is read.
     with pytest.raises(Killed):
-        worker(solvers.talkative, body, limit_s=0.05, grace_s=0.1, report=lambda *_: time.sleep(0.001)).run()
+        worker(
+            solvers.talkative, body, limit_s=0.05, grace_s=0.1, report=lambda *_: time.sleep(0.001)
+        ).run()
 
 
 def test_a_solver_that_raises_is_a_crash_with_its_words(solvers, body, capfd):
@@ -85,12 +95,17 @@ def test_a_payload_larger_than_a_pipe_arrives(solvers, body):
 def test_a_crashed_worker_is_the_problem_of_its_job_alone(serve, solvers, request_body):
     client = serve(solvers.dying)
     crashed = client.post("/v1/placements", json=request_body(seed=1))
-    assert (crashed.status_code, crashed.json()["type"]) == (500, "urn:placer:problem:solver-failed")
+    assert (crashed.status_code, crashed.json()["type"]) == (
+        500,
+        "urn:placer:problem:solver-failed",
+    )
     assert client.post("/v1/placements", json=request_body(seed=2)).status_code == 200
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_failed_solve_tells_its_problem_again_and_is_tried_again_when_asked(serve, solvers, request_body):
+def test_a_failed_solve_tells_its_problem_again_and_is_tried_again_when_asked(
+    serve, solvers, request_body
+):
     client = serve(solvers.failing)
     first = client.post("/v1/placements", json=request_body())
     assert len(first.content) <= 4096
@@ -106,18 +121,25 @@ def test_a_request_that_only_the_solver_can_refuse_is_422(serve, solvers, reques
     assert "only the solver sees" in reply.json()["detail"]
 
 
-def test_delete_of_a_solver_that_does_not_listen_answers_that_nothing_was_found(serve, solvers, request_body):
+def test_delete_of_a_solver_that_does_not_listen_answers_that_nothing_was_found(
+    serve, solvers, request_body
+):
     client = serve(solvers.deaf, stop_grace_s=0.1)
     where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     assert client.delete(where).json()["status"] == "unknown"
 
 
-def test_a_solver_that_overran_its_time_and_was_killed_tells_the_setting_and_the_way_out(serve, solvers, request_body):
+def test_a_solver_that_overran_its_time_and_was_killed_tells_the_setting_and_the_way_out(
+    serve, solvers, request_body
+):
     client = serve(solvers.deaf, overrun_s=0, stop_grace_s=0.1)
     reply = client.post("/v1/placements?wait=30", json=request_body(time_limit_s=0.1))
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
     assert "within 0.1 s and was killed" in reply.json()["detail"]
-    assert "coarser granularity" in reply.json()["detail"] and "PLACER_STOP_GRACE_S" in reply.json()["detail"]
+    assert (
+        "coarser granularity" in reply.json()["detail"]
+        and "PLACER_STOP_GRACE_S" in reply.json()["detail"]
+    )
 
 
 def test_leaving_the_service_ends_its_workers(serve, solvers, request_body):
@@ -146,25 +168,39 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path, solvers):
     assert process.stdout is not None
     assert process.stdout.readline() == b"running\n"
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=20)  # ends when no process holds the service's output any more; the solver takes 60 s
+    # ends when no process holds the service's output any more; the solver takes 60 s
+    process.communicate(timeout=20)
 
 
-def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_would_do(solvers, wait_until):
+def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_would_do(
+    solvers, wait_until
+):
     # It said that it was ready, and every solve was a 500.
     def readiness(memory_bytes):
-        settings = Settings(port=0, database=":memory:", log_level="critical", worker_memory_bytes=memory_bytes)
+        settings = Settings(
+            port=0, database=":memory:", log_level="critical", worker_memory_bytes=memory_bytes
+        )
         with background(settings, solver=solvers.quick) as url:
             wait_until(lambda: "first worker" not in httpx.get(f"{url}/readyz").text)
             return httpx.get(f"{url}/readyz")
 
     reply = readiness(60 * 2**20)
-    told = re.search(r"PLACER_WORKER_MEMORY_BYTES is 62914560; .*: set (\d+) or more", reply.json()["detail"])
+    told = re.search(
+        r"PLACER_WORKER_MEMORY_BYTES is 62914560; .*: set (\d+) or more", reply.json()["detail"]
+    )
     assert reply.status_code == 503 and told is not None
     assert readiness(int(told[1]) + 2**20).status_code == 200
 
 
 def test_a_worker_that_has_no_room_to_begin_names_the_setting(solvers, body, capfd):
-    small = Worker(SolveTask(solvers.quick), body, lambda *_: None, limit_s=30, grace_s=1, memory_bytes=8 * 2**20)
+    small = Worker(
+        SolveTask(solvers.quick),
+        body,
+        lambda *_: None,
+        limit_s=30,
+        grace_s=1,
+        memory_bytes=8 * 2**20,
+    )
     with pytest.raises(OverMemory, match="PLACER_WORKER_MEMORY_BYTES"):
         small.run()
 

@@ -2,7 +2,8 @@
 
     loss_fn = lambda y, t: F.cross_entropy(y, t, ignore_index=0)     a mean over the labels t, of which 0 does not count
 
-``nn.CrossEntropyLoss`` says that of itself. A function does not; it is watched when it runs on the first whole batch.
+``nn.CrossEntropyLoss`` says that of itself. A function does not; it is watched when it runs on the
+first whole batch.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class CountedLabels:
 class LabelWatch(TorchFunctionMode):
     """Sees which labels a loss counts, while it runs on a whole batch.
 
-    Attributes:
-        found: the weights of samples, once ``look`` has seen that the loss is one mean over labels of the target.
+    Attributes: found: the weights of samples, once ``look`` has seen that the loss is one mean over
+        labels of the target.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,11 @@ class LabelWatch(TorchFunctionMode):
             return
         ((given, made),) = self._seen
         labels = given["target"]
-        is_mean = given["reduction"] == "mean" and isinstance(labels, Tensor) and not labels.is_floating_point()
+        is_mean = (
+            given["reduction"] == "mean"
+            and isinstance(labels, Tensor)
+            and not labels.is_floating_point()
+        )
         if not is_mean or not torch.equal(made, loss):
             return
         for leaf, name, dim in zip(flatten(target)[0], layout.names, layout.dims, strict=True):
@@ -105,4 +110,8 @@ def _are_same(leaf: Tensor, labels: Tensor) -> bool:
     if leaf.numel() != labels.numel() or leaf.is_floating_point():
         return False
     host = devices.HOST
-    return bool(torch.equal(devices.move(leaf, host).flatten(), devices.move(labels, host).flatten().to(leaf.dtype)))
+    return bool(
+        torch.equal(
+            devices.move(leaf, host).flatten(), devices.move(labels, host).flatten().to(leaf.dtype)
+        )
+    )

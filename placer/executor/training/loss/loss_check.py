@@ -3,9 +3,10 @@
     results of micro-batches ──▶ joined ──▶ loss_fn(joined, whole target) ──┐
     losses of micro-batches  ──▶ joined ──────────────────────────────────┴▶ equal, or BatchError
 
-That takes no forward pass. It tells a sum from a mean, and sees samples that meet one another in the loss, and labels
-that are left out in unlike numbers. Losses can agree by chance, as those of a model that is not trained yet, whose
-labels are all equally likely. Therefore the gradients of the losses by the results are compared as well.
+That takes no forward pass. It tells a sum from a mean, and sees samples that meet one another in
+the loss, and labels that are left out in unlike numbers. Losses can agree by chance, as those of a
+model that is not trained yet, whose labels are all equally likely. Therefore the gradients of the
+losses by the results are compared as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from placer.utils.user_warnings import warn
 
 _KNOWN = 1000
 _FLOOR = 1e-2
-"""Results are taken to be of this size at least, where gradients are asked whether they matter: some begin at zero."""
+"""Results are taken to be of this size at least, where gradients are asked whether they matter:
+some begin at zero."""
 
 
 class LossChecks:
@@ -49,12 +51,16 @@ class LossChecks:
         self._left_out: set[int] = set()
 
     def wants(self, batch: Batch) -> bool:
-        """Return whether a batch is to be compared: it is cut, and the first of its kind or of unequal labels."""
+        """Return whether a batch is to be compared: it is cut, and the first of its kind or of
+        unequal labels.
+        """
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
         if not is_cut:
             return False
         known, now = self._known.get(_kind(batch)), _uneven(batch, self._left_out)
-        return known is None or not all(one <= before for one, before in zip(now, known[1:], strict=True))
+        return known is None or not all(
+            one <= before for one, before in zip(now, known[1:], strict=True)
+        )
 
     def leave_out(self, batch: Batch) -> None:
         """Compare no batch of this kind."""
@@ -66,7 +72,11 @@ class LossChecks:
         return known[0] if known is not None else Joining.of(self._loss_fn.options)
 
     def joining(
-        self, batch: Batch, loss: Tensor, made: Sequence[tuple[Any, dict[str, Any]]], labels: LabelWatch
+        self,
+        batch: Batch,
+        loss: Tensor,
+        made: Sequence[tuple[Any, dict[str, Any]]],
+        labels: LabelWatch,
     ) -> Joining:
         """Compare the loss of a batch, and return how further values of the loss are joined.
 
@@ -79,7 +89,9 @@ class LossChecks:
         Raises:
             BatchError: the loss of the whole batch, or a further value, is another.
         """
-        found = compare_losses(self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels)
+        found = compare_losses(
+            self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels
+        )
         self._left_out |= labels.left_out()
         self._note(batch, found)
         return found
@@ -88,7 +100,9 @@ class LossChecks:
         if len(self._known) >= _KNOWN:
             self._known.clear()
         inputs, target = _uneven(batch, self._left_out)
-        _, inputs_before, target_before = self._known.get(_kind(batch), (joining, frozenset(), frozenset()))
+        _, inputs_before, target_before = self._known.get(
+            _kind(batch), (joining, frozenset(), frozenset())
+        )
         self._known[_kind(batch)] = joining, inputs | inputs_before, target | target_before
 
 
@@ -101,7 +115,8 @@ def compare_losses(
     made: Sequence[tuple[Any, dict[str, Any]]],
     labels: LabelWatch,
 ) -> Joining:
-    """Compare the loss of a batch with that of its micro-batches, without a further forward pass of the model.
+    """Compare the loss of a batch with that of its micro-batches, without a further forward pass of
+    the model.
 
     Args:
         loss_fn: the loss of a micro-batch.
@@ -124,12 +139,15 @@ def compare_losses(
     weights = loss_fn.means(goals, sizes)
     whole = join([result for result, _ in made], sizes, joining, weights)
     place = devices.location(loss)
-    with host_rng.given_back(), devices.Lane(place, caller=True):  # "cuda" in loss_fn means this device
+    # "cuda" in loss_fn means this device
+    with host_rng.given_back(), devices.Lane(place, caller=True):
         outputs, goal = _on(whole, place), _on(target, place)
         try:
-            with labels, torch.enable_grad():  # a loss may differentiate by leaves of its own
+            # a loss may differentiate by leaves of its own
+            with labels, torch.enable_grad():
                 expected, values = loss_fn.plain(outputs, goal)
-        except Exception as error:  # whatever a user's function raises on results that have no graph
+        except Exception as error:
+            # whatever a user's function raises on results that have no graph
             warn(
                 "the loss of micro-batches was not compared with that of the whole batch, of which it fails: "
                 f"{type(error).__name__}: {error}"
@@ -148,7 +166,9 @@ def compare_losses(
     with host_rng.given_back(), devices.Lane(place, caller=True):
         _compare_gradients(loss_fn, goals, sizes, joining, results, weights, place, closeness)
     declared = Joining.of(loss_fn.options)
-    found, differences, _ = find_rules(values, [one for _, one in made], sizes, declared, closeness, weights)
+    found, differences, _ = find_rules(
+        values, [one for _, one in made], sizes, declared, closeness, weights
+    )
     for one in differences:
         what = f"the value {one.name!r} of loss_fn"
         ways_out = (
@@ -169,7 +189,9 @@ def _is_random(
     place: torch.device,
     closeness: Closeness,
 ) -> bool:
-    """Return whether a loss draws random numbers, and that of the batch is equal where these are the same."""
+    """Return whether a loss draws random numbers, and that of the batch is equal where these are
+    the same.
+    """
     draws, target = Draws(), _on(goals.structure.unflatten(goals.leaves), place)
     parts = [_on(result, place) for result in results]
     plain = target.target if isinstance(target, Weighed) else target
@@ -180,11 +202,14 @@ def _is_random(
             with draws.first():
                 expected = loss_fn.plain(join(parts, sizes, joining, weights), plain)[0]
             cut = goals.layout.cut_values({"": target}, sizes)
-            for part, goal, size, share in zip(parts, cut, sizes, loss_fn.shares(sizes), strict=True):
+            for part, goal, size, share in zip(
+                parts, cut, sizes, loss_fn.shares(sizes), strict=True
+            ):
                 with draws.again(start, size, sum(sizes)):
                     found.append(loss_fn(part, goal[""])[0] * share)
                 start += size
-    except Exception:  # whatever a user's function raises: then the values that it gave before are compared
+    except Exception:
+        # whatever a user's function raises: then the values that it gave before are compared
         return False
     return closeness(torch.stack(found).sum(), expected)
 
@@ -199,9 +224,11 @@ def _compare_gradients(
     place: torch.device,
     closeness: Closeness,
 ) -> None:
-    """Compare the gradient of the loss of the batch, by the model's results, with those of micro-batches.
+    """Compare the gradient of the loss of the batch, by the model's results, with those of
+    micro-batches.
 
-    Nothing is compared where the gradients cannot be computed apart from the model, or for want of memory.
+    Nothing is compared where the gradients cannot be computed apart from the model, or for want of
+    memory.
 
     Args:
         loss_fn: the loss of a micro-batch.
@@ -220,19 +247,24 @@ def _compare_gradients(
     leaves = [_differentiable(part) for part in parts]
     try:
         with torch.enable_grad(), evaluated():
-            loss, expected, found = _both_gradients(loss_fn, goals, sizes, joining, parts, leaves, weights, place)
+            loss, expected, found = _both_gradients(
+                loss_fn, goals, sizes, joining, parts, leaves, weights, place
+            )
     except InputError:
         raise
-    except (RuntimeError, TypeError, ValueError):  # such as from a loss that differentiates by itself
+    except (RuntimeError, TypeError, ValueError):
+        # such as from a loss that differentiates by itself
         return
-    # A result that is the same for all micro-batches is taken from the first one, which then has its whole gradient.
+    # A result that is the same for all micro-batches is taken from the first one, which then has
+    # its whole gradient.
     left_out = _taken_from_the_first(leaves, expected)
     kept = [number for number in range(len(expected)) if number not in left_out]
     if not kept:
         return
     results_of = [leaf.detach() for some in leaves for leaf in some]
     pairs = [
-        (_filled(expected[number], results_of[number]), _filled(found[number], results_of[number])) for number in kept
+        (_filled(expected[number], results_of[number]), _filled(found[number], results_of[number]))
+        for number in kept
     ]
     size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
     values = [results_of[number] for number in kept]
@@ -240,7 +272,9 @@ def _compare_gradients(
     matters = reach > closeness.tolerance * sum(sizes) * abs(float(loss))
     if matters and _norm([one - other for one, other in pairs]) > closeness.tolerance * size:
         one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
-        raise difference_error("the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT)
+        raise difference_error(
+            "the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT
+        )
 
 
 def _both_gradients(
@@ -253,7 +287,9 @@ def _both_gradients(
     weights: Sequence[Tensor] | None,
     place: torch.device,
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """Return the loss of the batch, its gradients by the results of micro-batches, and those of the parts' losses."""
+    """Return the loss of the batch, its gradients by the results of micro-batches, and those of the
+    parts' losses.
+    """
     target = _on(goals.structure.unflatten(goals.leaves), place)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
     plain = target.target if isinstance(target, Weighed) else target
@@ -264,7 +300,9 @@ def _both_gradients(
     found: list[Tensor | None] = []
     cut = goals.layout.cut_values({"": target}, sizes)
     start = 0
-    for part, some, goal, size, share in zip(parts, leaves, cut, sizes, loss_fn.shares(sizes), strict=True):
+    for part, some, goal, size, share in zip(
+        parts, leaves, cut, sizes, loss_fn.shares(sizes), strict=True
+    ):
         with draws.again(start, size, sum(sizes)):
             part_loss = loss_fn(_with_copies(part, some), goal[""])[0]
         found += _gradients(part_loss, some, sum(sizes) * share)
@@ -283,14 +321,20 @@ def _takes_gradients(leaf: Any) -> bool:
 
 
 def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return a nest with copies of these tensors, to which a loss may write, in the places of its own."""
+    """Return a nest with copies of these tensors, to which a loss may write, in the places of its
+    own.
+    """
     given = iter(leaves)
     old, structure = flatten(nest)
-    return structure.unflatten([next(given).clone() if _takes_gradients(leaf) else leaf for leaf in old])
+    return structure.unflatten(
+        [next(given).clone() if _takes_gradients(leaf) else leaf for leaf in old]
+    )
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], scale: float) -> list[Tensor | None]:
-    """Return gradients, multiplied by a number that keeps them above the smallest number of float16."""
+    """Return gradients, multiplied by a number that keeps them above the smallest number of
+    float16.
+    """
     if not loss.requires_grad or not leaves:
         return [None] * len(leaves)
     return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True))
@@ -303,7 +347,10 @@ def _filled(gradient: Tensor | None, result: Tensor) -> Tensor:
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     """Return the norm of all elements together, without copies in another precision."""
-    wide = [torch.float64 if one.dtype in (torch.float64, torch.complex128) else torch.float32 for one in tensors]
+    wide = [
+        torch.float64 if one.dtype in (torch.float64, torch.complex128) else torch.float32
+        for one in tensors
+    ]
     parts = [
         torch.linalg.vector_norm(one.abs() if one.is_complex() else one, dtype=dtype)
         for one, dtype in zip(tensors, wide, strict=True)
@@ -311,7 +358,9 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.hypot(*map(float, parts))
 
 
-def _taken_from_the_first(leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]) -> set[int]:
+def _taken_from_the_first(
+    leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]
+) -> set[int]:
     """Return the places of results that the loss reads for the first micro-batch alone."""
     count = len(leaves[0])
     if any(len(some) != count for some in leaves):
@@ -335,14 +384,20 @@ def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> 
     ratio = float(expected) / float(loss) if float(loss) else 0.0
     is_sum = loss_fn.options.reduction == "mean" and abs(ratio - count) < 0.01 * count
     if is_sum:
-        return "It is a sum over samples: declare that, as batch_options=BatchOptions(reduction='sum')"
+        return (
+            "It is a sum over samples: declare that, as batch_options=BatchOptions(reduction='sum')"
+        )
     return _GENERAL_WAYS_OUT
 
 
 def _kind(batch: Batch) -> Hashable:
-    """Return what tells kinds of batches apart: structure, types and numbers of dimensions, and nothing of sizes."""
+    """Return what tells kinds of batches apart: structure, types and numbers of dimensions, and
+    nothing of sizes.
+    """
     leaves = [*batch.tensors, *batch.goals.leaves]
-    kinds = frozenset((leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    kinds = frozenset(
+        (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
+    )
     if batch.has_lists:
         return kinds
     return batch.inputs.paths, batch.goals.structure.paths, kinds
@@ -359,4 +414,6 @@ def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:
 
 def _on(nest: Any, place: torch.device) -> Any:
     leaves, structure = flatten(nest)
-    return structure.unflatten([devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return structure.unflatten(
+        [devices.move(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )

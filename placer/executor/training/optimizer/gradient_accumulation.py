@@ -1,7 +1,7 @@
 """The gradients of a pass, added to those of the micro-batches before: many in one kernel.
 
-Autograd adds them parameter by parameter. A network of a hundred layers has hundreds of parameters, most of them so
-small that a kernel takes longer to start than to run.
+Autograd adds them parameter by parameter. A network of a hundred layers has hundreds of parameters,
+most of them so small that a kernel takes longer to start than to run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MOST_BYTES = 8 * 2**20
 class Accumulation:
     """Adds to the gradients of some weights; inside it, backward passes do not.
 
-    Args:
-        weights: leaves of autograd; those with a gradient in place are meant, others are left alone.
+    Args: weights: leaves of autograd; those with a gradient in place are meant, others are left
+        alone.
 
     Attributes:
         is_open: whether a backward pass runs inside it.
@@ -44,7 +44,10 @@ class Accumulation:
         self.is_open = True
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.is_open = False
         for key, weight in self._weights.items():
@@ -71,7 +74,11 @@ class Accumulation:
             total: the gradient in place.
             gradient: of its shape.
         """
-        if gradient.layout != total.layout or gradient.stride() != total.stride() or gradient.dtype != total.dtype:
+        if (
+            gradient.layout != total.layout
+            or gradient.stride() != total.stride()
+            or gradient.dtype != total.dtype
+        ):
             with torch.no_grad():
                 total.add_(gradient)
             return

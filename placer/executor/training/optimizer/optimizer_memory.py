@@ -22,23 +22,30 @@ _TOLERANCE = 0.05
 
 
 def warn_of_other_memory(
-    assumed: Placement, optimizers: Sequence[Any], module: nn.Module, place_of: Callable[[str], torch.device]
+    assumed: Placement,
+    optimizers: Sequence[Any],
+    module: nn.Module,
+    place_of: Callable[[str], torch.device],
 ) -> None:
-    """Warn where optimizers keep or use more, or less, memory on a device than the placement assumed.
+    """Warn where optimizers keep or use more, or less, memory on a device than the placement
+    assumed.
 
-    Their needs are found by real steps on small tensors, so the warning comes before the first training step, which may
-    run out of memory.
+    Their needs are found by real steps on small tensors, so the warning comes before the first
+    training step, which may run out of memory.
 
-    Args:
-        assumed: the placement that the flow has; its profile was measured with some optimizer, or with none.
-        optimizers: those that the training step steps; others than torch's are left out.
-        module: the model.
-        place_of: the device of a parameter, by its name.
+    Args: assumed: the placement that the flow has; its profile was measured with some optimizer, or
+        with none. optimizers: those that the training step steps; others than torch's are left out.
+        module: the model. place_of: the device of a parameter, by its name.
     """
     known = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     if not known or not assumed.training:
         return
-    stepped = {id(parameter) for one in known for group in one.param_groups for parameter in group["params"]}
+    stepped = {
+        id(parameter)
+        for one in known
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
     by_device: dict[torch.device, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) in stepped:
@@ -51,16 +58,26 @@ def warn_of_other_memory(
     try:
         with devices.unobserved():
             told = [
-                _difference(load, assumed, state, by_device[places[name]] if name in places else [], places.get(name))
+                _difference(
+                    load,
+                    assumed,
+                    state,
+                    by_device[places[name]] if name in places else [],
+                    places.get(name),
+                )
                 for name, load in loads.items()
             ]
     except PlacerError:  # the optimizer cannot be tried
         return
-    differing = sorted((difference for difference in told if difference), key=lambda found: -abs(found[0]))
+    differing = sorted(
+        (difference for difference in told if difference), key=lambda found: -abs(found[0])
+    )
     if not differing:
         return
     count = len(differing) - 1
-    others = f", and {count_text(count, 'more device differs', 'more devices differ')}" if count else ""
+    others = (
+        f", and {count_text(count, 'more device differs', 'more devices differ')}" if count else ""
+    )
     warn(
         f"the optimizer of this training step, {state.name}, needs other memory than the placement assumed: "
         f"{differing[0][1]}{others}. Give profile the optimizer that is used, profile(..., optimizer=optimizer), and "
@@ -75,7 +92,8 @@ def _difference(
     parameters: Sequence[Tensor],
     device: torch.device | None,
 ) -> tuple[int, str] | None:
-    """The bytes that a device needs beyond the assumption, and both in words; None where they agree.
+    """The bytes that a device needs beyond the assumption, and both in words; None where they
+    agree.
 
     Args:
         load: what the placement assumed of the device.
@@ -86,8 +104,13 @@ def _difference(
     """
     kept, kept_then = sum(map(state.bytes, parameters)), load.memory.optimizer_bytes
     passing, passing_then = 0, int(assumed.optimizer_step_share * load.memory.grad_bytes)
-    # On a CPU parameters are stepped one by one. A placement of an earlier version does not tell its temporaries.
-    if device is not None and devices.counts_bytes(device) and (assumed.optimizer is not None or not kept_then):
+    # On a CPU parameters are stepped one by one. A placement of an earlier version does not tell
+    # its temporaries.
+    if (
+        device is not None
+        and devices.counts_bytes(device)
+        and (assumed.optimizer is not None or not kept_then)
+    ):
         passing = int(state.step_share(parameters, device) * sum(map(tensor_bytes, parameters)))
     beyond = kept + passing - kept_then - passing_then
     if abs(beyond) <= _TOLERANCE * max(kept + passing, kept_then + passing_then):

@@ -29,19 +29,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 class Update:
     """The end of a training step, on whatever devices the parameters are.
 
-    Args:
-        optimizer: is stepped, or each one of a list, in its order; None to leave that to the caller.
-        scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is infinite on any
-            device lets its optimizer skip the step on all of them. Each optimizer of a list decides for itself, as in
-            a loop that calls ``scaler.step`` for each.
+    Args: optimizer: is stepped, or each one of a list, in its order; None to leave that to the
+        caller. scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient
+        that is infinite on any
+            device lets its optimizer skip the step on all of them. Each optimizer of a list decides
+            for itself, as in a loop that calls ``scaler.step`` for each.
         max_norm: the gradients' norm, over all parameters, is clipped to it.
 
-    Attributes:
-        optimizers: those that are stepped.
-        norm: of the gradients of the latest batch before they were clipped; None where they are not.
+    Attributes: optimizers: those that are stepped. norm: of the gradients of the latest batch
+        before they were clipped; None where they are not.
 
-    Raises:
-        InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or ``max_norm`` is not a
+    Raises: InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or
+        ``max_norm`` is not a
             positive number.
     """
 
@@ -62,11 +61,19 @@ class Update:
                     "optimizer, such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
                 )
         if self.scaler is not None and not self.optimizers:
-            raise InputError("a scaler skips and unscales the optimizer's steps: give train_step the optimizer too")
-        if self.scaler is not None and not all(callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS):
-            raise InputError(f"scaler is {self.scaler!r}; give a torch.amp.GradScaler, or leave it out")
+            raise InputError(
+                "a scaler skips and unscales the optimizer's steps: give train_step the optimizer too"
+            )
+        if self.scaler is not None and not all(
+            callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS
+        ):
+            raise InputError(
+                f"scaler is {self.scaler!r}; give a torch.amp.GradScaler, or leave it out"
+            )
         number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
-        if self.max_norm is not None and not (number and self.max_norm > 0 and math.isfinite(self.max_norm)):
+        if self.max_norm is not None and not (
+            number and self.max_norm > 0 and math.isfinite(self.max_norm)
+        ):
             raise InputError(f"max_norm={self.max_norm!r}: give a positive number, or leave it out")
 
     @property
@@ -80,7 +87,11 @@ class Update:
 
     @property
     def _groups(self) -> list[Mapping[str, Any]]:
-        return [group for optimizer in self.optimizers for group in getattr(optimizer, "param_groups", ())]
+        return [
+            group
+            for optimizer in self.optimizers
+            for group in getattr(optimizer, "param_groups", ())
+        ]
 
     def scale(self, device: torch.device) -> Tensor | None:
         """What the loss is multiplied by before its gradient is taken; None for 1.
@@ -96,8 +107,8 @@ class Update:
     def __call__(self, module: nn.Module) -> None:
         """Update the parameters of a module by their gradients.
 
-        An error leaves the parameters as the optimizer left them, the gradients in place, and the next step to begin
-        anew.
+        An error leaves the parameters as the optimizer left them, the gradients in place, and the
+        next step to begin anew.
         """
         try:
             self._step(module)
@@ -106,7 +117,8 @@ class Update:
                 "in the optimizer's part of a training step: gradients are in place, and parameters as it left them"
             )
             if self.scaler is not None:
-                with suppress(Exception):  # else it would take the next batch's gradients for this one's, unscaled
+                # else it would take the next batch's gradients for this one's, unscaled
+                with suppress(Exception):
                     self.scaler.update()
             raise
 
@@ -135,7 +147,9 @@ def _refuse_no_optimizer(given: Any) -> None:
     """Raise an InputError for what cannot be stepped."""
     if isinstance(given, type):
         wanted = f"{given.__name__}(flow.parameters(), ...)"
-        raise InputError(f"optimizer is the class {given.__name__}; give an instance, such as {wanted}")
+        raise InputError(
+            f"optimizer is the class {given.__name__}; give an instance, such as {wanted}"
+        )
     if isinstance(given, LRScheduler):
         raise InputError(
             f"optimizer is {kind_of(given)}, which steps no parameters; give the optimizer that it "
@@ -146,9 +160,15 @@ def _refuse_no_optimizer(given: Any) -> None:
 
 
 def _named(optimizer: Any, error: BaseException) -> BaseException:
-    """Name an optimizer that does not do without a closure, though its ``step`` has a default for it."""
+    """Name an optimizer that does not do without a closure, though its ``step`` has a default for
+    it.
+    """
     called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
-    asks = isinstance(error, Exception) and not isinstance(error, PlacerError) and "closure" in str(error).lower()
+    asks = (
+        isinstance(error, Exception)
+        and not isinstance(error, PlacerError)
+        and "closure" in str(error).lower()
+    )
     if not (called_none or asks):
         return error
     named = InputError(

@@ -1,4 +1,6 @@
-"""Optimizers that step other tensors than the parameters of one model: another flow's parameters, or an input."""
+"""Optimizers that step other tensors than the parameters of one model: another flow's parameters,
+or an input.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,18 @@ def kept(flow: Any, keep: bool) -> Keep:
     """
     if keep:
         return lambda parameter: True
-    wait = {id(one) for other in _all_waiting() if other is not flow for one in other.module.parameters()}
+    wait = {
+        id(one)
+        for other in _all_waiting()
+        if other is not flow
+        for one in other.module.parameters()
+    }
     return lambda parameter: id(parameter) in wait
 
 
 class Others:
-    """The parameters that an optimizer steps and the model does not have: another flow's, or an input.
+    """The parameters that an optimizer steps and the model does not have: another flow's, or an
+    input.
 
     A step begins for them as ``optimizer.zero_grad()`` does, which knows of no model.
 
@@ -72,7 +80,8 @@ class Others:
         return {**self.__dict__, "_seen": None}
 
     def refuse_nothing_stepped(self, given: Iterable[Any]) -> None:
-        """An optimizer of none of the model's parameters steps what the batch is made of, or nothing.
+        """An optimizer of none of the model's parameters steps what the batch is made of, or
+        nothing.
 
         Args:
             given: the flattened inputs and target.
@@ -80,7 +89,9 @@ class Others:
         Raises:
             InputError: it would step nothing.
         """
-        if self._are_all and not any(isinstance(one, Tensor) and one.requires_grad for one in given):
+        if self._are_all and not any(
+            isinstance(one, Tensor) and one.requires_grad for one in given
+        ):
             raise InputError(
                 f"the optimizer holds no parameter of this {type(self._model).__name__}, and no input requires a "
                 "gradient, so a step would change nothing; make it from flow.parameters(), or give an input that is, "
@@ -90,8 +101,8 @@ class Others:
     def look(self, pipeline: TrainingPipeline | None) -> None:
         """Find them, where the model or the optimizer may have others than at the last look.
 
-        Args:
-            pipeline: what a batch goes through, made anew for a model that is changed; None where it runs through
+        Args: pipeline: what a batch goes through, made anew for a model that is changed; None where
+            it runs through
                 hooks.
         """
         seen = pipeline and ref(pipeline), self._update.count
@@ -120,7 +131,10 @@ def _steps_inputs_alone(update: Update, model: nn.Module) -> bool:
     Raises:
         InputError: it holds none of a model that is not.
     """
-    stepped, own = update.parameters(), {id(parameter): parameter for parameter in model.parameters()}
+    stepped, own = (
+        update.parameters(),
+        {id(parameter): parameter for parameter in model.parameters()},
+    )
     if not stepped or any(id(parameter) in own for parameter in stepped):
         return False
     if any(parameter.requires_grad for parameter in own.values()):

@@ -1,10 +1,12 @@
 """``torch.compile`` of a whole segment, and of the loss, kept where it is faster.
 
-It fuses what a layer border would keep apart. What it gains is measured against the same segment without it, on the
-device; where it gains nothing, or cannot compile the segment, the segment stays as it was and the reason is told.
+It fuses what a layer border would keep apart. What it gains is measured against the same segment
+without it, on the device; where it gains nothing, or cannot compile the segment, the segment stays
+as it was and the reason is told.
 
-Where weight gradients are a pass of their own they stay one: see ``placer.capture.weight_grads.compiled_layers``. A segment that cannot be
-compiled so is compiled with whole backward passes.
+Where weight gradients are a pass of their own they stay one: see
+``placer.capture.weight_grads.compiled_layers``. A segment that cannot be compiled so is compiled
+with whole backward passes.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ from placer.executor.training.stages.training_stage import Stage
 def compile_stage(stage: Stage, backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster; its loss, too.
 
-    Args:
-        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as it is.
-        backend: of ``torch.compile``.
+    Args: stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays
+        as it is. backend: of ``torch.compile``.
     """
     stage.not_compiled_because = _obstacle(stage)
     if stage.not_compiled_because:
@@ -59,17 +60,23 @@ def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
     """What the stage's passes take then."""
     plain, split = stage.segment, stage.split
     why_whole, border = "", _border(stage)
-    for kind in (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,):
-        stage.split, stage.reuses = kind is OpenedSegment, True  # such passes write to what the forward pass left
+    for kind in (
+        (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,)
+    ):
+        # such passes write to what the forward pass left
+        stage.split, stage.reuses = kind is OpenedSegment, True
         try:
             stage.segment = kind.of(plain, border, backend)
             after_ms = _trial_ms(stage)
-        except Exception as error:  # whatever a compiler may raise: the segment runs without it
+        except Exception as error:
+            # whatever a compiler may raise: the segment runs without it
             why_whole = stage.not_compiled_because = told(error)
             continue
         times = _times(after_ms, before_ms)
         if gains(after_ms, before_ms):
-            stage.compiled = times + (f"; backward passes are whole: {why_whole}" if why_whole else "")
+            stage.compiled = times + (
+                f"; backward passes are whole: {why_whole}" if why_whole else ""
+            )
             stage.not_compiled_because = ""
             return after_ms
         stage.not_compiled_because = f"it is no faster: {times}"
@@ -79,7 +86,9 @@ def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
 
 
 def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) -> None:
-    """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is, too."""
+    """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is,
+    too.
+    """
     plain = head.loss
     try:
         head.loss = compiled_loss(plain, backend)
@@ -91,7 +100,11 @@ def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) 
     if gains(after_ms, before_ms):
         stage.reuses = True  # as above
         times = _times(after_ms, before_ms)
-        stage.compiled = f"{stage.compiled}; the loss too: {times}" if stage.compiled else f"the loss alone: {times}"
+        stage.compiled = (
+            f"{stage.compiled}; the loss too: {times}"
+            if stage.compiled
+            else f"the loss alone: {times}"
+        )
     else:
         head.loss = plain
 
@@ -129,7 +142,11 @@ def _awaited_by_loss(stage: Stage) -> set[str]:
     with torch.no_grad(), autocast.uncached(stage.device):
         stage.segment.run(batch)
     values = {name: batch.read(name, stage.device) for name in head.names}
-    leaves = {name: value.detach().requires_grad_() for name, value in values.items() if _is_differentiable(value)}
+    leaves = {
+        name: value.detach().requires_grad_()
+        for name, value in values.items()
+        if _is_differentiable(value)
+    }
     with torch.enable_grad(), autocast.uncached(stage.device):
         loss, _ = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
     with autocast.off(stage.device):

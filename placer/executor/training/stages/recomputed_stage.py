@@ -1,12 +1,15 @@
-"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in its backward pass.
+"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in
+its backward pass.
 
     forward     inputs ──▶ (no graph) ──▶ outputs               kept: the inputs
     backward    inputs ──▶ forward again ──▶ backward ──▶ input gradients, and everything is let go
 
-It holds the activations of one micro-batch, in its backward pass, in place of those of every micro-batch in flight,
-for one more forward pass. Random numbers and buffers are in the second pass what they were in the first.
+It holds the activations of one micro-batch, in its backward pass, in place of those of every
+micro-batch in flight, for one more forward pass. Random numbers and buffers are in the second pass
+what they were in the first.
 
-Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe (Huang et al., NeurIPS 2019).
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe (Huang et al.,
+NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -49,10 +52,13 @@ class RecomputedStage(Stage):
     ) -> tuple[list[Slot], dict[str, Any]]:
         slots, made = super()._opened(count, inputs, targets, weight)
         for slot in slots:
-            # What passes leave for others is not theirs: recorded, they all share the memory of their own results.
+            # What passes leave for others is not theirs: recorded, they all share the memory of
+            # their own results.
             slot.outputs = {name: self._static(value) for name, value in made.items()}
             slot.landing = self._landing(slot)
-            self._before[id(slot)] = [torch.empty_like(tensor, requires_grad=False) for tensor in self._changed()]
+            self._before[id(slot)] = [
+                torch.empty_like(tensor, requires_grad=False) for tensor in self._changed()
+            ]
             if self._random:
                 self._chances[id(slot)] = Repeated(self.device)
         return slots, made
@@ -70,22 +76,37 @@ class RecomputedStage(Stage):
             self._let_go(slot)
 
     def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
-        """None: both passes share one memory, in which the larger leaves room for the smaller. They are not warm."""
+        """None: both passes share one memory, in which the larger leaves room for the smaller. They
+        are not warm.
+        """
         return []
 
-    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
-        """No pass leaves anything but in static tensors, so that all of them share their memory; each runs first."""
+    def _recorded(
+        self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
+    ) -> None:
+        """No pass leaves anything but in static tensors, so that all of them share their memory;
+        each runs first.
+        """
         chance = self._chances.get(id(slot))
-        generators = [[generator] for generator in chance.generators] if chance is not None else None
+        generators = (
+            [[generator] for generator in chance.generators] if chance is not None else None
+        )
         slot.forward, slot.backward = devices.record(
-            [slot.forward, slot.backward], self.device, pools=[self._shared_memory] * 2, generators=generators
+            [slot.forward, slot.backward],
+            self.device,
+            pools=[self._shared_memory] * 2,
+            generators=generators,
         )
 
     @torch.no_grad()
     def _forward(self, slot: Slot) -> None:
         _write(self._before[id(slot)], self._changed())
-        # Copies, since a layer may write to what it reads, and the backward pass needs it as it was.
-        inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in slot.inputs.items()}
+        # Copies, since a layer may write to what it reads, and the backward pass needs it as it
+        # was.
+        inputs = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in slot.inputs.items()
+        }
         batch = MicroBatch(inputs.keys(), inputs.values(), self.trail)
         with autocast.uncached(self.device), self._chance(slot, "first"):
             with self.segment.counting(), self.gather():

@@ -1,4 +1,6 @@
-"""What training adds to compiled segments: weight gradients that stay a pass of their own, and the loss."""
+"""What training adds to compiled segments: weight gradients that stay a pass of their own, and the
+loss.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,20 @@ from placer.executor.segments import Segment
 
 Loss = Callable[[list[Any], list[Any]], tuple[Tensor, dict[str, Any]]]
 
-_OPTIONS: dict[str, dict[str, Any]] = {INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}}
-"""What products are given and their gradients stay in the layout that the compiler works in: where it chose channels
-last, it would copy each of them back to the model's own, and keep both."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}
+}
+"""What products are given and their gradients stay in the layout that the compiler works in: where
+it chose channels last, it would copy each of them back to the model's own, and keep both."""
 
 
 @dataclass
 class OpenedSegment(CompiledSegment):
-    """A segment as one compiled function, whose backward passes leave the weight gradients of products for later.
+    """A segment as one compiled function, whose backward passes leave the weight gradients of
+    products for later.
 
-    Attributes:
-        function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer and product.
-        as_written: the same, not compiled.
-        products: by layer.
+    Attributes: function: ``function(reads, states, openings) -> (writes, given)``, the latter two
+        by layer and product. as_written: the same, not compiled. products: by layer.
     """
 
     as_written: Callable[..., Any] = lambda *given: ()
@@ -53,7 +56,9 @@ class OpenedSegment(CompiledSegment):
         own = own_code(_opened_function(segment, border, [run for run, _ in layers]))
         options = _OPTIONS.get(backend) if isinstance(backend, str) else None
         made = torch.compile(own, backend=backend, dynamic=False, options=options)
-        return cls(segment.device, segment.steps, border, made, own, [products for _, products in layers])
+        return cls(
+            segment.device, segment.steps, border, made, own, [products for _, products in layers]
+        )
 
     @contextmanager
     def deferring(self, queue: Queue) -> Iterator[None]:
@@ -67,7 +72,8 @@ class OpenedSegment(CompiledSegment):
     def _computed(self, reads: list[Any], states: list[list[Tensor]]) -> tuple[Any, ...]:
         assert self._queue is not None
         known = self._as_written(reads, states)
-        anchor = torch.zeros((), requires_grad=True)  # what comes from it requires a gradient
+        # what comes from it requires a gradient
+        anchor = torch.zeros((), requires_grad=True)
         left = [
             [_Left(self._queue, step.layer.name, product, state) for product in products]
             for step, products, state in zip(self.steps, self.products, states, strict=True)
@@ -140,8 +146,13 @@ def _layout_of(value: Any) -> torch.memory_format | None:
     """Of what a segment makes; None for a layout that has no name, or what is no tensor."""
     if not isinstance(value, Tensor):
         return None
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim(), torch.contiguous_format)
-    return next((one for one in (torch.contiguous_format, last) if value.is_contiguous(memory_format=one)), None)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(
+        value.dim(), torch.contiguous_format
+    )
+    return next(
+        (one for one in (torch.contiguous_format, last) if value.is_contiguous(memory_format=one)),
+        None,
+    )
 
 
 def _laid_out(value: Any, layout: torch.memory_format | None) -> Any:
@@ -187,7 +198,9 @@ def _opened_function(
     device = known_to_compilers(segment.device)
     names = [(step.layer.reads, step.layer.writes) for step in segment.steps]
 
-    def run(given: list[Any], states: list[list[Tensor]], openings: list[list[Any]]) -> tuple[Any, list[Any]]:
+    def run(
+        given: list[Any], states: list[list[Tensor]], openings: list[list[Any]]
+    ) -> tuple[Any, list[Any]]:
         values: Mapping[str, Any] = dict(zip(border.reads, given))  # noqa: B905 - the compiler reads this
         kept = []
         for layer, (reads, writes), state, own in zip(layers, names, states, openings):  # noqa: B905

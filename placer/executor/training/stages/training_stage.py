@@ -1,9 +1,11 @@
-"""One segment of a pipeline in training: a forward and a backward pass for each micro-batch in flight.
+"""One segment of a pipeline in training: a forward and a backward pass for each micro-batch in
+flight.
 
     inputs (static)  ──▶ forward ──▶ outputs (static)          one slot for each micro-batch in flight;
     input gradients  ◀── backward ◀── output gradients         its activations live until its backward pass
 
-On a GPU every pass of every slot is one CUDA graph; where that cannot be had the passes run eagerly.
+On a GPU every pass of every slot is one CUDA graph; where that cannot be had the passes run
+eagerly.
 """
 
 from __future__ import annotations
@@ -26,14 +28,23 @@ from placer.executor.stage_errors import Trail
 from placer.executor.training.autograd_reach import parameters, reached
 from placer.executor.training.input_gradients import detached, on_host
 from placer.executor.training.optimizer.gradient_accumulation import Accumulation
-from placer.executor.training.stages.training_slot import AtOnce, Collected, Head, Key, NamedQueue, Slot
+from placer.executor.training.stages.training_slot import (
+    AtOnce,
+    Collected,
+    Head,
+    Key,
+    NamedQueue,
+    Slot,
+)
 
 LOSS = "(loss)"
 """What stands for the loss where a layer is named."""
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may not be written to."""
+    """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may
+    not be written to.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -45,10 +56,12 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Entered(MicroBatch):
-    """A micro-batch that enters a stage: what gradients go back from does so when the first layer reads it.
+    """A micro-batch that enters a stage: what gradients go back from does so when the first layer
+    reads it.
 
-    Backward passes run what was entered last first. So the gradient of a value is ready as soon as its first reader's
-    is, and no slice of a larger one stays, with all of that, until the pass is over.
+    Backward passes run what was entered last first. So the gradient of a value is ready as soon as
+    its first reader's is, and no slice of a larger one stays, with all of that, until the pass is
+    over.
 
     Args:
         inputs: by name.
@@ -56,7 +69,9 @@ class _Entered(MicroBatch):
         trail: is told which layer runs.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], leaves: Mapping[str, Tensor], trail: Trail) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], leaves: Mapping[str, Tensor], trail: Trail
+    ) -> None:
         super().__init__(inputs.keys(), inputs.values(), trail)
         self._leaves = dict(leaves)
 
@@ -79,17 +94,17 @@ class Stage:
         gather: enters what a forward pass runs in, beside: statistics over the whole batch.
         reach: is told the weights whose gradients are left to a pass of their own.
 
-    Attributes:
-        slots: the micro-batches in flight.
-        tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
-        unreached: of what it reads, the values that the loss does not depend on.
-        awaited: by value that is read elsewhere: the stages that send a gradient of it.
-        memories: by slot, the number of the memory in which its recorded input-gradient pass works, where weight
-            gradients are a pass of their own; see ``Plan.backward_memory``. One for each slot if empty.
+    Attributes: slots: the micro-batches in flight. tail: the last micro-batch of a batch, by its
+        number, where it is smaller than the others. unreached: of what it reads, the values that
+        the loss does not depend on. awaited: by value that is read elsewhere: the stages that send
+        a gradient of it. memories: by slot, the number of the memory in which its recorded
+        input-gradient pass works, where weight
+            gradients are a pass of their own; see ``Plan.backward_memory``. One for each slot if
+            empty.
         is_recorded: whether the passes are CUDA graphs.
         not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
-        reuses: whether a backward pass may leave its results where the forward pass works, so that they must be read
-            before the slot's next forward pass runs.
+        reuses: whether a backward pass may leave its results where the forward pass works, so that
+            they must be read before the slot's next forward pass runs.
         compiled: what torch.compile gained; empty where it does not run.
         not_compiled_because: why not, where it was asked for.
     """
@@ -133,11 +148,9 @@ class Stage:
     ) -> dict[str, Any]:
         """Make the slots like this example, and run the first one forwards once.
 
-        Args:
-            count: micro-batches in flight.
-            inputs: an example of every value that the stage reads; it requires a gradient where one goes back to it.
-            targets: an example of the loss's target, likewise.
-            weight: of each one's loss in the batch's.
+        Args: count: micro-batches in flight. inputs: an example of every value that the stage
+            reads; it requires a gradient where one goes back to it. targets: an example of the
+            loss's target, likewise. weight: of each one's loss in the batch's.
 
         Returns:
             An example of every value that other stages read, on the host.
@@ -148,7 +161,9 @@ class Stage:
     def open_tail(
         self, micro_batch: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
     ) -> dict[str, Any]:
-        """Make a slot of its own for the last micro-batch, which is smaller than the others; as ``open_slots``."""
+        """Make a slot of its own for the last micro-batch, which is smaller than the others; as
+        ``open_slots``.
+        """
         tail, made = self._opened(1, inputs, targets, weight)
         self.tail = {micro_batch: tail[0]}
         return made
@@ -164,12 +179,17 @@ class Stage:
         slots = []
         examples: dict[Key, Any] = dict(enumerate(targets))
         examples.update(inputs)
-        devices.release_cache()  # what stays would keep pieces of memory in which little else fits
+        # what stays would keep pieces of memory in which little else fits
+        devices.release_cache()
         for _ in range(count):
             slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
-            slot.entering = tuple(key for key in (*self.reads, *range(len(slot.targets))) if _flows_back(examples[key]))
+            slot.entering = tuple(
+                key
+                for key in (*self.reads, *range(len(slot.targets)))
+                if _flows_back(examples[key])
+            )
             queue = NamedQueue if self.split else AtOnce
             slot.deferred = queue(self.trail, self.reach, self._accumulation)
             self._run_eagerly(slot)
@@ -181,15 +201,21 @@ class Stage:
             self.unreached = self._beyond_loss(first)
         made = {name: first.outputs[name] for name in self.writes}
         self._made_of = {name: reached(value, first.leaves) for name, value in made.items()}
-        self.awaited = {name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])}
-        # What ran here ran beside the lane that will record: a graph of it that lived on would be waited for.
+        self.awaited = {
+            name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])
+        }
+        # What ran here ran beside the lane that will record: a graph of it that lived on would be
+        # waited for.
         first.leaves, first.outputs, first.roots = {}, {}, []
         made = dict(zip(made, on_host(list(made.values())), strict=True))
-        devices.release_cache()  # nothing of the pass is left here, and what comes now stays
+        # nothing of the pass is left here, and what comes now stays
+        devices.release_cache()
         for slot in slots:
             slot.collected = slot.collected or (first.collected and Collected.like(first.collected))
             for name in self.awaited:
-                slot.gradients[name] = torch.zeros_like(made[name], device=self.device, requires_grad=False)
+                slot.gradients[name] = torch.zeros_like(
+                    made[name], device=self.device, requires_grad=False
+                )
         return slots, made
 
     def _run_eagerly(self, slot: Slot) -> None:
@@ -204,10 +230,13 @@ class Stage:
         with autocast.off(self.device):
             found = torch.autograd.grad(slot.roots, list(slot.leaves.values()), allow_unused=True)
         slot.deferred.clear()
-        return frozenset(name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None)
+        return frozenset(
+            name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None
+        )
 
     def expect(self, stages: Sequence[Stage]) -> None:
-        """Wait for no gradient of a value that the loss does not depend on, by way of any stage that reads it.
+        """Wait for no gradient of a value that the loss does not depend on, by way of any stage
+        that reads it.
 
         Args:
             stages: all; those after this one have been told so.
@@ -226,7 +255,9 @@ class Stage:
         """A batch begins."""
 
     def release(self) -> None:
-        """Let go of what passes that ran left in the slots, after a failure; recorded passes keep theirs."""
+        """Let go of what passes that ran left in the slots, after a failure; recorded passes keep
+        theirs.
+        """
         self._accumulation.drop()
         if self.is_recorded:
             return
@@ -239,12 +270,16 @@ class Stage:
         return self.tail.get(micro_batch) or self.slots[micro_batch % len(self.slots)]
 
     def record(self) -> None:
-        """Turn the passes of every slot into CUDA graphs, where the device has them and the layers allow it."""
+        """Turn the passes of every slot into CUDA graphs, where the device has them and the layers
+        allow it.
+        """
         if self.device.type != "cuda":
             return
         for step in self.segment.steps:
             if any(step.state[index].device.type == devices.CPU for index in step.foreign):
-                self.not_recorded_because = f"layer {step.layer.name!r} changes state that is on the host"
+                self.not_recorded_because = (
+                    f"layer {step.layer.name!r} changes state that is on the host"
+                )
                 return
         self._shared_memory = devices.memory_pool(self.device)
         every = [*self.slots, *self.tail.values()]
@@ -266,34 +301,47 @@ class Stage:
     def _backward_pools(self) -> list[Any]:
         """Return by slot, the tail's included, the memory in which its backward pass works.
 
-        A whole backward pass leaves nothing, so that all slots share one memory. An input-gradient pass leaves
-        something to its weight-gradient pass: slots share a memory where the plan has that run before the next
-        input-gradient pass in it.
+        A whole backward pass leaves nothing, so that all slots share one memory. An input-gradient
+        pass leaves something to its weight-gradient pass: slots share a memory where the plan has
+        that run before the next input-gradient pass in it.
         """
         count = len(self.slots) + len(self.tail)
         if not self.split:
             return [self._shared_memory] * count
         numbers = self.memories or range(len(self.slots))
         memories = {number: devices.memory_pool(self.device) for number in numbers}
-        return [memories[number] for number in numbers] + [devices.memory_pool(self.device) for _ in self.tail]
+        return [memories[number] for number in numbers] + [
+            devices.memory_pool(self.device) for _ in self.tail
+        ]
 
     def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
-        """In which pieces of memory each pass of a slot works best; the passes of all slots are warm then."""
+        """In which pieces of memory each pass of a slot works best; the passes of all slots are
+        warm then.
+        """
         if self.split:
-            passes, shared = [slot.forward, slot.backward, slot.weights], [1, 2] if shares_backward else [2]
+            passes, shared = (
+                [slot.forward, slot.backward, slot.weights],
+                [1, 2] if shares_backward else [2],
+            )
         else:
             passes, shared = [slot.forward, slot.backward], [1]
         return devices.fitting_rooms(passes, self.device, shared if len(self.slots) > 1 else [])
 
-    def _recorded(self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool) -> None:
-        # What a pass leaves must not lie where another one works before it is used. A forward pass leaves activations
-        # to the backward pass of its slot. The last pass leaves nothing: those of all slots share their memory. Where
-        # weight gradients are apart, an input-gradient pass leaves something to their pass, and works in a memory of
-        # its own or of slots whose passes do not come between the two. Gradients that are still on their way to other
-        # stages when another pass works there are copied out of a shared memory first.
+    def _recorded(
+        self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
+    ) -> None:
+        # What a pass leaves must not lie where another one works before it is used. A forward pass
+        # leaves activations to the backward pass of its slot. The last pass leaves nothing: those
+        # of all slots share their memory. Where weight gradients are apart, an input-gradient pass
+        # leaves something to their pass, and works in a memory of its own or of slots whose passes
+        # do not come between the two. Gradients that are still on their way to other stages when
+        # another pass works there are copied out of a shared memory first.
         ahead, last = devices.memory_pool(self.device), self._shared_memory
         if self.split:
-            passes, pools = [slot.forward, slot.backward, slot.weights], [ahead, backward_pool, last]
+            passes, pools = (
+                [slot.forward, slot.backward, slot.weights],
+                [ahead, backward_pool, last],
+            )
         else:
             passes, pools = [slot.forward, slot.backward], [ahead, last]
         replays = devices.record(passes, self.device, pools=pools, rooms=rooms, warm=warm)
@@ -302,7 +350,9 @@ class Stage:
             slot.weights = replays[2]
 
     def pass_ms(self) -> tuple[float, float, float]:
-        """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is done at once."""
+        """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is
+        done at once.
+        """
         if not self.is_recorded:
             return 1.0, 1.0, 1.0
         slot = self.slots[0]
@@ -329,14 +379,18 @@ class Stage:
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
         slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
         leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
-        # A write to what has no gradient yet may give it one, with a graph: the next pass finds none of that.
+        # A write to what has no gradient yet may give it one, with a graph: the next pass finds
+        # none of that.
         inputs = dict(zip(slot.inputs, detached(list(slot.inputs.values())), strict=True))
         batch = _Entered(inputs, leaves, self.trail)
         slot.deferred.clear()
         with autocast.uncached(self.device):
             with segment.deferring(slot.deferred):
                 segment.run(batch)
-            slot.outputs = {name: _apart(batch.read(name, self.device), slot.inputs.values()) for name in self.writes}
+            slot.outputs = {
+                name: _apart(batch.read(name, self.device), slot.inputs.values())
+                for name in self.writes
+            }
             if self.head is not None:
                 self._lose(self.head, slot, batch)
 
@@ -347,7 +401,8 @@ class Stage:
             if isinstance(key, int):
                 targets[key] = _Entrance.apply(leaf)  # type: ignore[no-untyped-call]
         outputs = [batch.read(name, self.device) for name in head.names]
-        # "cuda" in a user's loss means this device. Stand-ins would refuse what the loss reads of others.
+        # "cuda" in a user's loss means this device. Stand-ins would refuse what the loss reads of
+        # others.
         with devices.current(self.device) if self.device.type == "cuda" else nullcontext():
             loss, values = head.loss(outputs, targets)
         refuse_no_number(loss)
@@ -367,7 +422,9 @@ class Stage:
         for leaf in slot.leaves.values():
             leaf.grad = None
         if not roots:
-            slot.input_gradients = {name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()}
+            slot.input_gradients = {
+                name: torch.zeros_like(leaf) for name, leaf in slot.leaves.items()
+            }
             slot.unreached = frozenset(slot.leaves)
             self._land(slot)
             return
@@ -375,7 +432,9 @@ class Stage:
             torch.autograd.backward(roots, gradients)
         slot.unreached = frozenset(key for key, leaf in slot.leaves.items() if leaf.grad is None)
         slot.input_gradients = {
-            name: torch.zeros_like(leaf) if leaf.grad is None else _apart(leaf.grad, slot.gradients.values())
+            name: torch.zeros_like(leaf)
+            if leaf.grad is None
+            else _apart(leaf.grad, slot.gradients.values())
             for name, leaf in slot.leaves.items()
         }
         self._land(slot)
@@ -398,7 +457,9 @@ class Stage:
 
     def _weights(self, slot: Slot) -> None:
         with autocast.off(self.device):
-            devices.side_by_side([partial(self._add, slot, part) for part in slot.deferred.branches()], self.device)
+            devices.side_by_side(
+                [partial(self._add, slot, part) for part in slot.deferred.branches()], self.device
+            )
         slot.deferred.clear()
 
     def _add(self, slot: Slot, some: Iterable[Addition]) -> None:
@@ -409,13 +470,17 @@ class Stage:
 
 
 def drop_unreached(stages: Sequence[Stage]) -> None:
-    """Send no gradient back for what the loss does not depend on: zeros would let weight decay change the weights."""
+    """Send no gradient back for what the loss does not depend on: zeros would let weight decay
+    change the weights.
+    """
     for stage in reversed(stages):
         stage.expect(stages)
 
 
 def _apart(result: Any, received: Iterable[Any]) -> Any:
-    """A result that lies in none of what is received: the next micro-batch's comes while this one is still sent."""
+    """A result that lies in none of what is received: the next micro-batch's comes while this one
+    is still sent.
+    """
     if not isinstance(result, Tensor):
         return result
     there = {place for item in received if isinstance(item, Tensor) for place in _places(item)}

@@ -1,4 +1,6 @@
-"""The parameters as the passes of a pipeline see them: aliases on each device, with gradients that stay in place."""
+"""The parameters as the passes of a pipeline see them: aliases on each device, with gradients that
+stay in place.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,12 @@ class _Held:
 
 @dataclass
 class Weights:
-    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay in place.
+    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay
+    in place.
 
-    An alias shares its parameter's storage but none of its history, so a loss that the user keeps does not disturb a
-    recording. A parameter that layers on several devices use has a replica on each further one.
+    An alias shares its parameter's storage but none of its history, so a loss that the user keeps
+    does not disturb a recording. A parameter that layers on several devices use has a replica on
+    each further one.
 
     Attributes:
         aliases: by name and device.
@@ -70,7 +74,9 @@ class Weights:
     @classmethod
     def of(cls, graph: LayerGraph) -> Weights:
         """For a graph's parameters; aliases are made when they are looked up."""
-        return cls({}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)})
+        return cls(
+            {}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)}
+        )
 
     def leave_out(self, everything: Iterable[nn.Parameter]) -> None:
         """Let a batch leave no gradient of an earlier one with a parameter that it does not use.
@@ -83,11 +89,14 @@ class Weights:
 
     def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
         """What the layers of a graph use for their state."""
-        copied = graph.constants - mutated(graph)  # what layers change has to be the model's own
+        # what layers change has to be the model's own
+        copied = graph.constants - mutated(graph)
 
         def find(name: str, place: torch.device) -> Tensor:
             if name not in self.parameters:
-                return self._plain(graph.state[name], place) if name in copied else graph.state[name]
+                return (
+                    self._plain(graph.state[name], place) if name in copied else graph.state[name]
+                )
             for (known, where), alias in self.aliases.items():
                 if known == name and devices.same(where, place):
                     return alias
@@ -118,7 +127,9 @@ class Weights:
         return alias
 
     def reach(self, alias: Tensor) -> None:
-        """A backward pass, which may be recorded, gives this alias a gradient; the others' parameters have none."""
+        """A backward pass, which may be recorded, gives this alias a gradient; the others'
+        parameters have none.
+        """
         self._reached.add(id(alias))
 
     def _passed(self, alias: Tensor) -> None:
@@ -131,19 +142,27 @@ class Weights:
         return devices.same(devices.location(self.parameters[name]), place)
 
     def stale(self) -> bool:
-        """Whether a parameter's data is another tensor now than when its alias was made, or it is frozen or thawed."""
+        """Whether a parameter's data is another tensor now than when its alias was made, or it is
+        frozen or thawed.
+        """
         used, required, own, pointers = self._as_made
         return [*map(_REQUIRES_GRAD, used)] != required or devices.addresses(own) != pointers
 
     def hooked(self) -> str | None:
-        """The name of a parameter on which the user has hooks, which run when its gradient is made; None if of none."""
+        """The name of a parameter on which the user has hooks, which run when its gradient is made;
+        None if of none.
+        """
         if not any(chain.from_iterable(map(_HOOKS, self.parameters.values()))):
             return None
-        return next((name for name, parameter in self.parameters.items() if has_hooks(parameter)), None)
+        return next(
+            (name for name, parameter in self.parameters.items() if has_hooks(parameter)), None
+        )
 
     @cached_property
     def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
-        """The parameters that are used and whether they required gradients; those with an own alias and their data."""
+        """The parameters that are used and whether they required gradients; those with an own alias
+        and their data.
+        """
         used = [self.parameters[name] for name, _ in self.aliases]
         return (
             used,
@@ -157,7 +176,9 @@ class Weights:
         held: dict[torch.device, _Held] = {}
         for (name, place), alias in self.aliases.items():
             here = held.setdefault(place, _Held())
-            (here.own if self.owned(name, place) else here.replicas).append((self.parameters[name], alias))
+            (here.own if self.owned(name, place) else here.replicas).append(
+                (self.parameters[name], alias)
+            )
         return held
 
     @cached_property
@@ -169,23 +190,31 @@ class Weights:
     def _guests(self) -> list[nn.Parameter]:
         """Parameters that no layer uses where they belong: their gradients are replicas' alone."""
         own = {id(parameter) for parameter, _ in self._own}
-        return [self.parameters[name] for name, _ in self.aliases if id(self.parameters[name]) not in own]
+        return [
+            self.parameters[name]
+            for name, _ in self.aliases
+            if id(self.parameters[name]) not in own
+        ]
 
     @cached_property
     def homes(self) -> frozenset[torch.device]:
         """Where parameters belong that have replicas elsewhere."""
-        return frozenset(devices.location(item) for held in self._held.values() for item, _ in held.replicas)
+        return frozenset(
+            devices.location(item) for held in self._held.values() for item, _ in held.replicas
+        )
 
     @torch.no_grad()
     def begin(
-        self, lanes: Mapping[torch.device, Lane], begun: Mapping[torch.device, Mark], keep: Keep = keep_none
+        self,
+        lanes: Mapping[torch.device, Lane],
+        begun: Mapping[torch.device, Mark],
+        keep: Keep = keep_none,
     ) -> None:
         """Make the gradients ready for a batch, and bring replicas up to date.
 
-        Args:
-            lanes: of each device.
-            begun: by device, also those of ``homes``, when the parameters there are up to date.
-            keep: whether the batch adds to the gradient that a parameter has; else it begins at zero.
+        Args: lanes: of each device. begun: by device, also those of ``homes``, when the parameters
+            there are up to date. keep: whether the batch adds to the gradient that a parameter has;
+            else it begins at zero.
         """
         unreached = (parameter for parameter, alias in self._own if id(alias) not in self._reached)
         for parameter in chain(self._guests, self.idle, unreached):
@@ -211,7 +240,8 @@ class Weights:
     @torch.no_grad()
     def finish(self) -> None:
         """Add the gradients of replicas up, and hand every parameter its gradient."""
-        while self._handles:  # one batch has shown which of them a captured graph reaches
+        # one batch has shown which of them a captured graph reaches
+        while self._handles:
             self._handles.pop().remove()
         for parameter, alias in self._own:
             if id(alias) in self._reached and not self._has(parameter, alias):
@@ -220,10 +250,14 @@ class Weights:
             for parameter, alias in held.replicas:
                 if id(alias) in self._reached and alias.grad is not None:
                     gradient = devices.copy(alias.grad, devices.location(parameter))
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    parameter.grad = (
+                        gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    )
 
     def _has(self, parameter: nn.Parameter, alias: Tensor) -> bool:
-        """Whether the parameter's gradient is the one that it was handed, in the place where passes leave it."""
+        """Whether the parameter's gradient is the one that it was handed, in the place where passes
+        leave it.
+        """
         known = self._handed.get(id(alias))
         return known is not None and parameter.grad is not None and parameter.grad is known()
 
@@ -234,7 +268,9 @@ class Weights:
 
     @torch.no_grad()
     def leave_to_holders(self) -> None:
-        """Give gradients that somebody keeps memory of their own: passes are about to run for a look."""
+        """Give gradients that somebody keeps memory of their own: passes are about to run for a
+        look.
+        """
         for parameter, alias in self._own:
             self._leave_to_holder(parameter, alias)
 
@@ -262,4 +298,8 @@ class Weights:
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Return whether the user has hooks on a parameter; those that only look on do not count."""
-    return any(not isinstance(hook, devices.Onlooker) for hooks in _HOOKS(parameter) for hook in (hooks or {}).values())
+    return any(
+        not isinstance(hook, devices.Onlooker)
+        for hooks in _HOOKS(parameter)
+        for hook in (hooks or {}).values()
+    )

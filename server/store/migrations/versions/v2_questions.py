@@ -31,7 +31,11 @@ def upgrade() -> None:
     op.drop_table("placements")
     op.rename_table("answers", "placements")
     op.create_index("placements_by_profile", "placements", ["profile_id"])
-    op.create_table("profiles", sa.Column("id", sa.Text, primary_key=True), sa.Column("profile", blob, nullable=False))
+    op.create_table(
+        "profiles",
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("profile", blob, nullable=False),
+    )
     op.create_table(
         "jobs",
         sa.Column("id", sa.Text, primary_key=True),
@@ -41,7 +45,9 @@ def upgrade() -> None:
         sa.Column("request", blob, nullable=False),
     )
     op.create_table(
-        "starts", sa.Column("id", sa.Text, primary_key=True), sa.Column("count", sa.Integer, nullable=False)
+        "starts",
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("count", sa.Integer, nullable=False),
     )
     op.create_table(
         "failures",

@@ -1,4 +1,6 @@
-"""Several replicas on one store: who answers for which job; and rows that count the order of writing themselves."""
+"""Several replicas on one store: who answers for which job; and rows that count the order of
+writing themselves.
+"""
 
 from __future__ import annotations
 
@@ -74,5 +76,7 @@ def _create() -> None:
         sa.Column("problem", sa.LargeBinary, nullable=False),
     )
     op.create_table(
-        "replicas", sa.Column("id", sa.Text, primary_key=True), sa.Column("beats", sa.BigInteger, nullable=False)
+        "replicas",
+        sa.Column("id", sa.Text, primary_key=True),
+        sa.Column("beats", sa.BigInteger, nullable=False),
     )

@@ -1,4 +1,6 @@
-"""Which service measures a graph, so that another one on the same node takes over what a killed one has left."""
+"""Which service measures a graph, so that another one on the same node takes over what a killed one
+has left.
+"""
 
 from __future__ import annotations
 

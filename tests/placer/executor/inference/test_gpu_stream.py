@@ -1,4 +1,5 @@
-"""On real GPUs: recorded streams equal the unsplit model, whatever the caller does meanwhile; timelines can be."""
+"""On real GPUs: recorded streams equal the unsplit model, whatever the caller does meanwhile;
+timelines can be."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_compiled_stream_equals_the_unsplit_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_stream_equals_the_unsplit_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, data = CASES[name]
     model, whole = twins(make, training=False)
     batches = [data(4).cuda(0) for _ in range(6)]
@@ -79,9 +82,16 @@ def test_a_recorded_stream_equals_the_unsplit_model(name: str, interleaved: bool
         expected = [whole.cuda(0)(batch) for batch in batches]
     flow = _flow(model, interleaved)
     for _ in range(2):
-        _close(list(flow.stream(batches)), expected)  # nothing waits until all are issued
-        _close([result.cpu() for result in flow.stream(batches)], expected)  # each is waited for
-    reasons = [stage.not_recorded_because for p in flow._streams.pipelines() for stage in p.stages if p._is_open]
+        # nothing waits until all are issued
+        _close(list(flow.stream(batches)), expected)
+        # each is waited for
+        _close([result.cpu() for result in flow.stream(batches)], expected)
+    reasons = [
+        stage.not_recorded_because
+        for p in flow._streams.pipelines()
+        for stage in p.stages
+        if p._is_open
+    ]
     assert reasons and reasons == [""] * len(reasons)
 
 
@@ -98,7 +108,9 @@ def _expected(whole: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("where", ["cuda", "pinned", "host"])
 def test_a_source_may_write_its_next_batch_over_the_last(where: str) -> None:
     model, whole, batches = _skips()
-    buffer = torch.empty_like(batches[0], device="cuda:0" if where == "cuda" else "cpu", pin_memory=where == "pinned")
+    buffer = torch.empty_like(
+        batches[0], device="cuda:0" if where == "cuda" else "cpu", pin_memory=where == "pinned"
+    )
 
     def source() -> Iterator[Tensor]:
         for batch in batches:
@@ -115,7 +127,8 @@ def test_memory_that_the_caller_frees_and_takes_again_disturbs_no_batch() -> Non
             given = batch.to("cuda:0", non_blocking=True)
             yield given * 1.0
             del given
-            torch.full((64, 256), torch.nan, dtype=torch.float64, device="cuda:0")  # in the memory of an earlier batch
+            # in the memory of an earlier batch
+            torch.full((64, 256), torch.nan, dtype=torch.float64, device="cuda:0")
 
     results = []
     for result in _flow(model).stream(source()):
@@ -133,7 +146,9 @@ def test_results_may_go_to_the_host() -> None:
     _close(results, _expected(whole, batches))
 
 
-def test_a_stream_that_is_closed_early_leaves_the_flow_usable_and_weights_may_change_at_once() -> None:
+def test_a_stream_that_is_closed_early_leaves_the_flow_usable_and_weights_may_change_at_once() -> (
+    None
+):
     model, whole, batches = _skips()
     flow = _flow(model)
     for _ in range(3):
@@ -213,7 +228,8 @@ def test_out_of_memory_names_the_layer_and_the_batch_and_the_flow_streams_again(
     model, whole = twins(_Hungry, training=False)
     model, whole = model.cuda(0), whole.cuda(0)
     few = [torch.randn(rows, 4, dtype=torch.float64, device="cuda:0") for rows in (4, 4, 4)]
-    many = torch.randn(2**19, 4, dtype=torch.float64, device="cuda:0")  # 256 GiB between two operations
+    # 256 GiB between two operations
+    many = torch.randn(2**19, 4, dtype=torch.float64, device="cuda:0")
     with torch.no_grad():
         expected = [whole(batch) for batch in few]
     flow = DataFlow(model, ["cuda:0"])
@@ -228,7 +244,8 @@ def test_out_of_memory_names_the_layer_and_the_batch_and_the_flow_streams_again(
 
 
 def _can_be(rows: Any, tolerance_ms: float = 0.2) -> None:
-    """Passes of a device follow one another; a pass comes behind the copies that it waits for, as clocks agree."""
+    """Passes of a device follow one another; a pass comes behind the copies that it waits for, as
+    clocks agree."""
     passes = {(row.stage, row.kind, row.micro_batch): row for row in rows if row.target is None}
     by_device: dict[str, list[Any]] = {}
     for row in rows:
@@ -277,7 +294,8 @@ def test_times_of_marks_on_unlike_devices_are_on_one_axis() -> None:
         devices.synchronise(place)
         reached.append(clock.ms(mark, place))
         sleep(0.002)  # far more than devices' axes differ
-    assert reached == sorted(reached)  # each was waited for before the next was issued
+    # each was waited for before the next was issued
+    assert reached == sorted(reached)
     assert reached[0] > 0
 
 

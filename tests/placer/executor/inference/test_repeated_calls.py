@@ -1,4 +1,5 @@
-"""Calls without gradients whose shape comes again go through the stream, and are what the model alone returns."""
+"""Calls without gradients whose shape comes again go through the stream, and are what the model
+alone returns."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor) -> Any:
         first = self.first(x * scale)
-        return {"y": self.last(torch.relu(self.norm(first))), "first": first, "size": 3, "mean": first.mean()}
+        return {
+            "y": self.last(torch.relu(self.norm(first))),
+            "first": first,
+            "size": 3,
+            "mean": first.mean(),
+        }
 
 
 def _inputs(seed: int, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -113,8 +119,12 @@ def _watch(model: Model) -> None:
     model.norm.register_forward_hook(lambda _, __, result: result * 2)
 
 
-@pytest.mark.parametrize("change", [_replace_a_parameter, _point_elsewhere, _replace_a_module, _watch])
-def test_a_model_that_was_changed_between_calls_is_seen_to_be_another(change: Callable[[Model], None]) -> None:
+@pytest.mark.parametrize(
+    "change", [_replace_a_parameter, _point_elsewhere, _replace_a_module, _watch]
+)
+def test_a_model_that_was_changed_between_calls_is_seen_to_be_another(
+    change: Callable[[Model], None],
+) -> None:
     # By then the first segment has run as it was recorded.
     model, reference = twins(Model, training=False)
     x, scale = _inputs(0)
@@ -225,12 +235,16 @@ def test_a_layer_that_fails_later_is_named_with_its_micro_batch() -> None:
         scatter_layers(flow, 2)
         expected = flow(good, chunks=4)
         flow(good, chunks=4)
-        with pytest.raises(StageError, match="micro-batch 3 failed in the forward pass of segment 0"):
+        with pytest.raises(
+            StageError, match="micro-batch 3 failed in the forward pass of segment 0"
+        ):
             flow(bad, chunks=4)
         torch.testing.assert_close(flow(good, chunks=4), expected)
 
 
-def test_without_memory_for_recordings_a_call_is_issued_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_recordings_a_call_is_issued_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
@@ -250,7 +264,9 @@ def test_without_memory_for_recordings_a_call_is_issued_eagerly(monkeypatch: pyt
 @pytest.fixture
 def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins are taken for GPUs: of calls that are not cut theirs alone may be recorded."""
-    monkeypatch.setattr(DataFlow, "_can_be_streamed", lambda flow, weights: not torch.is_grad_enabled())
+    monkeypatch.setattr(
+        DataFlow, "_can_be_streamed", lambda flow, weights: not torch.is_grad_enabled()
+    )
 
 
 @pytest.mark.usefixtures("uncut")
@@ -265,7 +281,8 @@ def test_a_call_that_is_not_cut_is_streamed_where_it_waits_for_the_host(
         scatter_layers(flow, 3)
         for call in range(9):
             x, scale = _inputs(call)
-            with torch.no_grad():  # a value that changes in place is seen in the next call
+            # a value that changes in place is seen in the next call
+            with torch.no_grad():
                 model.last.bias.add_(1.0)
                 reference.last.bias.add_(1.0)
             _assert_equal(flow(x, scale=scale), reference(x, scale=scale))
@@ -295,7 +312,10 @@ def test_a_call_that_leaves_something_in_its_inputs_is_not(monkeypatch: pytest.M
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(model)
         scatter_layers(flow, 2)
-        ours, theirs = [torch.zeros(3, 4, dtype=torch.float64)], [torch.zeros(3, 4, dtype=torch.float64)]
+        ours, theirs = (
+            [torch.zeros(3, 4, dtype=torch.float64)],
+            [torch.zeros(3, 4, dtype=torch.float64)],
+        )
         for _ in range(8):
             x = torch.ones(3, 4, dtype=torch.float64)
             torch.testing.assert_close(flow(x, ours).cpu(), reference(x, theirs))

@@ -1,4 +1,5 @@
-"""A stream gives for every batch what the unsplit model gives, in order, with several batches on their way at once."""
+"""A stream gives for every batch what the unsplit model gives, in order, with several batches on
+their way at once."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_shapes_may_change_from_batch_to_batch() -> None:
 
 def test_more_shapes_than_are_kept_still_give_what_the_unsplit_model_gives() -> None:
     model, _ = skips()
-    batches = [torch.randn(rows, ROW, dtype=torch.float64) for rows in range(2, 14) for _ in range(2)]
+    batches = [
+        torch.randn(rows, ROW, dtype=torch.float64) for rows in range(2, 14) for _ in range(2)
+    ]
     expected = unsplit(model, batches)
     with logical_devices(3):
         flow = placed(model)
@@ -69,7 +72,11 @@ class _Pair(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> dict[str, Tensor]:
         hidden = torch.tanh(self.one(x))
-        return {"hidden": hidden, "given": x, "out": self.two(hidden if scale is None else hidden * scale)}
+        return {
+            "hidden": hidden,
+            "given": x,
+            "out": self.two(hidden if scale is None else hidden * scale),
+        }
 
 
 def test_batches_may_be_tensors_tuples_lists_and_dicts() -> None:
@@ -155,7 +162,9 @@ def test_a_tied_weight_that_a_fused_optimizer_steps_is_changed_on_every_device()
     batches = [torch.randint(0, 7, (2, 3)) for _ in range(4)]
     with logical_devices(3):
         flow = placed(model)
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (model, whole)]
+        optimizers = [
+            torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in (model, whole)
+        ]
         for _ in range(3):
             results = list(flow.stream(batches))
             with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Compiled segments of streams give what the unsplit model gives; what cannot be compiled runs as it is, told why."""
+"""Compiled segments of streams give what the unsplit model gives; what cannot be compiled runs as
+it is, told why."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_compiled_streams_give_what_the_unsplit_model_gives(name: str) -> None:
     assert len(flow.compiled) >= 3 and flow.not_compiled_because == {}
     with torch.no_grad():
         for result, (args, kwargs) in zip(results, batches, strict=True):
-            torch.testing.assert_close(_leaves(result), _leaves(whole(*args, **kwargs)), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                _leaves(result), _leaves(whole(*args, **kwargs)), atol=1e-4, rtol=1e-4
+            )
 
 
 def _leaves(result: Any) -> list[Tensor]:
@@ -88,10 +91,13 @@ def test_a_shape_is_compiled_when_it_comes_for_the_second_time_and_for_itself_al
     for rows, made in (((4, 3, 5), 0), ((4, 4, 4), 2), ((3, 3), 4), ((4, 3), 4)):
         batches = _batches(*rows)
         with torch.no_grad():
-            torch.testing.assert_close(list(flow.stream(batches, compile=backend)), [whole(x) for x in batches])
+            torch.testing.assert_close(
+                list(flow.stream(batches, compile=backend)), [whole(x) for x in batches]
+            )
         assert len(seen) == made
     assert not any(seen)
-    assert flow.compiled["segment 0 of 2 on cpu:0"] == "0.0312 ms, 0.0625 ms without"  # of the shape that came last
+    # of the shape that came last
+    assert flow.compiled["segment 0 of 2 on cpu:0"] == "0.0312 ms, 0.0625 ms without"
 
 
 @pytest.mark.usefixtures("always_faster")
@@ -121,14 +127,20 @@ def test_weights_that_change_in_place_are_those_that_compiled_segments_use() -> 
 
 
 @pytest.mark.parametrize("after_ms", [2.0, 1.0, 0.996])
-def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, after_ms: float) -> None:
+def test_a_segment_that_gains_nothing_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, after_ms: float
+) -> None:
     times = iter([1.0, after_ms, 1.0, after_ms])
     monkeypatch.setattr(compiled_streams, "trial_ms", lambda *given: next(times))
     flow = _flow(_Model())
     list(flow.stream(_batches(4, 4, 4), compile="aot_eager"))
     assert flow.compiled == {}
-    assert set(flow.not_compiled_because.values()) == {f"it is no faster: {after_ms:.3g} ms, 1 ms without"}
-    assert not any(isinstance(stage.segment, CompiledSegment) for stage in flow._streams.pipelines()[0].stages)
+    assert set(flow.not_compiled_because.values()) == {
+        f"it is no faster: {after_ms:.3g} ms, 1 ms without"
+    }
+    assert not any(
+        isinstance(stage.segment, CompiledSegment) for stage in flow._streams.pipelines()[0].stages
+    )
 
 
 def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -> None:
@@ -162,7 +174,11 @@ class _Cast(nn.Module):
 
 
 def _modes() -> tuple[Any, ...]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 @pytest.mark.usefixtures("always_faster")
@@ -196,7 +212,8 @@ def test_what_a_compiler_leaves_of_the_callers_modes_is_put_right() -> None:
 
 
 class _Cache(nn.Module):
-    """Room for as many rows as batches come, of which each leaves one; and a layer that writes to what it is given."""
+    """Room for as many rows as batches come, of which each leaves one; and a layer that writes to
+    what it is given."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -220,12 +237,16 @@ def test_trials_leave_no_trace_in_what_a_model_counts() -> None:
     flow.update_flow()
     batches = _batches(4, 4, 4, 4)
     with torch.no_grad():
-        torch.testing.assert_close(list(flow.stream(batches, compile="aot_eager")), [whole(x) for x in batches])
+        torch.testing.assert_close(
+            list(flow.stream(batches, compile="aot_eager")), [whole(x) for x in batches]
+        )
     torch.testing.assert_close(model.rows, whole.rows)
     assert model.place == whole.place == 4
 
 
-def test_of_two_shapes_the_one_that_came_last_says_whether_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_shapes_the_one_that_came_last_says_whether_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times = iter([2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 2.0])
     monkeypatch.setattr(compiled_streams, "trial_ms", lambda *given: next(times))
     flow = _flow(_Model())
@@ -309,7 +330,8 @@ def test_a_batch_is_measured_compiled_where_that_is_asked_for() -> None:
     assert len(flow.compiled) == 2
     for index, gain in enumerate(flow.compiled.values()):
         assert f"segment {index} on cpu:{index} is compiled: {gain}" in compiled.notes
-    assert {row[:4] for row in compiled.rows} == {row[:4] for row in plain.rows}  # all but their times
+    # all but their times
+    assert {row[:4] for row in compiled.rows} == {row[:4] for row in plain.rows}
 
 
 def test_a_measurement_says_why_a_segment_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +339,9 @@ def test_a_measurement_says_why_a_segment_is_not_compiled(monkeypatch: pytest.Mo
     (batch,) = _batches(8)
     notes = _flow(_Model()).measure(batch, chunks=2, compile="aot_eager").notes
     for index in range(2):
-        assert any(note.startswith(f"segment {index} on cpu:{index} is not compiled: ") for note in notes)
+        assert any(
+            note.startswith(f"segment {index} on cpu:{index} is not compiled: ") for note in notes
+        )
 
 
 def test_a_step_is_measured_as_it_was_made() -> None:

@@ -93,7 +93,9 @@ def test_a_batch_that_the_model_refuses_is_named() -> None:
     with logical_devices(3):
         flow = placed(model)
         with pytest.raises(RuntimeError) as caught:
-            for result in flow.stream([*batches[:2], torch.randn(4, ROW + 1, dtype=torch.float64), batches[2]]):
+            for result in flow.stream(
+                [*batches[:2], torch.randn(4, ROW + 1, dtype=torch.float64), batches[2]]
+            ):
                 results.append(result)
         assert "in batch 2 of the stream" in caught.value.__notes__
         assert_close(results, unsplit(model, batches[:2]))
@@ -107,13 +109,17 @@ def test_after_an_interruption_the_flow_streams_again(monkeypatch: pytest.Monkey
         stream = flow.stream(batches)
         next(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(Courier, "send", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                Courier, "send", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 list(stream)
         assert_close(list(flow.stream(batches)), unsplit(model, batches))
 
 
-@pytest.mark.parametrize("batches", [torch.zeros(3, ROW), {"x": torch.zeros(3, ROW)}, 5, None, "batches"])
+@pytest.mark.parametrize(
+    "batches", [torch.zeros(3, ROW), {"x": torch.zeros(3, ROW)}, 5, None, "batches"]
+)
 def test_what_is_no_iterable_of_batches_is_refused(batches: Any) -> None:
     with pytest.raises(InputError, match="give an iterable of batches"):
         DataFlow(nn.Linear(ROW, 1)).stream(batches)
@@ -130,11 +136,15 @@ def _caught(flow: DataFlow, batches: list[Tensor], expected: list[Tensor]) -> bo
         results = list(flow.stream(batches))
     except (StageError, MixedDevicesError):
         return True
-    return not all(torch.allclose(one.cpu(), other) for one, other in zip(results, expected, strict=True))
+    return not all(
+        torch.allclose(one.cpu(), other) for one, other in zip(results, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("make", [Skips, lambda: unet(width=2)], ids=["skips", "unet"])
-def test_every_transfer_that_is_forgotten_shows_in_a_result(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_transfer_that_is_forgotten_shows_in_a_result(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, whole = twins(make, training=False)
     shape = (4, ROW) if make is Skips else (1, 3, 16, 16)
     batches = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]

@@ -15,7 +15,9 @@ from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.testing import logical_devices
 
 
-def test_a_batch_enters_the_first_segment_while_earlier_ones_are_in_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_enters_the_first_segment_while_earlier_ones_are_in_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     issued: list[tuple[int, int]] = []
     advance = InferencePipeline.advance
 
@@ -27,7 +29,8 @@ def test_a_batch_enters_the_first_segment_while_earlier_ones_are_in_later_ones(m
     model, batches = skips()
     with logical_devices(3):
         flow = placed(model)
-        assert len(list(flow.stream(batches[:2]))) == 2  # the shape is known from here on
+        # the shape is known from here on
+        assert len(list(flow.stream(batches[:2]))) == 2
         stages = max(stage for _, stage in issued) + 1
         issued.clear()
         list(flow.stream(batches))
@@ -47,9 +50,14 @@ def test_values_go_straight_from_their_maker_to_their_readers() -> None:
         courier.trace = []
         list(flow.stream(batches[:3]))
     way = {place: index for index, place in enumerate(places)}
-    hops = {(way[item.source], way[item.target]) for item in courier.trace if item.label[0] is not None}
-    assert {(0, 1), (0, 2), (1, 2)} <= hops  # Skips reads everything that was made before, everywhere
-    assert all(item.label[1] is None or item.target.index == item.label[1] for item in courier.trace)
+    hops = {
+        (way[item.source], way[item.target]) for item in courier.trace if item.label[0] is not None
+    }
+    # Skips reads everything that was made before, everywhere
+    assert {(0, 1), (0, 2), (1, 2)} <= hops
+    assert all(
+        item.label[1] is None or item.target.index == item.label[1] for item in courier.trace
+    )
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])

@@ -1,4 +1,5 @@
-"""Whatever the map, the shapes, the room and the callers' turns: a stream gives what the unsplit model gives."""
+"""Whatever the map, the shapes, the room and the callers' turns: a stream gives what the unsplit
+model gives."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ SIZES = st.lists(st.sampled_from([2, 3, 5]), min_size=1, max_size=9)
 ROOM = st.none() | st.integers(1, 6)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(places=PLACES, sizes=SIZES, in_flight=ROOM)
 def test_one_stream_gives_what_the_unsplit_model_gives(
     places: list[int], sizes: list[int], in_flight: int | None
@@ -57,13 +60,16 @@ def test_one_stream_gives_what_the_unsplit_model_gives(
     _check(results, batches)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     places=PLACES,
     sizes=st.lists(SIZES, min_size=2, max_size=3),
     rooms=st.lists(ROOM, min_size=3, max_size=3),
     turns=st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["next", "next", "next", "close", "call"])), max_size=25
+        st.tuples(st.integers(0, 2), st.sampled_from(["next", "next", "next", "close", "call"])),
+        max_size=25,
     ),
 )
 def test_streams_that_take_turns_and_end_early_give_what_the_unsplit_model_gives(
@@ -72,13 +78,17 @@ def test_streams_that_take_turns_and_end_early_give_what_the_unsplit_model_gives
     given_batches = [_batches(row, seed) for seed, row in enumerate(sizes)]
     with logical_devices(DEVICES):
         flow = _flow(places)
-        streams = [flow.stream(batches, room) for batches, room in zip(given_batches, rooms, strict=False)]
+        streams = [
+            flow.stream(batches, room) for batches, room in zip(given_batches, rooms, strict=False)
+        ]
         results: list[list[Tensor]] = [[] for _ in streams]
         closed = set()
         for number, turn in turns:
             index = number % len(streams)
             if turn == "next":
-                results[index] += [result for result in [next(streams[index], None)] if result is not None]
+                results[index] += [
+                    result for result in [next(streams[index], None)] if result is not None
+                ]
             elif turn == "close":
                 streams[index].close()
                 closed.add(index)

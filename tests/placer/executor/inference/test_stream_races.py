@@ -62,7 +62,11 @@ def _stream(
 
         for _ in range(2):
             for place in places:
-                own = [parameter for parameter in model.parameters() if devices.location(parameter) == place]
+                own = [
+                    parameter
+                    for parameter in model.parameters()
+                    if devices.location(parameter) == place
+                ]
                 touch("change of weights", place, *own)
             results = flow.stream(source())
             for _ in range(batches - 2):
@@ -104,5 +108,6 @@ def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses
 def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     sites = _stream(monkeypatch, "skips", 0).sites
     idle = [site for site in sorted(sites) if not _stream(monkeypatch, "skips", 0, deaf=site).found]
-    # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
+    # A copy runs in the queues of both its devices, so that either's wait for what it reads would
+    # do.
     assert [function for function, _ in idle] in ([], ["send_all"])

@@ -1,4 +1,5 @@
-"""Streams whose segments are recorded, the recording played on the CPU: static memory in, static memory out."""
+"""Streams whose segments are recorded, the recording played on the CPU: static memory in, static
+memory out."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ WARM_UPS = 3
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Slot]:
-    """Every slot that was recorded: what its pass made while it was recorded is where each replay writes to."""
+    """Every slot that was recorded: what its pass made while it was recorded is where each replay
+    writes to."""
     recorded: list[Slot] = []
 
     def record(self: Stage) -> None:
@@ -37,7 +39,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Slot]:
 
 
 def _replay(slot: Slot, compute: Any, static: dict[str, Any]) -> Any:
-    memory = {name: value.data_ptr() for name, value in slot.inputs.items() if isinstance(value, Tensor)}
+    memory = {
+        name: value.data_ptr() for name, value in slot.inputs.items() if isinstance(value, Tensor)
+    }
 
     def replay() -> None:
         assert {name: slot.inputs[name].data_ptr() for name in memory} == memory
@@ -65,7 +69,12 @@ class _Views(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.same, self.flat, self.last = nn.Linear(4, 6), nn.Dropout(), nn.Flatten(), nn.Linear(12, 3)
+        self.first, self.same, self.flat, self.last = (
+            nn.Linear(4, 6),
+            nn.Dropout(),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.same(self.first(x))
@@ -76,7 +85,12 @@ class _Views(nn.Module):
 @pytest.mark.parametrize("seed", range(3))
 def test_skips_and_changing_shapes(seed: int, recordings: list[Slot]) -> None:
     model, whole = twins(Skips, training=False)
-    _compare(model, whole, [torch.randn(rows, 5, dtype=torch.float64) for rows in [4, 4, 4, 3, 4, 3, 4, 4, 3, 4]], seed)
+    _compare(
+        model,
+        whole,
+        [torch.randn(rows, 5, dtype=torch.float64) for rows in [4, 4, 4, 3, 4, 3, 4, 4, 3, 4]],
+        seed,
+    )
     assert len(recordings) > 4
 
 
@@ -96,13 +110,19 @@ def test_views_of_static_memory(seed: int, recordings: list[Slot]) -> None:
 
 
 def test_a_tied_weight(recordings: list[Slot]) -> None:
-    model, whole = twins(lambda: gpt(layers=2, width=8, heads=2, context=4, vocabulary=9, tied=True), training=False)
+    model, whole = twins(
+        lambda: gpt(layers=2, width=8, heads=2, context=4, vocabulary=9, tied=True), training=False
+    )
     _compare(model, whole, [torch.randint(9, (2, 4)) for _ in range(8)], 1)
     assert recordings
 
 
-def test_what_recording_runs_leaves_running_statistics_and_random_numbers_alone(recordings: list[Slot]) -> None:
-    model, whole = twins(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)))
+def test_what_recording_runs_leaves_running_statistics_and_random_numbers_alone(
+    recordings: list[Slot],
+) -> None:
+    model, whole = twins(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5))
+    )
     batches = [torch.randn(2, 3, 8, 8, dtype=torch.float64) for _ in range(4)]
     torch.manual_seed(5)
     with logical_devices(2):
@@ -125,7 +145,8 @@ def test_recorded_slots_share_no_memory_as_each_is_read_while_the_next_one_runs(
     together: list[int] = []
 
     def record(passes: list[Any], device: torch.device) -> list[Any]:
-        together.append(len(passes))  # those of one call have their memory in common
+        # those of one call have their memory in common
+        together.append(len(passes))
         return passes
 
     monkeypatch.setattr(devices, "record", record)

@@ -1,4 +1,5 @@
-"""Running statistics of batch normalisation: by micro-batch as they come, or, deferred, by whole batches."""
+"""Running statistics of batch normalisation: by micro-batch as they come, or, deferred, by whole
+batches."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SIZE = 10
 
 
 class _Normalises(nn.Module):
-    """Batch normalisation of what is the same for every cut of the batch: of the input, and of a linear map of it."""
+    """Batch normalisation of what is the same for every cut of the batch: of the input, and of a
+    linear map of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +31,9 @@ class _Normalises(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         z = self.second(self.linear(x))
-        result: Tensor = self.last(torch.cat([y, z[:, :, :1].expand(-1, -1, 2, -1)], 1).mean((2,)).flatten(1)[:, :12])
+        result: Tensor = self.last(
+            torch.cat([y, z[:, :, :1].expand(-1, -1, 2, -1)], 1).mean((2,)).flatten(1)[:, :12]
+        )
         return result
 
 
@@ -57,7 +61,10 @@ def _rows(seed: int, size: int = SIZE) -> tuple[Tensor, Tensor]:
     return inputs, torch.randn(size, 2, dtype=torch.float64, generator=generator)
 
 
-CASES: dict[str, tuple[Any, Any]] = {"two": (_Normalises, _images), "one, called twice": (_Twice, _rows)}
+CASES: dict[str, tuple[Any, Any]] = {
+    "two": (_Normalises, _images),
+    "one, called twice": (_Twice, _rows),
+}
 
 
 def _flow(model: nn.Module, **options: Any) -> DataFlow:
@@ -76,13 +83,17 @@ def _same_buffers(model: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_deferred_running_statistics_are_those_of_whole_batches(case: str, chunks: int, schedule: Order) -> None:
+def test_deferred_running_statistics_are_those_of_whole_batches(
+    case: str, chunks: int, schedule: Order
+) -> None:
     make, data = CASES[case]
     torch.manual_seed(0)
     model = make().double()
     whole = copy.deepcopy(model)
     with logical_devices(2):
-        step = _flow(model, deferred_batch_norm=True).train_step(functional.mse_loss, schedule=schedule)
+        step = _flow(model, deferred_batch_norm=True).train_step(
+            functional.mse_loss, schedule=schedule
+        )
         for seed in range(3):
             step(*data(seed), chunks=chunks)
     for seed in range(3):
@@ -106,7 +117,9 @@ def test_calls_in_micro_batches_defer_too(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_deferral_running_statistics_are_the_unsplit_models_over_the_micro_batches(case: str) -> None:
+def test_without_deferral_running_statistics_are_the_unsplit_models_over_the_micro_batches(
+    case: str,
+) -> None:
     make, data = CASES[case]
     torch.manual_seed(0)
     model = make().double()

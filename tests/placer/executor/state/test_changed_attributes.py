@@ -1,4 +1,5 @@
-"""What a model's code reads of its own attributes is, in every call, what it is then: not what was captured."""
+"""What a model's code reads of its own attributes is, in every call, what it is then: not what was
+captured."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Head(nn.Module):
 
 
 class Config:
-    """As those of transformers, it looks for its attributes in a way of its own, which asks it for another one."""
+    """As those of transformers, it looks for its attributes in a way of its own, which asks it for
+    another one."""
 
     aliases: ClassVar = {"moved_by": "shift"}
 
@@ -48,7 +50,8 @@ class Config:
 
 
 class Model(nn.Module):
-    """Reads a number, a flag, a word, something that may be missing, a tensor, and what holds others.
+    """Reads a number, a flag, a word, something that may be missing, a tensor, and what holds
+    others.
 
     It counts its calls, and is counted.
     """
@@ -84,9 +87,15 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "a flag": lambda model: setattr(model, "doubled", True),
     "a word": lambda model: setattr(model, "kind", "sigmoid"),
     "what was missing": lambda model: setattr(model, "bias", 0.5),
-    "a tensor where none was": lambda model: setattr(model, "bias", torch.full((4,), 0.5, dtype=torch.float64)),
-    "another tensor": lambda model: setattr(model, "scale", torch.full((), 3.0, dtype=torch.float64)),
-    "a forward of its own": lambda model: setattr(model.head, "forward", lambda x: model.head.last(x) * 2),
+    "a tensor where none was": lambda model: setattr(
+        model, "bias", torch.full((4,), 0.5, dtype=torch.float64)
+    ),
+    "another tensor": lambda model: setattr(
+        model, "scale", torch.full((), 3.0, dtype=torch.float64)
+    ),
+    "a forward of its own": lambda model: setattr(
+        model.head, "forward", lambda x: model.head.last(x) * 2
+    ),
     "a private one": lambda model: setattr(model, "_sign", -1.0),
     "a function": lambda model: setattr(model, "act", torch.exp),
     "what a list holds": lambda model: model.powers.insert(0, 2),
@@ -218,8 +227,16 @@ def test_captures_of_the_model_as_it_was_are_not_kept() -> None:
             model.power = 1 + call // 2
             flow(_batch(), chunks=2)
         gc.collect()
-        kept = [found for found in gc.get_objects() if isinstance(found, Capture) and found.exported.attributes]
-        mine = [found for found in kept if any(module is model for module, _ in found.exported.attributes)]
+        kept = [
+            found
+            for found in gc.get_objects()
+            if isinstance(found, Capture) and found.exported.attributes
+        ]
+        mine = [
+            found
+            for found in kept
+            if any(module is model for module, _ in found.exported.attributes)
+        ]
     assert len(mine) == 1
 
 

@@ -18,12 +18,17 @@ def _layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def test_switching_between_maps_moves_no_weight_and_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switching_between_maps_moves_no_weight_and_gives_the_same_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, reference = twins(_layers, training=False)
     with logical_devices(3), torch.no_grad():
         flow = DataFlow(model, enable_clone=True)
         flow(X)
-        monkeypatch.setattr("placer.executor.state.state_moves.relocate", lambda *_: pytest.fail("a weight was moved"))
+        monkeypatch.setattr(
+            "placer.executor.state.state_moves.relocate",
+            lambda *_: pytest.fail("a weight was moved"),
+        )
         for seed in range(4):
             scatter_layers(flow, 3, seed)
             torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
@@ -66,7 +71,8 @@ def test_clones_follow_a_change_of_the_weights() -> None:
         assert not torch.allclose(before.cpu(), after)
         torch.testing.assert_close(after, reference(X), atol=1e-10, rtol=1e-10)
         for module in (model, reference):
-            module[3].weight.data = module[3].weight.detach() * 3  # another storage, which torch counts as no write
+            # another storage, which torch counts as no write
+            module[3].weight.data = module[3].weight.detach() * 3
         torch.testing.assert_close(flow(X).cpu(), reference(X), atol=1e-10, rtol=1e-10)
 
 
@@ -79,7 +85,10 @@ def test_clones_follow_an_optimizer_and_stay_while_others_step(fused: bool) -> N
         flow = DataFlow(model, enable_clone=True)
         flow.layer_gpus.update({"0": 1, "3": 1})
         flow.update_flow()
-        steps = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in (model, reference, other)]
+        steps = [
+            torch.optim.SGD(each.parameters(), lr=0.1, fused=fused)
+            for each in (model, reference, other)
+        ]
         for _ in range(2):
             for module in (model, reference, other):
                 for parameter in module.parameters():
@@ -106,7 +115,8 @@ def test_construct_module_is_a_second_flow_on_the_same_clones() -> None:
 
 
 def test_each_flow_on_the_same_clones_follows_a_change_of_the_weights() -> None:
-    # The first flow that ran after it brought the clones up to date, and the others kept the ones before.
+    # The first flow that ran after it brought the clones up to date, and the others kept the ones
+    # before.
     model, reference = twins(_layers, training=False)
     with logical_devices(2), torch.no_grad():
         flow = DataFlow(model, enable_clone=True)

@@ -1,4 +1,5 @@
-"""Where a model's own state lies that belongs to no layer by name, when several graphs use it in different layers."""
+"""Where a model's own state lies that belongs to no layer by name, when several graphs use it in
+different layers."""
 
 from __future__ import annotations
 
@@ -52,5 +53,7 @@ def test_steps_and_calls_in_turn_find_state_that_was_replaced_meanwhile() -> Non
                 each.scale = nn.Parameter(torch.full((4,), float(number), dtype=torch.float64))
             loss = train(X, X, chunks=2)
             torch.testing.assert_close(loss.cpu(), functional.mse_loss(reference(X), X).detach())
-            assert_same(step(flow.eval(), model, (X,), {}), step(reference.eval(), reference, (X,), {}))
+            assert_same(
+                step(flow.eval(), model, (X,), {}), step(reference.eval(), reference, (X,), {})
+            )
             flow.train(), reference.train()

@@ -22,14 +22,18 @@ def _train(run: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None
         torch.manual_seed(number)
         optimizer.zero_grad()
         run(X).pow(2).mean().backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], 1.0
+        )
         optimizer.step()
 
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
-    "adamw_loop": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=False, amsgrad=True),
+    "adamw_loop": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.05, foreach=False, amsgrad=True
+    ),
     "adam_foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.05, foreach=True),
 }
 
@@ -37,7 +41,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name: str) -> None:
     model, reference = twins(Model)
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    optimizer, other = (
+        OPTIMIZERS[name](model.parameters()),
+        OPTIMIZERS[name](reference.parameters()),
+    )
     _train(reference, other, 4)
     with logical_devices(3):
         _train(placed(model, stem=1, head=2), optimizer, 4)
@@ -48,7 +55,10 @@ def test_an_optimizer_made_before_trains_the_split_model_as_the_unsplit_one(name
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: str) -> None:
     model, reference = twins(Model)
-    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    optimizer, other = (
+        OPTIMIZERS[name](model.parameters()),
+        OPTIMIZERS[name](reference.parameters()),
+    )
     for _ in range(2):
         _train(reference, other, 2)
     _train(model, optimizer, 2)
@@ -59,10 +69,17 @@ def test_the_state_of_an_optimizer_given_along_moves_with_the_parameters(name: s
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    assert value.device == (torch.device("cpu") if key == "step" else parameter.device)
+                    assert value.device == (
+                        torch.device("cpu") if key == "step" else parameter.device
+                    )
         _train(flow, optimizer, 2)
         flow.undo()
-        assert {v.device.index for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)} == {None}
+        assert {
+            v.device.index
+            for s in optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        } == {None}
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-10, rtol=1e-10)
 
@@ -121,7 +138,9 @@ def test_a_saved_state_dict_loads_into_a_plain_model(tmp_path: Path) -> None:
     flow(X)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     reference.load_state_dict(torch.load(tmp_path / "model.pt"))
-    for ours, theirs in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+    for ours, theirs in zip(
+        model.state_dict().values(), reference.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -145,7 +164,9 @@ def test_a_copy_of_a_step_trains_the_copy_of_its_model() -> None:
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.layer_gpus["1"] = 1
     flow.update_flow()
-    step = flow.train_step(nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    step = flow.train_step(
+        nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
     x, target = torch.randn(4, 4), torch.randn(4, 2)
     step(x, target, chunks=2)
     for twin in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
@@ -154,7 +175,9 @@ def test_a_copy_of_a_step_trains_the_copy_of_its_model() -> None:
         assert all(map(torch.equal, before, model.parameters()))
         again = copy.deepcopy(step)
         torch.testing.assert_close(again(x, target, chunks=2), loss)
-        for ours, theirs in zip(twin.flow.module.parameters(), again.flow.module.parameters(), strict=True):
+        for ours, theirs in zip(
+            twin.flow.module.parameters(), again.flow.module.parameters(), strict=True
+        ):
             assert not any(torch.equal(ours, parameter) for parameter in before)
             torch.testing.assert_close(ours, theirs)
 
@@ -168,4 +191,6 @@ def test_model_and_flow_are_pickled() -> None:
     stream = io.BytesIO()
     torch.save(flow, stream)
     stream.seek(0)
-    torch.testing.assert_close(torch.load(stream, weights_only=False)(X), reference(X), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(
+        torch.load(stream, weights_only=False)(X), reference(X), atol=1e-10, rtol=1e-10
+    )

@@ -1,7 +1,7 @@
 """``update_flow`` succeeds or changes nothing, wherever it fails.
 
-A failure is injected before every line of the executor that an update runs, and at every copy, one run for each.
-"""
+A failure is injected before every line of the executor that an update runs, and at every copy, one
+run for each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ OTHER = Placement(
     batch_options=BatchOptions(reduction="sum"),
     through_host=(("cpu:0", "cpu:2"),),
 )
-"""It changes every setting of the flow below, moves each of its layers, and adds a device and a detour."""
+"""It changes every setting of the flow below, moves each of its layers, and adds a device and a
+detour."""
 
 
 class _InjectedError(BaseException):
@@ -47,9 +48,13 @@ def _model() -> nn.Sequential:
 
 
 def _trained(clones: bool = False) -> tuple[DataFlow, torch.optim.Optimizer, torch.optim.Optimizer]:
-    """A placed flow with gradients, an optimizer of its steps, and another one that it has not been told of."""
+    """A placed flow with gradients, an optimizer of its steps, and another one that it has not been
+    told of."""
     model = _model()
-    ours, users = torch.optim.Adam(model[3].parameters(), 0.1), torch.optim.Adam(model[0].parameters(), 0.1)
+    ours, users = (
+        torch.optim.Adam(model[3].parameters(), 0.1),
+        torch.optim.Adam(model[0].parameters(), 0.1),
+    )
     flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"], enable_clone=clones)
     flow.layer_gpus.update({"0": 0, "2": 1, "3": 1})
     flow.update_flow()
@@ -65,15 +70,24 @@ def _trained(clones: bool = False) -> tuple[DataFlow, torch.optim.Optimizer, tor
 
 
 def _whole_state(flow: DataFlow, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """Everything that a user can see of a flow, of its model and of optimizers, tensors with their devices."""
+    """Everything that a user can see of a flow, of its model and of optimizers, tensors with their
+    devices."""
 
     def seen(value: Any) -> Any:
-        return (str(devices.location(value)), value.tolist()) if isinstance(value, Tensor) else value
+        return (
+            (str(devices.location(value)), value.tolist()) if isinstance(value, Tensor) else value
+        )
 
     model = flow.module
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
-        "settings": (flow.chunks, flow.schedule, list(flow.recompute), tuple(flow.in_flight), flow.batch_options),
+        "settings": (
+            flow.chunks,
+            flow.schedule,
+            list(flow.recompute),
+            tuple(flow.in_flight),
+            flow.batch_options,
+        ),
         "map": list(flow.layer_gpus.items()),
         "devices": list(flow.device_ids),
         "granularity": flow._granularity,
@@ -81,10 +95,13 @@ def _whole_state(flow: DataFlow, *optimizers: torch.optim.Optimizer) -> dict[str
         "detours": devices.detours(),
         "followed": {id(one) for one in flow._optimizers},
         "clones": None if flow._clones is None else flow._clones.places,
-        "tensors": {name: (id(one), seen(one.detach()), one.requires_grad) for name, one in state.items()},
+        "tensors": {
+            name: (id(one), seen(one.detach()), one.requires_grad) for name, one in state.items()
+        },
         "gradients": {name: seen(one.grad) for name, one in model.named_parameters()},
         "optimizers": [
-            [{name: seen(value) for name, value in kept.items()} for kept in each.state.values()] for each in optimizers
+            [{name: seen(value) for name, value in kept.items()} for kept in each.state.values()]
+            for each in optimizers
         ],
     }
 
@@ -95,14 +112,19 @@ Line = tuple[str, int]
 
 @contextmanager
 def _failing_before(chosen: Line | None, time: int = 1) -> Iterator[dict[Line, int]]:
-    """Count how often each line of the executor runs inside; raise before the chosen one, when it comes that time."""
+    """Count how often each line of the executor runs inside; raise before the chosen one, when it
+    comes that time."""
     seen: dict[Line, int] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         name, number = frame.f_code.co_filename, frame.f_lineno
-        if not name.endswith("devices/routes.py") and "/placer/executor/" not in name.rpartition("/tests/")[2]:
+        if (
+            not name.endswith("devices/routes.py")
+            and "/placer/executor/" not in name.rpartition("/tests/")[2]
+        ):
             return None
-        # A `with` runs once more when it is left; after an error there Python would not release the lock.
+        # A `with` runs once more when it is left; after an error there Python would not release the
+        # lock.
         if event == "line" and not linecache.getline(name, number).lstrip().startswith("with "):
             seen[name, number] = seen.get((name, number), 0) + 1
             if (name, number) == chosen and seen[chosen] == time:
@@ -138,20 +160,32 @@ def test_a_failure_before_any_line_changes_nothing(clones: bool) -> None:
                 before = _whole_state(flow, ours, users)
                 with _failing_before(line, time), pytest.raises(_InjectedError):
                     flow.update_flow(OTHER, optimizer=users)
-                assert _whole_state(flow, ours, users) == before, f"after a failure before {line}, time {time}"
+                assert _whole_state(flow, ours, users) == before, (
+                    f"after a failure before {line}, time {time}"
+                )
         assert len(seen) > 60
         expected = flow.module(X).cpu() if clones else None
         flow.update_flow(OTHER, optimizer=users)
         after = _whole_state(flow, ours, users)
-        assert all(after[name] != before[name] for name in ("settings", "map", "devices", "assignment", "detours"))
-        assert all(after[name] != before[name] for name in (["clones"] if clones else ["followed", "tensors"]))
+        assert all(
+            after[name] != before[name]
+            for name in ("settings", "map", "devices", "assignment", "detours")
+        )
+        assert all(
+            after[name] != before[name]
+            for name in (["clones"] if clones else ["followed", "tensors"])
+        )
         if clones:
             with torch.no_grad():
-                torch.testing.assert_close(flow(X, chunks=1).cpu(), expected, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    flow(X, chunks=1).cpu(), expected, rtol=1e-12, atol=1e-12
+                )
 
 
 @pytest.mark.parametrize("clones", [False, True], ids=["moved", "cloned"])
-def test_a_device_that_is_full_at_any_copy_changes_nothing(clones: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_full_at_any_copy_changes_nothing(
+    clones: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy, left = devices.copy, 0
 
     def full(tensor: Tensor, target: torch.device, known: Any = None) -> Tensor:
@@ -185,7 +219,9 @@ def test_a_device_that_is_full_at_any_copy_changes_nothing(clones: bool, monkeyp
         (OTHER.model_copy(update={"layer_devices": {}}), "places no layer"),
     ],
 )
-def test_a_placement_of_another_model_or_machine_changes_nothing(placement: Placement, told: str) -> None:
+def test_a_placement_of_another_model_or_machine_changes_nothing(
+    placement: Placement, told: str
+) -> None:
     with logical_devices(3):
         flow, ours, users = _trained()
         before = _whole_state(flow, ours, users)
@@ -202,23 +238,40 @@ def test_a_placement_of_a_model_without_weights_changes_nothing() -> None:
     with logical_devices(3):
         flow = DataFlow(model, device_ids=["cpu:0", "cpu:1"])
         model[3] = nn.Linear(4, 2, device="meta", dtype=torch.float64)
-        state = (flow.chunks, flow.schedule, list(flow.layer_gpus.items()), devices.detours(), flow.assignment)
+        state = (
+            flow.chunks,
+            flow.schedule,
+            list(flow.layer_gpus.items()),
+            devices.detours(),
+            flow.assignment,
+        )
         with pytest.raises(PlacementError, match="on meta"):
             flow.update_flow(OTHER)
-        now = (flow.chunks, flow.schedule, list(flow.layer_gpus.items()), devices.detours(), flow.assignment)
+        now = (
+            flow.chunks,
+            flow.schedule,
+            list(flow.layer_gpus.items()),
+            devices.detours(),
+            flow.assignment,
+        )
         assert now == state
         assert {str(devices.location(one)) for one in model[0].parameters()} == {"cpu"}
         assert flow.device_ids == [0, 1]
 
 
-def test_state_of_an_optimizer_that_was_elsewhere_goes_back_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An optimizer that was loaded on the host, say: its state is beside its parameters only after an update.
+def test_state_of_an_optimizer_that_was_elsewhere_goes_back_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # An optimizer that was loaded on the host, say: its state is beside its parameters only after
+    # an update.
     with logical_devices(3):
         flow, _, users = _trained()
         for kept in users.state.values():
             kept["exp_avg"] = devices.copy(kept["exp_avg"], torch.device("cpu:2"))
         before = _whole_state(flow, users)
-        monkeypatch.setattr(devices, "release_cache", lambda: (_ for _ in ()).throw(_InjectedError()))
+        monkeypatch.setattr(
+            devices, "release_cache", lambda: (_ for _ in ()).throw(_InjectedError())
+        )
         with pytest.raises(_InjectedError):
             flow.update_flow(OTHER, optimizer=users)
         assert _whole_state(flow, users) == before
@@ -228,18 +281,24 @@ def test_after_a_failure_the_flow_runs_as_before_and_can_be_updated() -> None:
     whole = _model().eval()
     with logical_devices(3), torch.no_grad():
         flow, ours, users = _trained()
-        whole.load_state_dict({name: value.cpu() for name, value in flow.module.state_dict().items()})
+        whole.load_state_dict(
+            {name: value.cpu() for name, value in flow.module.state_dict().items()}
+        )
         flow.eval()
         expected = whole(X)
         torch.testing.assert_close(flow(X, chunks=2).cpu(), expected, rtol=1e-12, atol=1e-12)
         with pytest.raises(PlacementError):
-            flow.update_flow(OTHER.model_copy(update={"layer_devices": {"0": "cpu:1", "3": "cpu:9"}}))
+            flow.update_flow(
+                OTHER.model_copy(update={"layer_devices": {"0": "cpu:1", "3": "cpu:9"}})
+            )
         torch.testing.assert_close(flow(X).cpu(), expected, rtol=1e-12, atol=1e-12)
         flow.update_flow(OTHER, optimizer=[ours, users])
         torch.testing.assert_close(flow(X).cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tensor_that_refuses_its_new_data_keeps_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_refuses_its_new_data_keeps_its_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with logical_devices(2):
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.full((2,), 3.0)

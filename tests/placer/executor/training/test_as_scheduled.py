@@ -1,4 +1,5 @@
-"""What a training step does is what its schedule says: the order of passes, what is alive, and which way values go."""
+"""What a training step does is what its schedule says: the order of passes, what is alive, and
+which way values go."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def _skip(schedule: Order) -> DataFlow:
     flow = DataFlow(Skip(), device_ids=3)
     places = {"first": "cpu:0", "second": "cpu:1", "third": "cpu:2"}
     flow.update_flow(
-        Placement(status="feasible", objective="throughput", layer_devices=places, chunks=6, schedule=schedule)
+        Placement(
+            status="feasible",
+            objective="throughput",
+            layer_devices=places,
+            chunks=6,
+            schedule=schedule,
+        )
     )
     return flow
 
@@ -72,7 +79,9 @@ def test_a_skip_and_its_gradient_go_straight_between_the_devices_that_make_and_r
 def test_activations_live_from_the_forward_to_the_backward_pass_of_their_micro_batch(
     schedule: Order, most: int
 ) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(DEVICES)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(DEVICES))
+    )
     flow = DataFlow(model, [f"cpu:{index}" for index in range(DEVICES)])
     flow.layer_gpus.update({str(index): index for index in range(DEVICES)})
     flow.update_flow()

@@ -1,4 +1,5 @@
-"""What a user changes between two training steps is so in the next: what trains, what is compared, what is where."""
+"""What a user changes between two training steps is so in the next: what trains, what is compared,
+what is where."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from placer.testing import logical_devices
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.act, self.middle, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.act, self.middle, self.last = (
+            nn.Linear(4, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -37,7 +43,9 @@ class Trained:
         self.flow.layer_gpus.update(first=0, act=0, middle=1, last=2)
         self.flow.update_flow()
         self.loss_fn = functional.binary_cross_entropy_with_logits
-        self.step = self.flow.train_step(self._loss, torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9))
+        self.step = self.flow.train_step(
+            self._loss, torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        )
         self.plain = torch.optim.SGD(self.whole.parameters(), 0.1, momentum=0.9)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -71,7 +79,12 @@ def test_a_layer_that_is_frozen_or_thawed(part: str, frozen_first: bool) -> None
 def test_targets_of_another_type_or_shape_are_not_cast_to_the_first_ones() -> None:
     with logical_devices(3):
         trained = Trained()
-        for target in (torch.randint(2, (4, 2)), torch.rand(4, 2), torch.rand(4, 1), torch.randint(2, (4, 2))):
+        for target in (
+            torch.randint(2, (4, 2)),
+            torch.rand(4, 2),
+            torch.rand(4, 1),
+            torch.randint(2, (4, 2)),
+        ):
             trained.check(target)
         with pytest.raises(StageError, match=r"\(loss\)"):
             trained.step(torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 3), chunks=2)
@@ -87,8 +100,13 @@ def test_a_buffer_a_parameter_or_a_module_that_is_replaced() -> None:
         for model in (trained.model, trained.whole):
             model.act = nn.Sigmoid()
         trained.check(torch.rand(4, 2))
-        state = {name: torch.full_like(tensor, 0.25) for name, tensor in trained.whole.state_dict().items()}
-        trained.model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+        state = {
+            name: torch.full_like(tensor, 0.25)
+            for name, tensor in trained.whole.state_dict().items()
+        }
+        trained.model.load_state_dict(
+            {name: tensor.clone() for name, tensor in state.items()}, assign=True
+        )
         inputs = torch.randn(4, 4, dtype=torch.float64)
         trained.whole.load_state_dict(state)
         torch.testing.assert_close(trained.flow(inputs).cpu(), trained.whole(inputs))
@@ -109,7 +127,9 @@ def test_a_momentum_or_another_constant_of_a_module_that_is_changed() -> None:
             torch.manual_seed(3)
             loss = trained.step(inputs, target, chunks=1)
             torch.manual_seed(3)
-            torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
+            torch.testing.assert_close(
+                loss.cpu(), trained._loss(trained.whole(inputs), target).detach()
+            )
         for ours, theirs in zip(trained.model.buffers(), trained.whole.buffers(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs)
         for model in (trained.model, trained.whole):
@@ -117,7 +137,8 @@ def test_a_momentum_or_another_constant_of_a_module_that_is_changed() -> None:
         for _ in range(2):
             trained.model.act[0].eps += 0.1
             list(trained.flow.stream([inputs, inputs]))
-    assert len(trained.step.pipelines) == 1  # of a model as it was before nothing is kept
+    # of a model as it was before nothing is kept
+    assert len(trained.step.pipelines) == 1
     assert len(trained.flow._streams.pipelines()) == 1
 
 
@@ -172,11 +193,15 @@ def test_a_tokenizers_mapping_is_keyword_arguments() -> None:
         trained = Trained()
         inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 2)
         loss = trained.step(UserDict(inputs=inputs), target, chunks=2)
-        torch.testing.assert_close(loss.cpu(), trained._loss(trained.whole(inputs), target).detach())
+        torch.testing.assert_close(
+            loss.cpu(), trained._loss(trained.whole(inputs), target).detach()
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_what_the_optimizer_keeps_goes_where_the_layers_go(kind: type[torch.optim.Optimizer]) -> None:
+def test_what_the_optimizer_keeps_goes_where_the_layers_go(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     torch.manual_seed(0)
     model = Scaled().double()
@@ -232,7 +257,8 @@ def test_gradients_that_somebody_keeps_are_not_written_to_by_later_steps() -> No
         kept[-1].clear()
         model.zero_grad(set_to_none=True)
         step(x, targets[0][:, :2])
-        assert [devices.addresses([parameter.grad for parameter in model.parameters()])] == before  # nobody keeps those
+        # nobody keeps those
+        assert [devices.addresses([parameter.grad for parameter in model.parameters()])] == before
     for ours, theirs in zip(kept[:2], expected[:2], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one.cpu(), other)

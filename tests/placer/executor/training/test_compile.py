@@ -1,4 +1,5 @@
-"""Segments under torch.compile train as the unsplit model; what cannot be compiled runs as it is, and says why."""
+"""Segments under torch.compile train as the unsplit model; what cannot be compiled runs as it is,
+and says why."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CHUNKS = 4
 
 
 class _Model(nn.Module):
-    """A skip from device to device, running statistics, a write in place, and several layers a segment."""
+    """A skip from device to device, running statistics, a write in place, and several layers a
+    segment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,9 @@ def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> Trai
     torch.manual_seed(0)
     model = _Model().double()
     whole = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole)
+    )
     inputs, target = _batch(size)
     flow = _flow(model)
     for name, value in options.items():
@@ -77,12 +81,15 @@ def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> Trai
         theirs.step()
         torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(
+            model.state_dict()[name], value, atol=1e-10, rtol=1e-10, msg=name
+        )
     return step
 
 
 def test_every_segment_is_compiled_for_its_own_shapes_alone() -> None:
-    """Torch tells functions apart by file and line, and takes sizes that differ between two of them for variable."""
+    """Torch tells functions apart by file and line, and takes sizes that differ between two of them
+    for variable."""
     variable = []
 
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -116,8 +123,11 @@ def test_compiled_segments_train_as_the_unsplit_model(schedule: Order, size: int
     assert step.not_compiled_because == {}
     assert list(step.compiled) == ["segment 0 of 2 on cpu:0", "segment 1 of 2 on cpu:1"]
     assert step.compiled["segment 0 of 2 on cpu:0"] == "0.5 ms forwards and backwards, 1 ms without"
-    for stage in step.pipelines[0].stages:  # a pass of their own under zero-bubble alone
-        assert stage.split is isinstance(stage.segment, OpenedSegment) is (schedule == "zero-bubble")
+    # a pass of their own under zero-bubble alone
+    for stage in step.pipelines[0].stages:
+        assert (
+            stage.split is isinstance(stage.segment, OpenedSegment) is (schedule == "zero-bubble")
+        )
 
 
 @pytest.mark.usefixtures("always_faster")
@@ -139,7 +149,11 @@ class _Images(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3)
+        self.first, self.second, self.third = (
+            nn.Conv2d(2, 4, 3),
+            nn.Conv2d(4, 4, 3),
+            nn.Conv2d(4, 2, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.third(torch.relu(self.second(torch.relu(self.first(x)))))
@@ -165,7 +179,10 @@ def test_a_compiler_may_choose_the_layout_of_products_and_not_of_what_is_sent() 
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.layer_gpus.update(first=0, second=0, third=1)
     flow.update_flow()
-    x, target = torch.randn(8, 2, 12, 12, dtype=torch.float64), torch.randn(8, 2, 6, 6, dtype=torch.float64)
+    x, target = (
+        torch.randn(8, 2, 12, 12, dtype=torch.float64),
+        torch.randn(8, 2, 6, 6, dtype=torch.float64),
+    )
     backend = aot_autograd(fw_compiler=chosen)
     step = flow.train_step(functional.mse_loss, None, "zero-bubble", compile=backend)
     for _ in range(2):  # the first batch is compared before its passes are made
@@ -186,7 +203,9 @@ def test_a_compiler_may_choose_the_layout_of_products_and_not_of_what_is_sent() 
 
 
 @pytest.mark.usefixtures("always_faster")
-def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*given: Any) -> OpenedSegment:
         raise NotImplementedError("no openings")
 
@@ -217,7 +236,9 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedu
     flow = DataFlow(model, ["cpu:0", "cpu:1"])
     flow.layer_gpus.update(first=0, lost=0, last=1, aside=1)
     flow.update_flow()
-    step = flow.train_step(lambda made, goal: functional.mse_loss(made[0], goal), None, schedule, compile="aot_eager")
+    step = flow.train_step(
+        lambda made, goal: functional.mse_loss(made[0], goal), None, schedule, compile="aot_eager"
+    )
     for _ in range(2):  # the first batch is compared before its passes are made
         step(torch.randn(8, 4), torch.randn(8, 4), chunks=CHUNKS)
     assert len(step.compiled) == 2
@@ -287,11 +308,16 @@ def test_the_loss_is_compiled_with_the_last_segment() -> None:
 
     step = _train("zero-bubble", backend)
     first, last = step.compiled.values()
-    assert "loss" not in first and "; the loss too: 0.0625 ms forwards and backwards, 0.125 ms without" in last
+    assert (
+        "loss" not in first
+        and "; the loss too: 0.0625 ms forwards and backwards, 0.125 ms without" in last
+    )
     assert any("mse_loss" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
-@pytest.mark.parametrize(("times", "told"), [([1, 2, 1, 2, 0.5], "the loss alone: 0.5"), ([2, 1, 2, 1, 3], "")])
+@pytest.mark.parametrize(
+    ("times", "told"), [([1, 2, 1, 2, 0.5], "the loss alone: 0.5"), ([2, 1, 2, 1, 3], "")]
+)
 def test_the_loss_is_compiled_where_that_is_faster_whatever_its_segment(
     times: list[float], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +341,9 @@ def test_a_loss_that_cannot_be_compiled_stays_as_it_is_and_says_why() -> None:
 
 
 @pytest.mark.parametrize("after_ms", [2.0, 1.0, 0.996])
-def test_a_segment_that_gains_nothing_stays_as_it_was(monkeypatch: pytest.MonkeyPatch, after_ms: float) -> None:
+def test_a_segment_that_gains_nothing_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, after_ms: float
+) -> None:
     times = iter([1.0, after_ms, 1.0, after_ms, after_ms])
     monkeypatch.setattr(compiled_stages, "_trial_ms", lambda stage: next(times))
     step = _train("1f1b", "aot_eager")
@@ -337,7 +365,10 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
 @pytest.mark.parametrize(
     ("compile", "told"),
     [
-        ("inducter", r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor"),
+        (
+            "inducter",
+            r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor",
+        ),
         ("", "compile='' is no backend"),
         (2, "compile=2: give True, False, a hashable function, or the name of a backend"),
     ],
@@ -364,4 +395,6 @@ def test_under_logical_devices_segments_run_as_they_are_and_say_so() -> None:
         flow.update_flow()
         step = flow.train_step(functional.mse_loss, compile=True)
         step(torch.randn(4, 4), torch.randn(4, 2))
-    assert step.not_compiled_because == {"segment 0 of 1 on cpu:0": "logical_devices looks at every operation"}
+    assert step.not_compiled_because == {
+        "segment 0 of 1 on cpu:0": "logical_devices looks at every operation"
+    }

@@ -1,4 +1,5 @@
-"""DistributedDataParallel around a flow: a training step, whose gradients it would not see, is refused."""
+"""DistributedDataParallel around a flow: a training step, whose gradients it would not see, is
+refused."""
 
 from __future__ import annotations
 
@@ -67,10 +68,14 @@ def _in_part() -> tuple[DataFlow, nn.Module]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrap", [_around, _inside, _beside, _in_part])
-def test_a_step_of_what_it_wraps_is_refused_with_the_way_out(wrap: Callable[[], tuple[DataFlow, nn.Module]]) -> None:
+def test_a_step_of_what_it_wraps_is_refused_with_the_way_out(
+    wrap: Callable[[], tuple[DataFlow, nn.Module]],
+) -> None:
     flow, _kept = wrap()
     for _ in range(2):
-        with pytest.raises(InputError, match=r"stay unreduced.*loss_fn\(ddp\(inputs\), target\).backward\(\)"):
+        with pytest.raises(
+            InputError, match=r"stay unreduced.*loss_fn\(ddp\(inputs\), target\).backward\(\)"
+        ):
             flow.train_step(_loss)
 
 
@@ -80,9 +85,13 @@ def test_a_step_that_was_made_before_is_refused_too() -> None:
     step = flow.train_step(_loss)
     step(X, chunks=2)
     _kept = DistributedDataParallel(flow)
-    before = [parameter.grad.clone() for parameter in flow.parameters() if parameter.grad is not None]
+    before = [
+        parameter.grad.clone() for parameter in flow.parameters() if parameter.grad is not None
+    ]
     for _ in range(2):
-        with pytest.raises(InputError, match="DistributedDataParallel holds parameters of this flow"):
+        with pytest.raises(
+            InputError, match="DistributedDataParallel holds parameters of this flow"
+        ):
             step(X, chunks=2)
     after = [parameter.grad for parameter in flow.parameters() if parameter.grad is not None]
     assert len(before) == len(after) == 4
@@ -90,7 +99,9 @@ def test_a_step_that_was_made_before_is_refused_too() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_step_runs_where_it_wraps_another_model_or_a_graph_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_where_it_wraps_another_model_or_a_graph_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     every, looked = gc.get_objects, []
 
     def get_objects() -> list[Any]:

@@ -1,4 +1,5 @@
-"""On real GPUs: a recorded, pipelined training step equals the unsplit model's over the same micro-batches."""
+"""On real GPUs: a recorded, pipelined training step equals the unsplit model's over the same
+micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _spread(flow: DataFlow) -> None:
     flow.update_flow()
 
 
-def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, x: Tensor, y: Tensor) -> Tensor:
+def _unsplit_step(
+    whole: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Any, x: Tensor, y: Tensor
+) -> Tensor:
     """A step of the model on one GPU over the same micro-batches; its loss."""
     optimizer.zero_grad()
     total = torch.zeros((), dtype=torch.float64, device="cuda:0")
@@ -42,13 +45,17 @@ def _unsplit_step(whole: nn.Module, optimizer: torch.optim.Optimizer, loss_fn: A
 
 def _assert_same_state(model: nn.Module, whole: nn.Module) -> None:
     for key, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key)
+        torch.testing.assert_close(
+            model.state_dict()[key].cpu(), value.cpu(), atol=1e-7, rtol=1e-7, msg=key
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_steps_of_many_lengths_are_recorded_when_a_length_comes_back(schedule: Order, recompute: bool) -> None:
+def test_steps_of_many_lengths_are_recorded_when_a_length_comes_back(
+    schedule: Order, recompute: bool
+) -> None:
     model, inputs, target, loss_fn = training_case("tied gpt", 16)
     whole = copy.deepcopy(model).cuda(0)
     ours = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -61,7 +68,9 @@ def test_steps_of_many_lengths_are_recorded_when_a_length_comes_back(schedule: O
     came = {16}  # the first shape is recorded at once
     for length in (16, 9, 9, 12, 16, 9, 5, 12, 12, 5):
         loss = step(inputs[:, :length], target[:, :length], chunks=CHUNKS)
-        expected = _unsplit_step(whole, theirs, loss_fn, inputs[:, :length].cuda(0), target[:, :length].cuda(0))
+        expected = _unsplit_step(
+            whole, theirs, loss_fn, inputs[:, :length].cuda(0), target[:, :length].cuda(0)
+        )
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
         recorded = {stage.is_recorded for stage in step.pipelines[-1].stages}
         assert recorded == {length in came}
@@ -86,7 +95,9 @@ def test_three_recorded_steps_equal_the_unsplit_models(name: str, schedule: Orde
         expected = _unsplit_step(whole, theirs, loss_fn, inputs.cuda(0), target.cuda(0))
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
     _assert_same_state(model, whole)
-    reasons = [stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages]
+    reasons = [
+        stage.not_recorded_because for pipeline in step.pipelines for stage in pipeline.stages
+    ]
     assert reasons == [""] * len(reasons)  # every stage really ran as CUDA graphs
 
 
@@ -112,7 +123,9 @@ def test_dropout_differs_between_micro_batches_and_steps_under_replay() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "tied gpt"])
-def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name: str, schedule: Order) -> None:
+def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(
+    name: str, schedule: Order
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices: gradients are sent")
     model, inputs, target, loss_fn = training_case(name, 16)
@@ -127,7 +140,12 @@ def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(name
                 run()
             there = [*slot.input_gradients.values()]
             before = [gradient.clone() for gradient in there]
-            others = [run for other in stage.slots if other is not slot for run in (other.forward, other.backward)]
+            others = [
+                run
+                for other in stage.slots
+                if other is not slot
+                for run in (other.forward, other.backward)
+            ]
             for run in (*others, slot.weights, slot.forward):
                 run()
                 torch.cuda.synchronize(stage.device)
@@ -143,17 +161,24 @@ def test_a_batch_may_be_overwritten_as_soon_as_a_step_returns(memory: str) -> No
     count = torch.cuda.device_count()
     if memory == "another GPU" and count < 2:
         pytest.skip("needs two CUDA devices")
-    model = nn.Sequential(nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4)).double()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4)
+    ).double()
     whole = copy.deepcopy(model).cuda(0)
     flow = DataFlow(model)
     _spread(flow)
     step = flow.train_step(functional.mse_loss, None)
     for number in range(4):
-        batch = [torch.randn(4096, 512, dtype=torch.float64), torch.randn(4096, 4, dtype=torch.float64)]
+        batch = [
+            torch.randn(4096, 512, dtype=torch.float64),
+            torch.randn(4096, 4, dtype=torch.float64),
+        ]
         if memory == "another GPU":
             given = [tensor.cuda(count - 1 - index) for index, tensor in enumerate(batch)]
         else:
-            given = [tensor.pin_memory() if memory == "pinned" else tensor.clone() for tensor in batch]
+            given = [
+                tensor.pin_memory() if memory == "pinned" else tensor.clone() for tensor in batch
+            ]
         loss = step(*given, chunks=CHUNKS)
         for tensor in given:
             tensor.fill_(number)
@@ -177,7 +202,9 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
     model, inputs, target, loss_fn = training_case(name, 16)
     batches = [(inputs.roll(turn, 0).cuda(0), target.roll(turn, 0).cuda(0)) for turn in range(6)]
     whole = copy.deepcopy(model).cuda(0)
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole)
+    )
     flow = DataFlow(model)
     _spread(flow)
     step = flow.train_step(loss_fn, ours, schedule)
@@ -185,7 +212,8 @@ def test_steps_that_overlap_since_one_device_is_late_equal_the_unsplit_models(
     for batch in batches:
         losses.append(step(*batch, chunks=CHUNKS))
         with torch.cuda.device(range(count)[late]):
-            torch.cuda._sleep(20_000_000)  # some 10 ms: all others go on with the next step
+            # some 10 ms: all others go on with the next step
+            torch.cuda._sleep(20_000_000)
     for loss, (x, y) in zip(losses, batches, strict=True):
         expected = _unsplit_step(whole, theirs, loss_fn, x, y)
         torch.testing.assert_close(loss.cpu(), expected.cpu(), atol=1e-8, rtol=1e-8)
@@ -204,7 +232,9 @@ class _Branching(nn.Sequential):
 @pytest.mark.filterwarnings("ignore:the model is not captured")
 @pytest.mark.parametrize("is_last", [True, False])
 @pytest.mark.parametrize("kind", [nn.Sequential, _Branching])
-def test_the_loss_runs_on_the_gpu_of_the_last_layer(kind: type[nn.Sequential], is_last: bool) -> None:
+def test_the_loss_runs_on_the_gpu_of_the_last_layer(
+    kind: type[nn.Sequential], is_last: bool
+) -> None:
     """Its own tensors belong there, and what it makes on "cuda" is there."""
     torch.manual_seed(0)
     place = torch.device("cuda", torch.cuda.device_count() - 1 if is_last else 0)

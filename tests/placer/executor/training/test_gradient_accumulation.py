@@ -1,4 +1,5 @@
-"""Micro-batches of unlike sizes, gradients of several batches, clipping and scaling equal the unsplit model's."""
+"""Micro-batches of unlike sizes, gradients of several batches, clipping and scaling equal the
+unsplit model's."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ WIDTH = 6
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    layers: list[nn.Module] = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 2)).double()
 
 
@@ -53,12 +59,16 @@ def _same_parameters(model: nn.Module, whole: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize(("size", "chunks"), [(7, 2), (10, 4), (14, 5), (11, 3)])
-def test_a_smaller_last_micro_batch_counts_by_its_size(size: int, chunks: int, schedule: Order) -> None:
+def test_a_smaller_last_micro_batch_counts_by_its_size(
+    size: int, chunks: int, schedule: Order
+) -> None:
     model = _model()
     whole = copy.deepcopy(model)
     inputs, target = _batch(size)
     with logical_devices(3):
-        loss = _placed(model).train_step(functional.mse_loss, schedule=schedule)(inputs, target, chunks=chunks)
+        loss = _placed(model).train_step(functional.mse_loss, schedule=schedule)(
+            inputs, target, chunks=chunks
+        )
     expected = functional.mse_loss(whole(inputs), target)
     expected.backward()
     torch.testing.assert_close(loss.cpu(), expected.detach(), atol=1e-10, rtol=1e-10)
@@ -172,7 +182,10 @@ def test_gradients_of_a_tied_weight_add_up_over_batches_too() -> None:
     torch.manual_seed(0)
     model = _Tied().double()
     whole = copy.deepcopy(model)
-    batches = [(torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)) for _ in range(3)]
+    batches = [
+        (torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64))
+        for _ in range(3)
+    ]
     with logical_devices(3):
         step = _placed(model).train_step(functional.mse_loss)
         for inputs, target in batches:
@@ -218,7 +231,9 @@ def _scaled(
     model = _model().float()
     whole = copy.deepcopy(model)
     ours, theirs = (optimizer(each.parameters()) for each in (model, whole))
-    one, other = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
+    one, other = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)
+    )
     inputs, target = (tensor.float() for tensor in _batch(8))
 
     def factor(index: int) -> float:
@@ -274,7 +289,9 @@ def test_an_overflow_on_the_last_device_alone_skips_the_step_on_all() -> None:
         return functional.mse_loss(output[0], goal) + (output[1] * 1e37).mean()
 
     with logical_devices(2):
-        step = _placed(model, 2).train_step(loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+        step = _placed(model, 2).train_step(
+            loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler
+        )
         step(inputs, target, chunks=4)
     assert model.one.bias.grad is not None and model.two.bias.grad is not None
     assert model.one.bias.grad.isfinite().all() and model.two.bias.grad.isinf().any()
@@ -306,7 +323,9 @@ def test_a_loss_may_do_without_a_target(size: int) -> None:
     whole = copy.deepcopy(model)
     whole(inputs).square().mean().backward()
     with logical_devices(3):
-        loss = _placed(model).train_step(lambda output, _: output.square().mean())(inputs, None, chunks=4)
+        loss = _placed(model).train_step(lambda output, _: output.square().mean())(
+            inputs, None, chunks=4
+        )
     assert float(loss) == pytest.approx(float(whole(inputs).detach().square().mean()))
     for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
         assert mine.grad is not None

@@ -1,4 +1,5 @@
-"""What a training step is given and requires a gradient has it afterwards, as from the unsplit model."""
+"""What a training step is given and requires a gradient has it afterwards, as from the unsplit
+model."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ SCHEDULES: list[Order] = ["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 
 
 class _Model(nn.Module):
-    """Read on two devices: a batch; on the last one: a scale that is no batch. The first layer may be frozen."""
+    """Read on two devices: a batch; on the last one: a scale that is no batch. The first layer may
+    be frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.act, self.middle, self.last = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.act, self.middle, self.last = (
+            nn.Linear(4, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         y = self.middle(self.act(self.first(x)))
@@ -64,7 +71,10 @@ def _unsplit(model: nn.Module, inputs: tuple[Any, ...], target: Tensor, size: in
 
 def _tensors(size: int = 6) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((size, 4), (4,), (size, 2))]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((size, 4), (4,), (size, 2))
+    ]
 
 
 def _agree(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -115,13 +125,16 @@ def test_leaves_have_their_gradients_which_add_up_over_steps(
 
 
 @pytest.mark.parametrize("kind", [_Model, _Branching])
-def test_a_gradient_goes_on_through_what_an_input_was_made_of(kind: Callable[[], nn.Module]) -> None:
+def test_a_gradient_goes_on_through_what_an_input_was_made_of(
+    kind: Callable[[], nn.Module],
+) -> None:
     torch.manual_seed(0)
     model, before = kind().double(), nn.Linear(4, 4).double()
     whole, also_before = copy.deepcopy(model), copy.deepcopy(before)
     x, scale, target = _tensors(5)  # with a smaller last micro-batch
     ours, theirs = (
-        torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1) for a, b in ((model, before), (whole, also_before))
+        torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+        for a, b in ((model, before), (whole, also_before))
     )
     flow = _flow(model)
     step = flow.train_step(functional.mse_loss, ours)
@@ -161,7 +174,12 @@ def test_a_measurement_leaves_the_gradients_of_inputs_alone() -> None:
     model = _Model().double()
     x, scale, target = _tensors()
     flow = _flow(model)
-    flow.measure((x.requires_grad_(), scale), target, step=flow.train_step(functional.mse_loss), chunks=CHUNKS)
+    flow.measure(
+        (x.requires_grad_(), scale),
+        target,
+        step=flow.train_step(functional.mse_loss),
+        chunks=CHUNKS,
+    )
     assert x.grad is None
 
 
@@ -170,7 +188,12 @@ class _Spectral(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.there, self.back, self.last = nn.Linear(6, 6), _There(), _Back(), nn.Linear(6, 2)
+        self.first, self.there, self.back, self.last = (
+            nn.Linear(6, 6),
+            _There(),
+            _Back(),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.back(self.there(self.first(x))))

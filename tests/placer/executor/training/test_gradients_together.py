@@ -29,10 +29,13 @@ class _Operations(TorchDispatchMode):
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(LAYERS)), nn.Embedding(5, 2, sparse=True)).double()
+    model = nn.Sequential(
+        *(nn.Linear(3, 3) for _ in range(LAYERS)), nn.Embedding(5, 2, sparse=True)
+    ).double()
     model[1].weight = model[0].weight
     with torch.no_grad():
-        model[2].weight.set_(model[2].weight.t())  # its gradient comes in another order of memory
+        # its gradient comes in another order of memory
+        model[2].weight.set_(model[2].weight.t())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
@@ -46,11 +49,16 @@ def _backward(model: nn.Module, x: Tensor) -> None:
 
 
 def _gradients(model: nn.Module) -> list[Tensor | None]:
-    return [None if parameter.grad is None else parameter.grad.to_dense() for parameter in model.parameters()]
+    return [
+        None if parameter.grad is None else parameter.grad.to_dense()
+        for parameter in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("most_bytes", [2**20, 50, 0])
-def test_sums_are_those_of_autograd_and_stay_in_place(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_those_of_autograd_and_stay_in_place(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradient_accumulation, "_MOST_BYTES", most_bytes)
     ours, theirs = _model(), _model()
     places = [id(parameter.grad) for parameter in ours.parameters()]
@@ -80,7 +88,9 @@ def test_after_a_pass_that_fails_sums_are_in_place_and_later_passes_add_their_ow
     with pytest.raises(RuntimeError, match="half way"), together:
         _backward(model, torch.randn(6, 3, dtype=torch.float64))
         raise RuntimeError("half way")
-    assert all(parameter.grad is sum_ for parameter, sum_ in zip(model.parameters(), before, strict=True))
+    assert all(
+        parameter.grad is sum_ for parameter, sum_ in zip(model.parameters(), before, strict=True)
+    )
     model.zero_grad(set_to_none=False)
     x = torch.randn(6, 3, dtype=torch.float64)
     with together:

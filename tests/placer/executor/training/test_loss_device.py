@@ -1,4 +1,5 @@
-"""The loss runs on the device of the last layer, whichever way a model is run: so its own tensors have one place."""
+"""The loss runs on the device of the last layer, whichever way a model is run: so its own tensors
+have one place."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ import placer
 from placer import DataFlow, MixedDevicesError, StageError, devices
 from placer.testing import logical_devices
 
-X, Y = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
+X, Y = (
+    torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4),
+    torch.tensor([0, 1, 2, 2, 1, 0]),
+)
 FIRST, LAST, THIRD = (torch.device("cpu", index) for index in (0, 1, 2))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batches run one after another")
@@ -42,7 +46,8 @@ class Branching(Plain):
 
 
 class Skipping(Branching):
-    """Runs through hooks, and its result is made by an operation of its own, of tensors of both devices."""
+    """Runs through hooks, and its result is made by an operation of its own, of tensors of both
+    devices."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -50,7 +55,8 @@ class Skipping(Branching):
 
 
 class Counting(Plain):
-    """Captured, and its micro-batches run one after another: a device changes a buffer that another one reads."""
+    """Captured, and its micro-batches run one after another: a device changes a buffer that another
+    one reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,15 +107,27 @@ def _loss(weight: Tensor, seen: list[Any], extra: Callable[[], Tensor] | None = 
 
 @pytest.mark.parametrize("output_device", [None, "cpu:2"])
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("way", ["step", "hooked parameter", "penalty", "recompute", "applied", "autocast"])
+@pytest.mark.parametrize(
+    "way", ["step", "hooked parameter", "penalty", "recompute", "applied", "autocast"]
+)
 @pytest.mark.parametrize("make", [Plain, Branching, Skipping, Counting, PlainPair, Pair])
-def test_it_runs_where_the_last_layer_does(make: type[Plain], way: str, chunks: int, output_device: str | None) -> None:
+def test_it_runs_where_the_last_layer_does(
+    make: type[Plain], way: str, chunks: int, output_device: str | None
+) -> None:
     torch.manual_seed(0)
     model = make().double()
     whole = copy.deepcopy(model)
-    penalty = (lambda module: lambda: module.b.bias.square().sum()) if way == "penalty" else lambda module: None
-    parts = zip(X.chunk(chunks), Y.chunk(chunks), strict=True)  # a mean by weights: by micro-batch
-    expected = sum(_loss(torch.ones(3).double(), [], penalty(whole))(whole(x), y) for x, y in parts) / chunks
+    penalty = (
+        (lambda module: lambda: module.b.bias.square().sum())
+        if way == "penalty"
+        else lambda module: None
+    )
+    # a mean by weights: by micro-batch
+    parts = zip(X.chunk(chunks), Y.chunk(chunks), strict=True)
+    expected = (
+        sum(_loss(torch.ones(3).double(), [], penalty(whole))(whole(x), y) for x, y in parts)
+        / chunks
+    )
     expected.backward()
     seen: list[Any] = []
     with logical_devices(3):
@@ -141,10 +159,14 @@ def test_it_follows_the_last_layer_to_the_device_of_the_results(make: type[Plain
     seen: list[Any] = []
     with logical_devices(3):
         flow = _placed(make(), a=1, b=0)
-        flow.train_step(_loss(torch.ones(3, dtype=torch.float64, device=FIRST), seen))(X, Y, chunks=2)
+        flow.train_step(_loss(torch.ones(3, dtype=torch.float64, device=FIRST), seen))(
+            X, Y, chunks=2
+        )
         flow.layer_gpus["b"] = 2
         flow.update_flow()
-        flow.train_step(_loss(torch.ones(3, dtype=torch.float64, device=THIRD), seen))(X, Y, chunks=2)
+        flow.train_step(_loss(torch.ones(3, dtype=torch.float64, device=THIRD), seen))(
+            X, Y, chunks=2
+        )
     assert list(dict.fromkeys(map(str, seen))) == ["cpu:0", "cpu:2"]
 
 
@@ -152,7 +174,9 @@ def test_it_follows_the_last_layer_to_the_device_of_the_results(make: type[Plain
 def test_results_of_a_call_are_still_on_the_output_device(make: type[Plain]) -> None:
     with logical_devices(3):
         flow = _placed(make(), output_device="cpu:2")
-        flow.train_step(lambda output, target: functional.cross_entropy(output, target))(X, Y, chunks=2)
+        flow.train_step(lambda output, target: functional.cross_entropy(output, target))(
+            X, Y, chunks=2
+        )
         assert devices.location(flow(X)) == devices.location(flow(X, chunks=2)) == THIRD
         assert {devices.location(y) for y in flow.eval().stream([X, X])} == {THIRD}
 
@@ -173,9 +197,20 @@ def test_a_refinement_times_it_there_too() -> None:
         places = {"a": "cpu:0", "b": "cpu:1"}
         model, given = Plain().double(), ["cpu:0", "cpu:1"]
         profile = placer.profile(model, X, given, training=True, progress=False, repeats=1)
-        request = placer.PlacementRequest(profile=profile, constraints=placer.Constraints(pinned=places))
+        request = placer.PlacementRequest(
+            profile=profile, constraints=placer.Constraints(pinned=places)
+        )
         loss = _loss(weight, seen)
-        placer.refine(placer.solve(request), model, X, request=request, loss_fn=loss, target=Y, rounds=1, repeats=1)
+        placer.refine(
+            placer.solve(request),
+            model,
+            X,
+            request=request,
+            loss_fn=loss,
+            target=Y,
+            rounds=1,
+            repeats=1,
+        )
     assert {str(place) for place in seen} == {"cpu:1"}
 
 

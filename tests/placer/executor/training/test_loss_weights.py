@@ -1,4 +1,5 @@
-"""A loss that leaves labels out, or weighs them, trains in micro-batches as the unsplit model does on a batch."""
+"""A loss that leaves labels out, or weighs them, trains in micro-batches as the unsplit model does
+on a batch."""
 
 from __future__ import annotations
 
@@ -80,20 +81,27 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Tensor], Callable[[], Tensor]]] = {
     "other padding": (nn.CrossEntropyLoss(ignore_index=255), lambda: padded(255)),
     "class weights": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), padded),
     "smoothed": (nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1), padded),
-    "probabilities": (nn.CrossEntropyLoss(), lambda: functional.one_hot(LABELS, CLASSES).mT.double()),
+    "probabilities": (
+        nn.CrossEntropyLoss(),
+        lambda: functional.one_hot(LABELS, CLASSES).mT.double(),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("chunks", [1, 3, 5])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_torchs_losses_of_labels_are_weighed_by_those_that_they_count(name: str, chunks: int, hooked: bool) -> None:
+def test_torchs_losses_of_labels_are_weighed_by_those_that_they_count(
+    name: str, chunks: int, hooked: bool
+) -> None:
     loss_fn, labels = LOSSES[name]
     compared(loss_fn, X, labels(), chunks, hooked)
 
 
 def test_a_label_a_sample_may_be_left_out_too() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES), nn.LogSoftmax(1)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES), nn.LogSoftmax(1)
+    ).double()
     whole, labels = copy.deepcopy(model), padded()[:, 2].contiguous()
     with logical_devices(2):
         flow = DataFlow(model)
@@ -109,7 +117,8 @@ def test_a_label_a_sample_may_be_left_out_too() -> None:
 def test_a_loss_of_ones_own_is_weighed_as_one_says(chunks: int) -> None:
     def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         each = (output.mean(1) - target["wanted"]).square() * target["mask"]
-        return each.sum() / target["mask"].sum().clamp(min=1.0)  # a micro-batch may have none
+        # a micro-batch may have none
+        return each.sum() / target["mask"].sum().clamp(min=1.0)
 
     target = {"wanted": X[:, :, 0], "mask": (padded() != -100).double()}
     compared(loss_fn, X, target, chunks, weigh=lambda _, target: target["mask"].sum(1))
@@ -196,11 +205,17 @@ def test_labels_that_are_left_out_without_a_weight_are_told_once(among_inputs: b
 @pytest.mark.parametrize(
     ("weigh", "said"),
     [
-        (lambda inputs, target: target, r"weigh gave a tensor of shape \(10, 3\).*each of the 10 samples"),
+        (
+            lambda inputs, target: target,
+            r"weigh gave a tensor of shape \(10, 3\).*each of the 10 samples",
+        ),
         (lambda inputs, target: 3, "weigh gave.*int"),
         (lambda inputs, target: None, "weigh gave"),
         (lambda target: target, r"weigh\(inputs, target\) failed: TypeError"),
-        (lambda inputs, target: target["mask"], r"weigh\(inputs, target\) failed: .*those of the step"),
+        (
+            lambda inputs, target: target["mask"],
+            r"weigh\(inputs, target\) failed: .*those of the step",
+        ),
     ],
 )
 def test_weights_that_are_none_of_samples_are_refused(weigh: Any, said: str) -> None:
@@ -213,8 +228,12 @@ def test_weights_that_are_none_of_samples_are_refused(weigh: Any, said: str) -> 
 
 def test_a_weight_by_inputs_that_another_process_has_is_told_to_go_by_the_target() -> None:
     # it was told to be given those of the step, which it is not
-    weighing = Weighing(nn.CrossEntropyLoss(), BatchOptions(weigh=lambda inputs, _: inputs["labels"].sum(1)))
-    with pytest.raises(InputError, match=r"weigh\(None, target\) failed: TypeError.*give the labels as that"):
+    weighing = Weighing(
+        nn.CrossEntropyLoss(), BatchOptions(weigh=lambda inputs, _: inputs["labels"].sum(1))
+    )
+    with pytest.raises(
+        InputError, match=r"weigh\(None, target\) failed: TypeError.*give the labels as that"
+    ):
         weighing.goals(None, LABELS, N, is_cut=True)
 
 

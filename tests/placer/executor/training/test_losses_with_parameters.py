@@ -1,4 +1,5 @@
-"""Losses that read parameters by themselves: a penalty of their size, a weight as a class's centre, a second call."""
+"""Losses that read parameters by themselves: a penalty of their size, a weight as a class's centre,
+a second call."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _decay(model: nn.Module, run: Run) -> Callable[[Any, Any], Tensor]:
 
 def _consistency(model: nn.Module, run: Run) -> Callable[[Any, Any], Tensor]:
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output, target) + run(2 * X[:3]).pow(2).mean().to(output.device)
+        return functional.cross_entropy(output, target) + run(2 * X[:3]).pow(2).mean().to(
+            output.device
+        )
 
     return loss
 
@@ -48,17 +51,23 @@ def _consistency(model: nn.Module, run: Run) -> Callable[[Any, Any], Tensor]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [[], ["cpu:1"]])
 @pytest.mark.parametrize("make", [_decay, _consistency])
-def test_what_a_loss_reads_of_the_model_is_trained(make: Any, recompute: list[str], schedule: Any) -> None:
+def test_what_a_loss_reads_of_the_model_is_trained(
+    make: Any, recompute: list[str], schedule: Any
+) -> None:
     model = _net()
     unsplit = copy.deepcopy(model)
     with logical_devices(2):
         flow = _placed(model)
         flow.recompute = list(recompute)
-        step = flow.train_step(make(model, flow), torch.optim.SGD(model.parameters(), 0.1), schedule=schedule)
+        step = flow.train_step(
+            make(model, flow), torch.optim.SGD(model.parameters(), 0.1), schedule=schedule
+        )
         optimizer, loss_fn = torch.optim.SGD(unsplit.parameters(), 0.1), make(unsplit, unsplit)
         for _ in range(3):
             optimizer.zero_grad()
-            losses = [loss_fn(unsplit(x), y) / 4 for x, y in zip(X.chunk(4), Y.chunk(4), strict=True)]
+            losses = [
+                loss_fn(unsplit(x), y) / 4 for x, y in zip(X.chunk(4), Y.chunk(4), strict=True)
+            ]
             torch.stack(losses).sum().backward()
             optimizer.step()
             with pytest.warns(UserWarning, match="loss_fn reads parameters beside its arguments"):

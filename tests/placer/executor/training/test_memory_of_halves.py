@@ -1,4 +1,5 @@
-"""What the passes of a zero-bubble step make and keep, storage by storage, is what its placement predicts of them."""
+"""What the passes of a zero-bubble step make and keep, storage by storage, is what its placement
+predicts of them."""
 
 from __future__ import annotations
 
@@ -48,9 +49,14 @@ class Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.known.add(id_of(tensor))  # made elsewhere
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-            self.free(args[0])  # without a mode such as this, autograd adds up in place what nobody else holds
+            # without a mode such as this, autograd adds up in place what nobody else holds
+            self.free(args[0])
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id_of(tensor) not in self.made and id_of(tensor) not in self.known:
+            if (
+                isinstance(tensor, Tensor)
+                and id_of(tensor) not in self.made
+                and id_of(tensor) not in self.known
+            ):
                 self.add(tensor)
         self.known.clear()
         return result
@@ -81,12 +87,15 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class _Branches(nn.Module):
-    """Convolutions side by side whose results are concatenated, so that their gradients are slices of one."""
+    """Convolutions side by side whose results are concatenated, so that their gradients are slices
+    of one."""
 
     def __init__(self, width: int, *kernels: int) -> None:
         super().__init__()
         self.sides = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width // len(kernels), size, padding=size // 2), nn.ReLU())
+            nn.Sequential(
+                nn.Conv2d(width, width // len(kernels), size, padding=size // 2), nn.ReLU()
+            )
             for size in kernels
         )
 
@@ -103,12 +112,18 @@ def _branching() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
-    "resnet18": (resnet18, lambda size: (torch.randn(size, 3, 64, 64), torch.randint(1000, (size,)))),
+    "resnet18": (
+        resnet18,
+        lambda size: (torch.randn(size, 3, 64, 64), torch.randint(1000, (size,))),
+    ),
     "unet": (
         lambda: unet(width=8),
         lambda size: (torch.randn(size, 3, 64, 64), torch.randint(2, (size, 64, 64))),
     ),
-    "branching": (_branching, lambda size: (torch.randn(size, 3, 32, 32), torch.randint(10, (size,)))),
+    "branching": (
+        _branching,
+        lambda size: (torch.randn(size, 3, 32, 32), torch.randint(10, (size,))),
+    ),
     "gpt": (
         lambda: gpt(layers=4, width=64, heads=2, context=64, vocabulary=128),
         lambda size: (torch.randint(128, (size, 64)), torch.randint(128, (size, 64))),
@@ -123,13 +138,16 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "cuts"), [*((name, "halves") for name in MODELS), ("unet", "two read a value")])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [*((name, "halves") for name in MODELS), ("unet", "two read a value")]
+)
 def test_the_passes_of_a_micro_batch_take_what_is_predicted(
     name: str, cuts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, data = MODELS[name]
     model, (part, target) = make(), data(4)
-    monkeypatch.setattr(profile_writer, "_material", lambda size: size)  # here 1 MiB is much
+    # here 1 MiB is much
+    monkeypatch.setattr(profile_writer, "_material", lambda size: size)
     monkeypatch.setattr(gradient_accumulation, "_MOST_BYTES", 0)  # and so are 32
     given: Any = {"optimizer": None, "loss_fn": _loss, "target": target}
     with logical_devices(3):
@@ -138,18 +156,25 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
         begins = CUTS[cuts](names)
         pinned = {name: f"cpu:{bisect(begins, place)}" for place, name in enumerate(names)}
         rules = Constraints(contiguous=True, pinned=pinned)
-        placement = solve(PlacementRequest(profile=measured, schedule="zero-bubble", chunks=CHUNKS, constraints=rules))
+        placement = solve(
+            PlacementRequest(
+                profile=measured, schedule="zero-bubble", chunks=CHUNKS, constraints=rules
+            )
+        )
         taken: dict[str, dict[str, int]] = defaultdict(dict)
         for which in ("_forward", "_backward"):
             monkeypatch.setattr(Stage, which, _watched(getattr(Stage, which), which, taken))
         flow = DataFlow(model)
-        flow.batch_options = BatchOptions(verify=False)  # a comparison collects results, too
+        # a comparison collects results, too
+        flow.batch_options = BatchOptions(verify=False)
         flow.update_flow(placement)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         batch, goals = data(4 * CHUNKS)
         step = flow.train_step(_loss, optimizer, "zero-bubble")
         step(batch, goals, chunks=CHUNKS)
-        stage_on = {str(stage.device): stage for pipeline in step.pipelines for stage in pipeline.stages}
+        stage_on = {
+            str(stage.device): stage for pipeline in step.pipelines for stage in pipeline.stages
+        }
     assert placement.in_flight == tuple(len(stage_on[device].slots) for device in placement.stages)
     for load in placement.devices:
         if not load.layers:
@@ -162,19 +187,23 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
 
 
 def _landing(stage: Stage) -> int:
-    """The bytes of the gradients that it sends for a micro-batch: recorded, they are copied out of a shared memory."""
+    """The bytes of the gradients that it sends for a micro-batch: recorded, they are copied out of
+    a shared memory."""
     slot = stage.slots[0]
     return sum(int(slot.static(key).nbytes) for key in slot.entering)
 
 
 def _places(stage: Stage) -> int:
-    """The bytes of what arrives from other stages for a micro-batch: values that need gradients, and gradients."""
+    """The bytes of what arrives from other stages for a micro-batch: values that need gradients,
+    and gradients."""
     slot = stage.slots[0]
     arriving = [*(slot.static(key) for key in slot.entering), *slot.gradients.values()]
     return sum(int(tensor.nbytes) for tensor in arriving)
 
 
-def _watched(run: Callable[[Stage, Slot], None], which: str, taken: dict[str, dict[str, int]]) -> Any:
+def _watched(
+    run: Callable[[Stage, Slot], None], which: str, taken: dict[str, dict[str, int]]
+) -> Any:
     def watched(stage: Stage, slot: Slot) -> None:
         pool = Pool()
         with pool:

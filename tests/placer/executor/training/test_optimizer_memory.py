@@ -1,8 +1,8 @@
-"""A training step whose optimizer needs other memory than the placement assumed says so before its first step.
+"""A training step whose optimizer needs other memory than the placement assumed says so before its
+first step.
 
-A benchmark profiled ``"adam"`` and trained with fused Adam: 10 GB of each GPU were kept free for temporaries that only
-the foreach version makes.
-"""
+A benchmark profiled ``"adam"`` and trained with fused Adam: 10 GB of each GPU were kept free for
+temporaries that only the foreach version makes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ def _model() -> nn.Module:
 def _placed(model: nn.Module, optimizer: Any, names: Sequence[str] = NAMES) -> Placement:
     """Two layers on each device, profiled with an optimizer."""
     found = placer.profile(
-        model, torch.randn(8, WIDTH), names, optimizer=optimizer, granularity="submodule", repeats=1, progress=False
+        model,
+        torch.randn(8, WIDTH),
+        names,
+        optimizer=optimizer,
+        granularity="submodule",
+        repeats=1,
+        progress=False,
     )
     pinned = {layer.name: names[2 * index // LAYERS] for index, layer in enumerate(found.layers)}
     rules = Constraints(contiguous=True, pinned=pinned)
@@ -61,7 +67,10 @@ SAME: dict[str, tuple[Any, Make]] = {
     "another one with as much": ("adam", torch.optim.AdamW),
     "a list": ("adam", lambda given: [torch.optim.Adam(given)]),
     "of a class": (torch.optim.SGD, torch.optim.SGD),
-    "of a function": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "of a function": (
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ),
     "factored": ("adafactor", torch.optim.Adafactor),
     "none": (None, lambda given: None),
 }
@@ -79,8 +88,18 @@ OTHER: dict[str, tuple[Any, Make, int, int]] = {
     "more": ("sgd", torch.optim.Adam, 4 * LAYER_BYTES + STEPS, 0),
     "less": ("adam", torch.optim.SGD, 0, 4 * LAYER_BYTES + STEPS),
     "none was profiled": (None, torch.optim.Adam, 4 * LAYER_BYTES + STEPS, 0),
-    "an option": ("adam", partial(torch.optim.Adam, amsgrad=True), 6 * LAYER_BYTES + STEPS, 4 * LAYER_BYTES + STEPS),
-    "a list": ("sgd", lambda given: [torch.optim.Adam(given[:4]), torch.optim.SGD(given[4:])], 0, 0),
+    "an option": (
+        "adam",
+        partial(torch.optim.Adam, amsgrad=True),
+        6 * LAYER_BYTES + STEPS,
+        4 * LAYER_BYTES + STEPS,
+    ),
+    "a list": (
+        "sgd",
+        lambda given: [torch.optim.Adam(given[:4]), torch.optim.SGD(given[4:])],
+        0,
+        0,
+    ),
 }
 
 
@@ -112,9 +131,14 @@ def test_the_warning_changes_nothing() -> None:
 def test_a_placement_without_amounts_and_a_map_of_the_users_own_assume_nothing() -> None:
     model = _model()
     optimizer, placement = torch.optim.Adam(model.parameters()), _placed(model, "sgd")
-    by_hand = Placement(status="feasible", objective="throughput", layer_devices=placement.layer_devices)
+    by_hand = Placement(
+        status="feasible", objective="throughput", layer_devices=placement.layer_devices
+    )
     assert _said(_flow(model, by_hand), optimizer) == []
-    loads = tuple(load.model_copy(update={"device": f"d{index}"}) for index, load in enumerate(placement.devices))
+    loads = tuple(
+        load.model_copy(update={"device": f"d{index}"})
+        for index, load in enumerate(placement.devices)
+    )
     renamed = placement.model_copy(update={"devices": loads})
     assert _said(_flow(model, renamed), optimizer) == []
     flow = _flow(model, placement)
@@ -141,7 +165,9 @@ def test_temporaries_that_the_placement_assumed_and_the_optimizer_does_not_make_
     flow, optimizer = _flow(model, placement), torch.optim.Adam(model.parameters())
     monkeypatch.setattr(devices, "counts_bytes", lambda device: True)
     (said,) = _said(flow, optimizer)
-    assert f"of state and 0 B of temporaries, where {bytes_text(4 * LAYER_BYTES + STEPS)} and" in said
+    assert (
+        f"of state and 0 B of temporaries, where {bytes_text(4 * LAYER_BYTES + STEPS)} and" in said
+    )
     assert f"and {bytes_text(2 * LAYER_BYTES)} were assumed for Adam" in said
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     assert _said(flow, optimizer) == []

@@ -1,4 +1,5 @@
-"""Every optimizer of torch steps a model on several devices as it steps the unsplit one, LR schedulers included."""
+"""Every optimizer of torch steps a model on several devices as it steps the unsplit one, LR
+schedulers included."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 0.1, "foreach": True}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.01, "foreach": True}),
     "RAdam": (torch.optim.RAdam, {"lr": 0.01, "foreach": True}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True, "foreach": True}),
+    "RMSprop": (
+        torch.optim.RMSprop,
+        {"lr": 0.01, "momentum": 0.9, "centered": True, "foreach": True},
+    ),
     "Rprop": (torch.optim.Rprop, {"lr": 0.01, "foreach": True}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.01, "foreach": True}),
 }
@@ -43,7 +47,9 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def _models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    ).double()
     return model, copy.deepcopy(model)
 
 
@@ -87,11 +93,15 @@ def test_three_steps_equal_the_unsplit_models(name: str) -> None:
         torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
 
 
-def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of_any_shape() -> None:
+def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of_any_shape() -> (
+    None
+):
     there = {
         name
         for name, item in vars(torch.optim).items()
-        if isinstance(item, type) and issubclass(item, torch.optim.Optimizer) and item is not torch.optim.Optimizer
+        if isinstance(item, type)
+        and issubclass(item, torch.optim.Optimizer)
+        and item is not torch.optim.Optimizer
     }
     # LBFGS wants closures (and is refused), SparseAdam sparse gradients, Muon matrices alone.
     assert there - {kind.__name__ for kind, _ in WAYS.values()} <= {"LBFGS", "SparseAdam", "Muon"}
@@ -103,7 +113,10 @@ def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=5),
         lambda optimizer: lr_scheduler.SequentialLR(
             optimizer,
-            [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 3)],
+            [
+                lr_scheduler.LinearLR(optimizer, total_iters=2),
+                lr_scheduler.CosineAnnealingLR(optimizer, 3),
+            ],
             [2],
         ),
     ],
@@ -113,7 +126,9 @@ def test_every_optimizer_of_torch_was_tried_or_cannot_step_by_dense_gradients_of
 def test_a_learning_rate_schedule_is_followed(scheduler: Any) -> None:
     model, whole = _models()
     inputs, target = _batch()
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, whole)
+    )
     one, other = scheduler(ours), scheduler(theirs)
     with logical_devices(2):
         step = _placed(model).train_step(functional.mse_loss, ours)
@@ -182,9 +197,13 @@ def test_parameters_without_a_gradient_are_left_alone_by_the_optimizer(schedule:
     model = _Spare().double()
     whole = copy.deepcopy(model)
     inputs, target = _batch()
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, whole)
+    )
     with logical_devices(2):
-        step = _placed(model).train_step(lambda output, goal: functional.mse_loss(output[0], goal), ours, schedule)
+        step = _placed(model).train_step(
+            lambda output, goal: functional.mse_loss(output[0], goal), ours, schedule
+        )
         for _ in range(2):
             step(inputs, target, chunks=4)
     for _ in range(2):
@@ -192,7 +211,9 @@ def test_parameters_without_a_gradient_are_left_alone_by_the_optimizer(schedule:
         functional.mse_loss(whole(inputs)[0], target).backward()
         theirs.step()
     for (name, mine), its in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(
+            mine.detach().cpu(), its.detach(), atol=1e-10, rtol=1e-10, msg=name
+        )
         assert (mine.grad is None) == (its.grad is None), name
 
 
@@ -220,19 +241,26 @@ class _CallsNone(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, _SharpnessAware, _ByKeyword])
 @pytest.mark.parametrize("listed", [False, True])
-def test_an_optimizer_whose_step_needs_a_closure_is_refused_by_name(kind: Any, listed: bool) -> None:
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_by_name(
+    kind: Any, listed: bool
+) -> None:
     model, _ = _models()
     optimizer = kind(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts another function in the place of step
+    # puts another function in the place of step
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
     given = [torch.optim.SGD(model.parameters(), lr=0.1), optimizer] if listed else optimizer
-    with pytest.raises(InputError, match=rf"{kind.__name__} evaluates the loss several times.*AdamW"):
+    with pytest.raises(
+        InputError, match=rf"{kind.__name__} evaluates the loss several times.*AdamW"
+    ):
         DataFlow(model).train_step(functional.mse_loss, given)
     with pytest.raises(InputError, match=kind.__name__):
         OptimizerState(kind)
 
 
 @pytest.mark.parametrize("kind", [_ThinksItHasADefault, _CallsNone])
-def test_an_optimizer_that_fails_without_a_closure_is_refused_by_name_when_it_is_stepped(kind: Any) -> None:
+def test_an_optimizer_that_fails_without_a_closure_is_refused_by_name_when_it_is_stepped(
+    kind: Any,
+) -> None:
     model, _ = _models()
     with logical_devices(2):
         step = _placed(model).train_step(functional.mse_loss, kind(model.parameters(), lr=0.1))
@@ -255,12 +283,17 @@ def test_an_optimizer_may_take_any_number_of_arguments() -> None:
 def _pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     """Two unlike optimizers, each with parameters on both devices."""
     groups = _groups(model)
-    return [torch.optim.AdamW(groups[0]["params"], lr=0.05), torch.optim.SGD(groups[1]["params"], lr=0.1, **options)]
+    return [
+        torch.optim.AdamW(groups[0]["params"], lr=0.05),
+        torch.optim.SGD(groups[1]["params"], lr=0.1, **options),
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_a_list_of_optimizers_steps_as_they_do_one_by_one(schedule: Order, max_norm: float | None) -> None:
+def test_a_list_of_optimizers_steps_as_they_do_one_by_one(
+    schedule: Order, max_norm: float | None
+) -> None:
     model, whole = _models()
     inputs, target = _batch()
     theirs = _pair(whole, momentum=0.9)
@@ -269,7 +302,8 @@ def test_a_list_of_optimizers_steps_as_they_do_one_by_one(schedule: Order, max_n
         flow = _placed(model)
         step = flow.train_step(functional.mse_loss, ours, schedule, max_norm=max_norm)
         for number in range(4):
-            step(inputs, target, chunks=4, update=number != 1)  # gradients of the second wait for the third
+            # gradients of the second wait for the third
+            step(inputs, target, chunks=4, update=number != 1)
             if number == 2:  # the state of both moves along
                 flow.layer_gpus.update({"0": 1, "4": 0})
                 flow.update_flow()
@@ -298,7 +332,8 @@ def test_a_list_of_optimizers_steps_as_they_do_one_by_one(schedule: Order, max_n
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_each_optimizer_of_a_list_skips_its_own_overflow(overflow: bool) -> None:
-    """As in torch's example of several optimizers: each decides by its own gradients, and the scale is updated once."""
+    """As in torch's example of several optimizers: each decides by its own gradients, and the scale
+    is updated once."""
     model, whole = _models()
     inputs, target = _batch()
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -310,9 +345,12 @@ def test_each_optimizer_of_a_list_skips_its_own_overflow(overflow: bool) -> None
     whole[4].weight.register_hook(infinite)
     theirs, before = _pair(whole), [parameter.detach().clone() for parameter in whole.parameters()]
     with logical_devices(2), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the hook: micro-batches run one after another
+        # of the hook: micro-batches run one after another
+        warnings.simplefilter("ignore")
         ours = _pair(model)
-        _placed(model).train_step(functional.mse_loss, ours, scaler=scalers[0])(inputs, target, chunks=2)
+        _placed(model).train_step(functional.mse_loss, ours, scaler=scalers[0])(
+            inputs, target, chunks=2
+        )
     scalers[1].scale(functional.mse_loss(whole(inputs), target)).backward()
     for optimizer in theirs:
         scalers[1].step(optimizer)
@@ -320,8 +358,12 @@ def test_each_optimizer_of_a_list_skips_its_own_overflow(overflow: bool) -> None
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-10, rtol=1e-10)
     assert scalers[0].get_scale() == scalers[1].get_scale()
-    moved = [not torch.equal(one.detach(), other) for one, other in zip(whole.parameters(), before, strict=True)]
-    assert moved == [not overflow, True] * 3  # weights by the first optimizer, biases by the second
+    moved = [
+        not torch.equal(one.detach(), other)
+        for one, other in zip(whole.parameters(), before, strict=True)
+    ]
+    # weights by the first optimizer, biases by the second
+    assert moved == [not overflow, True] * 3
 
 
 @pytest.mark.parametrize(
@@ -344,6 +386,9 @@ def test_a_list_that_cannot_be_stepped_is_refused(wrong: Any, told: str) -> None
 
 def test_a_model_that_no_optimizer_of_a_list_holds_is_refused() -> None:
     (model, other), _ = _models(), None
-    given = [torch.optim.SGD(other[0].parameters(), lr=0.1), torch.optim.SGD(other[2].parameters(), lr=0.1)]
+    given = [
+        torch.optim.SGD(other[0].parameters(), lr=0.1),
+        torch.optim.SGD(other[2].parameters(), lr=0.1),
+    ]
     with pytest.raises(InputError, match="holds no parameter of this Sequential"):
         DataFlow(model).train_step(functional.mse_loss, given)

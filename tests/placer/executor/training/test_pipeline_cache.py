@@ -53,7 +53,8 @@ def test_moving_the_layers_between_steps_keeps_training_right() -> None:
 
 
 def test_weights_that_are_assigned_between_steps_are_those_that_train() -> None:
-    # Pipelines were told apart by the address of their capture, which a later capture may take over.
+    # Pipelines were told apart by the address of their capture, which a later capture may take
+    # over.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2)).double()
     inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
@@ -84,15 +85,24 @@ def test_without_memory_for_a_further_shape_the_passes_of_others_are_let_go_of(
 
     monkeypatch.setattr(TrainingPipeline, "prepare", with_room_for_one)
     for size in (2, 4, 2):
-        inputs, target = torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 2, dtype=torch.float64)
+        inputs, target = (
+            torch.randn(size, 4, dtype=torch.float64),
+            torch.randn(size, 2, dtype=torch.float64),
+        )
         expected = functional.mse_loss(model(inputs), target).detach()
-        with pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)") if held else nullcontext():
+        with (
+            pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)")
+            if held
+            else nullcontext()
+        ):
             torch.testing.assert_close(step(inputs, target), expected)
         held = len(step.pipelines)
         assert held == 1
 
 
-def test_without_memory_for_a_further_step_the_passes_of_others_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_further_step_the_passes_of_others_are_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # A step with another schedule ran out of memory beside the one that had been tried before.
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
     flow, other = DataFlow(model, device_ids=2), DataFlow(copy.deepcopy(model), device_ids=2)
@@ -112,9 +122,14 @@ def test_without_memory_for_a_further_step_the_passes_of_others_are_let_go_of(mo
     inputs, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     expected = functional.mse_loss(model(inputs), target).detach()
     for turn, number in enumerate((0, 1, 2, 1)):
-        with pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)") if turn > 1 else nullcontext():
+        with (
+            pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)")
+            if turn > 1
+            else nullcontext()
+        ):
             torch.testing.assert_close(steps[number](inputs, target, chunks=2), expected)
-        assert [len(step.pipelines) for step in steps] == [1, number == 1, number == 2]  # the other flow keeps its own
+        # the other flow keeps its own
+        assert [len(step.pipelines) for step in steps] == [1, number == 1, number == 2]
 
 
 class _Whole(nn.Module):
@@ -133,12 +148,16 @@ class _Whole(nn.Module):
 def test_micro_batches_are_of_one_size_where_the_model_does_otherwise_with_the_last_one() -> None:
     model = _Whole().double()
     whole = copy.deepcopy(model)
-    flow = unverified(DataFlow(model, device_ids=2))  # micro-batches of another size do something else
+    # micro-batches of another size do something else
+    flow = unverified(DataFlow(model, device_ids=2))
     flow.layer_gpus.update({"first": 0, "last": 1})
     flow.update_flow()
     step = flow.train_step(functional.mse_loss)
     inputs, target = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="micro-batches are 2 of 4, not 3; a batch whose size 3 divides keeps them"):
+    with pytest.warns(
+        UserWarning,
+        match="micro-batches are 2 of 4, not 3; a batch whose size 3 divides keeps them",
+    ):
         loss = step(inputs, target, chunks=3)
     torch.testing.assert_close(loss, functional.mse_loss(whole(inputs), target).detach())
     (pipeline,) = step.pipelines

@@ -1,4 +1,5 @@
-"""A stage that runs forwards once more in its backward pass trains as the unsplit model, and keeps nothing between."""
+"""A stage that runs forwards once more in its backward pass trains as the unsplit model, and keeps
+nothing between."""
 
 from __future__ import annotations
 
@@ -27,12 +28,17 @@ CHUNKS = 4
 
 
 class _Awkward(nn.Module):
-    """What a second forward pass can get wrong: running statistics, a counter that matters, and writes to inputs."""
+    """What a second forward pass can get wrong: running statistics, a counter that matters, and
+    writes to inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.middle, self.act, self.count = nn.Linear(4, 4), nn.LeakyReLU(0.5, inplace=True), _Counts()
+        self.middle, self.act, self.count = (
+            nn.Linear(4, 4),
+            nn.LeakyReLU(0.5, inplace=True),
+            _Counts(),
+        )
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +67,9 @@ def _flow(model: nn.Module, recompute: Any, places: Any = None, **options: Any) 
 
 def _place(flow: DataFlow, recompute: Any, places: Any) -> DataFlow:
     for index, name in enumerate(flow.layer_gpus):
-        flow.layer_gpus[name] = index * 3 // len(flow.layer_gpus) if places is None else places[index]
+        flow.layer_gpus[name] = (
+            index * 3 // len(flow.layer_gpus) if places is None else places[index]
+        )
     flow.recompute = recompute
     flow.update_flow()
     return flow
@@ -74,7 +82,9 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 def _same(model: nn.Module, whole: nn.Module) -> None:
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name)
+        torch.testing.assert_close(
+            model.state_dict()[name].cpu(), value, atol=1e-10, rtol=1e-10, msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +92,18 @@ def awkward() -> CapturedOnce:
     return CapturedOnce(_Awkward)
 
 
-@pytest.mark.parametrize("places", [(0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 0)], ids=["in order", "back and forth"])
+@pytest.mark.parametrize(
+    "places", [(0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 0)], ids=["in order", "back and forth"]
+)
 @pytest.mark.parametrize("recompute", [[0], [1, 2], ["cpu:0", "cpu:1", "cpu:2"]])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_steps_equal_the_unsplit_models(
     schedule: Order, recompute: Any, places: Any, awkward: CapturedOnce
 ) -> None:
     model, whole = awkward.model, awkward.reference
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole))
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), lr=0.01, momentum=0.9) for each in (model, whole)
+    )
     inputs, target = _batch()
     with logical_devices(3), awkward.flow() as flow:
         step = _place(flow, recompute, places).train_step(functional.mse_loss, ours, schedule)
@@ -129,13 +143,17 @@ def test_dropout_is_the_same_in_both_passes_and_as_without_recomputation() -> No
     losses, gradients = [], []
     for recompute in ([], [0, 1, 2]):
         torch.manual_seed(0)
-        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Dropout(0.5)))).double()
+        model = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Dropout(0.5)))
+        ).double()
         inputs, _ = _batch()
         with logical_devices(3):
             step = _flow(model, recompute).train_step(functional.mse_loss)
             torch.manual_seed(2)
             losses.append([step(inputs, inputs * 2, chunks=CHUNKS).cpu() for _ in range(2)])
-        gradients.append([parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None])
+        gradients.append(
+            [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        )
     torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=0)
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-12)
 
@@ -153,7 +171,8 @@ def test_deferred_batch_norm_counts_a_micro_batch_once() -> None:
 
 
 def _most_activations(recompute: Any) -> int:
-    """How many results of tanh are alive at once in a step of 8 micro-batches through 6 of them a device."""
+    """How many results of tanh are alive at once in a step of 8 micro-batches through 6 of them a
+    device."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model = nn.Sequential(*layers).double()
     flow = DataFlow(model, ["cpu:0", "cpu:1"])

@@ -1,4 +1,5 @@
-"""Zero-bubble in whatever room its stages have trains as the unsplit model, and holds no more than that."""
+"""Zero-bubble in whatever room its stages have trains as the unsplit model, and holds no more than
+that."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ from placer.testing import logical_devices
 STAGES, CHUNKS = 4, 6
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 SOLVED = {"devices": STAGES, "saved_bytes": 10, "grad_bytes": 1, "chunks": CHUNKS}
-ROOMS = [(4, 3, 2, 1), (4, 4, 4, 4), (5, 4, 3, 2), (6, 5, 4, 3), (6, 6, 6, 6), (1, 1, 1, 1), (2, 6, 1, 3)]
+ROOMS = [
+    (4, 3, 2, 1),
+    (4, 4, 4, 4),
+    (5, 4, 3, 2),
+    (6, 5, 4, 3),
+    (6, 6, 6, 6),
+    (1, 1, 1, 1),
+    (2, 6, 1, 3),
+]
 
 
 class _Block(nn.Module):
@@ -44,7 +53,9 @@ def _model() -> nn.Sequential:
 
 
 def _data(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 2, 6, dtype=torch.float64), torch.randn(size, 2, 6, dtype=torch.float64)
+    return torch.randn(size, 2, 6, dtype=torch.float64), torch.randn(
+        size, 2, 6, dtype=torch.float64
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,8 @@ def flow(captured_once: CapturedOnce, places: list[str]) -> Iterator[DataFlow]:
 
 
 def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingPipeline:
-    """Hold losses and gradients of several steps against the unsplit model, and what each stage holds at once."""
+    """Hold losses and gradients of several steps against the unsplit model, and what each stage
+    holds at once."""
     whole = copy.deepcopy(flow.module).to("cpu")
     ours, theirs = dict(flow.module.named_parameters()), dict(whole.named_parameters())
     for _ in range(2):
@@ -81,7 +93,9 @@ def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingP
         expected.backward()  # type: ignore[no-untyped-call]
         torch.testing.assert_close(loss.cpu(), expected.detach(), **TOLERANCE)
         for name, parameter in theirs.items():
-            torch.testing.assert_close(ours[name].grad, parameter.grad, check_device=False, **TOLERANCE)
+            torch.testing.assert_close(
+                ours[name].grad, parameter.grad, check_device=False, **TOLERANCE
+            )
     (pipeline,) = step.pipelines
     assert pipeline.trace is not None
     held, last = [0] * STAGES, "weights" if pipeline.plan.split else "backward"
@@ -98,9 +112,12 @@ def test_losses_and_gradients_are_those_of_the_unsplit_model_in_every_room(
     room: tuple[int, ...], size: int, flow: DataFlow
 ) -> None:
     flow.in_flight = room
-    pipeline = _check(flow.train_step(functional.mse_loss, schedule="zero-bubble"), flow, size, CHUNKS)
+    pipeline = _check(
+        flow.train_step(functional.mse_loss, schedule="zero-bubble"), flow, size, CHUNKS
+    )
     assert pipeline.plan.split and pipeline.plan.in_flight == room
-    equal = pipeline.sizes.count(pipeline.sizes[0])  # the last one, if it is smaller, has a slot of its own
+    # the last one, if it is smaller, has a slot of its own
+    equal = pipeline.sizes.count(pipeline.sizes[0])
     assert equal == (CHUNKS if size % CHUNKS == 0 else len(pipeline.sizes) - 1)
     slots = [min(held, equal) for held in room]
     assert [len(stage.slots) for stage in pipeline.stages] == slots
@@ -120,9 +137,13 @@ def test_another_number_of_micro_batches_has_no_more_room_than_there_are(flow: D
     assert [len(stage.slots) for stage in pipeline.stages] == [3] * STAGES
 
 
-def test_stages_that_recompute_have_the_room_of_their_placement(flow: DataFlow, places: list[str]) -> None:
+def test_stages_that_recompute_have_the_room_of_their_placement(
+    flow: DataFlow, places: list[str]
+) -> None:
     flow.in_flight, flow.recompute = (4, 3, 3, 2), [places[0], places[2]]
-    pipeline = _check(flow.train_step(functional.mse_loss, schedule="zero-bubble"), flow, 12, CHUNKS)
+    pipeline = _check(
+        flow.train_step(functional.mse_loss, schedule="zero-bubble"), flow, 12, CHUNKS
+    )
     assert [len(stage.slots) for stage in pipeline.stages] == [4, 3, 3, 2]
 
 
@@ -134,11 +155,14 @@ def _solved(objective: str, memory_bytes: int) -> Placement:
 
 
 @pytest.mark.parametrize("objective", ["step", "throughput"])
-@pytest.mark.parametrize(("memory_bytes", "room"), [(51, (4, 3, 3, 4)), (60, (4, 4, 4, 5)), (10_000, (6, 6, 6, 6))])
+@pytest.mark.parametrize(
+    ("memory_bytes", "room"), [(51, (4, 3, 3, 4)), (60, (4, 4, 4, 5)), (10_000, (6, 6, 6, 6))]
+)
 def test_a_step_runs_in_the_room_that_its_placement_reckoned_with(
     objective: str, memory_bytes: int, room: tuple[int, ...], flow: DataFlow, places: list[str]
 ) -> None:
-    placement = Placement.model_validate_json(_solved(objective, memory_bytes).to_json())  # as it comes from a file
+    # as it comes from a file
+    placement = Placement.model_validate_json(_solved(objective, memory_bytes).to_json())
     assert placement.in_flight == room
     names = dict(zip(placement.stages, places, strict=True))
     where = {layer: names[device] for layer, device in placement.layer_devices.items()}
@@ -151,12 +175,17 @@ def test_a_step_runs_in_the_room_that_its_placement_reckoned_with(
     assert plain.plan.in_flight == (4, 3, 2, 1)
 
 
-def test_a_placement_of_before_rooms_were_chosen_runs_as_it_ran(flow: DataFlow, places: list[str]) -> None:
-    """It says under objective ``step`` alone what is in flight, and of zero-bubble as many as there is a use for."""
+def test_a_placement_of_before_rooms_were_chosen_runs_as_it_ran(
+    flow: DataFlow, places: list[str]
+) -> None:
+    """It says under objective ``step`` alone what is in flight, and of zero-bubble as many as there
+    is a use for."""
     placement = _solved("step", 10_000)
     fields = placement.model_dump(exclude={"in_flight"})
     names = dict(zip(placement.stages, places, strict=True))
-    fields["layer_devices"] = {layer: names[device] for layer, device in placement.layer_devices.items()}
+    fields["layer_devices"] = {
+        layer: names[device] for layer, device in placement.layer_devices.items()
+    }
     flow.update_flow(fields)
     assert flow.in_flight == (6, 6, 6, 6)
     flow.update_flow(fields | {"step": None})

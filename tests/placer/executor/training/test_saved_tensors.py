@@ -1,4 +1,5 @@
-"""Hooks of saved tensors, as those of ``save_on_cpu``, see what passes keep; gradients stay what they are."""
+"""Hooks of saved tensors, as those of ``save_on_cpu``, see what passes keep; gradients stay what
+they are."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ from placer.testing import logical_devices
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_weights_are_found_where_hooks_hand_back_copies(schedule: Order) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)).double()
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)
+    ).double()
     whole = copy.deepcopy(model)
-    inputs, target = torch.randn(4, 2, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    inputs, target = (
+        torch.randn(4, 2, 5, dtype=torch.float64),
+        torch.randn(4, 3, dtype=torch.float64),
+    )
     with logical_devices(2):
         flow = DataFlow(model)
         for index, name in enumerate(flow.layer_gpus):

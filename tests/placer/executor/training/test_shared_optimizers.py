@@ -1,4 +1,5 @@
-"""An optimizer that steps more than the model of one flow: two models, a prompt, weights that were the model's."""
+"""An optimizer that steps more than the model of one flow: two models, a prompt, weights that were
+the model's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def _sgd(*parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD([one for some in parameters for one in some], 0.1, momentum=0.5)
 
 
-def _of_both(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor = X, *, step: bool = True) -> Tensor:
+def _of_both(
+    optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor = X, *, step: bool = True
+) -> Tensor:
     """A step of the unsplit model, whose gradients were zeroed before."""
     loss = functional.cross_entropy(model(x), Y)
     loss.backward()
@@ -47,13 +50,17 @@ def _of_both(optimizer: torch.optim.Optimizer, model: nn.Module, x: Tensor = X, 
 def test_two_flows_are_trained_in_turn_by_one_optimizer() -> None:
     ours, theirs = (_net(), _net()), []
     theirs = [copy.deepcopy(model) for model in ours]
-    whole, optimizer = _sgd(*(model.parameters() for model in theirs)), _sgd(*(model.parameters() for model in ours))
+    whole, optimizer = (
+        _sgd(*(model.parameters() for model in theirs)),
+        _sgd(*(model.parameters() for model in ours)),
+    )
     with logical_devices(2):
         steps = [_placed(model).train_step(functional.cross_entropy, optimizer) for model in ours]
         for _ in range(3):
             for model, step in zip(theirs, steps, strict=True):
                 torch.testing.assert_close(step(X, Y, chunks=2).cpu(), _of_both(whole, model))
-        for _ in range(2):  # gradients of the one wait for the step of the other, and then no longer
+        # gradients of the one wait for the step of the other, and then no longer
+        for _ in range(2):
             one, other = (_of_both(whole, model, step=model is theirs[1]) for model in theirs)
             torch.testing.assert_close(steps[0](X, Y, update=False).cpu(), one)
             torch.testing.assert_close(steps[1](X, Y).cpu(), other)
@@ -66,18 +73,24 @@ def test_a_prompt_is_stepped_by_its_gradient_of_this_step(frozen: bool) -> None:
     whole, prompt = copy.deepcopy(model), nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
     known = nn.Parameter(prompt.detach().clone())
     theirs = _sgd([known], () if frozen else whole.parameters())
-    step = _placed(model).train_step(functional.cross_entropy, _sgd([prompt], () if frozen else model.parameters()))
+    step = _placed(model).train_step(
+        functional.cross_entropy, _sgd([prompt], () if frozen else model.parameters())
+    )
     for _ in range(3):
         torch.testing.assert_close(step(prompt, Y, chunks=2).cpu(), _of_both(theirs, whole, known))
         torch.testing.assert_close(prompt, known)
     if frozen:
-        with pytest.raises(InputError, match="no parameter of this Sequential, and no input requires a gradient"):
+        with pytest.raises(
+            InputError, match="no parameter of this Sequential, and no input requires a gradient"
+        ):
             step(prompt.detach(), Y)
 
 
 def test_what_is_the_models_no_longer_is_not_stepped_by_gradients_of_before() -> None:
     model = _net()
-    step = _placed(model).train_step(functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
+    step = _placed(model).train_step(
+        functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1)
+    )
     step(X, Y)
     parametrizations.weight_norm(model[2])
     before = model[2].parametrizations.weight.original1.detach().clone()
@@ -87,8 +100,12 @@ def test_what_is_the_models_no_longer_is_not_stepped_by_gradients_of_before() ->
 
 def test_an_optimizer_of_sparse_gradients_is_refused_with_a_way_out() -> None:
     model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 4))
-    with pytest.raises(InputError, match=r"SparseAdam takes sparse gradients.*optimizer.step\(\) yourself"):
-        _placed(model).train_step(functional.cross_entropy, torch.optim.SparseAdam(model[0].parameters()))
+    with pytest.raises(
+        InputError, match=r"SparseAdam takes sparse gradients.*optimizer.step\(\) yourself"
+    ):
+        _placed(model).train_step(
+            functional.cross_entropy, torch.optim.SparseAdam(model[0].parameters())
+        )
 
 
 @pytest.mark.filterwarnings("ignore:the model is not captured")

@@ -42,7 +42,9 @@ def test_they_are_those_of_the_profile() -> None:
         where = {"layers.0": 0, "layers.1": 1, "layers.2": 1, "layers.3": 2}
         flow.layer_gpus.update(where)
         flow.update_flow()
-        step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters()), "zero-bubble")
+        step = flow.train_step(
+            functional.mse_loss, torch.optim.SGD(model.parameters()), "zero-bubble"
+        )
         step(x, target, chunks=2)
         stages = step.pipelines[0].stages
         measured = found(stages, _bytes)

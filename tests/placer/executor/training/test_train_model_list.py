@@ -21,7 +21,11 @@ CHUNKS = 2
 
 def _loss(output: Any, target: Tensor) -> Tensor:
     """A mean over samples of everything that the model returns."""
-    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    found = [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
     return torch.stack([leaf.cos().mean() for leaf in found]).sum()
 
 
@@ -38,14 +42,20 @@ def _twice(value: Any) -> Any:
     return torch.cat([value, value.flip(0)]) if isinstance(value, Tensor) and value.dim() else value
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("interleaved", []), ("zero-bubble", [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("interleaved", []), ("zero-bubble", [0, 1, 2])]
+)
 @pytest.mark.parametrize("name", ["lstm_time_first", "skips", "MixtralForCausalLM"])
-def test_a_step_under_a_random_map_equals_the_unsplit_models(name: str, schedule: Order, recompute: list[Any]) -> None:
+def test_a_step_under_a_random_map_equals_the_unsplit_models(
+    name: str, schedule: Order, recompute: list[Any]
+) -> None:
     torch.manual_seed(0)
     model = _without_chance(CASES[name].make())
     whole = copy.deepcopy(model)
     args, kwargs = tree_map(_twice, converted(CASES[name].inputs(True), torch.float64))
-    size = next(len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
+    size = next(
+        len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()
+    )
     with logical_devices(3):
         flow = DataFlow(model, fine_grained=True)
         scatter_layers(flow, 3, seed=1)
@@ -56,7 +66,9 @@ def test_a_step_under_a_random_map_equals_the_unsplit_models(name: str, schedule
     expected = torch.zeros((), dtype=torch.float64)
     for index in range(CHUNKS):
         part_args, part_kwargs = tree_map(
-            lambda value: value.chunk(CHUNKS)[index] if isinstance(value, Tensor) and value.dim() else value,  # noqa: B023
+            lambda value, index=index: (
+                value.chunk(CHUNKS)[index] if isinstance(value, Tensor) and value.dim() else value
+            ),
             (args, kwargs),
         )
         part_loss = _loss(whole(*part_args, **part_kwargs), torch.zeros(())) / CHUNKS

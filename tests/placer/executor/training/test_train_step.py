@@ -41,7 +41,9 @@ class _Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        result: Tensor = self.last(self.linear(self.middle(torch.complex(y, y.tanh()))).abs().sum(1))
+        result: Tensor = self.last(
+            self.linear(self.middle(torch.complex(y, y.tanh()))).abs().sum(1)
+        )
         return result
 
     def to(self, dtype: torch.dtype) -> _Complex:  # type: ignore[override]
@@ -71,7 +73,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
     ),
     "complex": (
         _Complex,
-        lambda size: (torch.randn(size, 1, 10, dtype=torch.float64), torch.randn(size, 3, dtype=torch.float64)),
+        lambda size: (
+            torch.randn(size, 1, 10, dtype=torch.float64),
+            torch.randn(size, 3, dtype=torch.float64),
+        ),
         functional.mse_loss,
     ),
     "tied gpt": (
@@ -101,7 +106,8 @@ class _Unsplit(NamedTuple):
 
 @pytest.fixture(scope="module")
 def compare() -> Compare:
-    """Trains a model split over three stand-ins, and compares losses, parameters and buffers with the unsplit one's.
+    """Trains a model split over three stand-ins, and compares losses, parameters and buffers with
+    the unsplit one's.
 
     Each model is captured once, and once for a batch is its copy trained unsplit.
     """
@@ -144,7 +150,9 @@ def compare() -> Compare:
         for loss, expected in zip(losses, whole.losses, strict=True):
             torch.testing.assert_close(loss, expected, atol=1e-10, rtol=1e-10)
         for key, value in whole.state.items():
-            torch.testing.assert_close(both.model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key)
+            torch.testing.assert_close(
+                both.model.state_dict()[key].cpu(), value, atol=1e-9, rtol=1e-9, msg=key
+            )
 
     return compare
 
@@ -174,7 +182,9 @@ def _and_back(index: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("places", [_in_rounds, _and_back])
-@pytest.mark.parametrize(("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)])  # no whole rounds of 3
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)]
+)  # no whole rounds of 3
 def test_interleaved_segments_train_as_the_unsplit_model(
     name: str, chunks: int, places: Callable[[int, int], int], compare: Compare
 ) -> None:
@@ -186,22 +196,31 @@ def test_interleaved_segments_train_as_the_unsplit_model(
 def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_model(
     name: str, seed: int, compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins time nothing: here passes and transfers take times drawn at random, and their order follows them."""
+    """Stand-ins time nothing: here passes and transfers take times drawn at random, and their order
+    follows them."""
     random = Random(seed)
 
     def crossings(stages: Sequence[Stage]) -> list[Transfer]:
         maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
-        reads = {(maker[name], index) for index, stage in enumerate(stages) for name in stage.reads if name in maker}
+        reads = {
+            (maker[name], index)
+            for index, stage in enumerate(stages)
+            for name in stage.reads
+            if name in maker
+        }
         apart = [pair for pair in sorted(reads) if stages[pair[0]].device != stages[pair[1]].device]
         return [Transfer(*pair, 3 * random.random(), 3 * random.random()) for pair in apart]
 
-    monkeypatch.setattr(Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random()))
+    monkeypatch.setattr(
+        Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random())
+    )
     monkeypatch.setattr(training_pipeline, "crossings", crossings)
     compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
 
 
 def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_placement_says() -> None:
-    """Interleaving pays: with links this fast a segment is a layer, and others hold more than an order by itself."""
+    """Interleaving pays: with links this fast a segment is a layer, and others hold more than an
+    order by itself."""
     solved = solve(row([1.0, 2.0, 1.0, 3.0, 1.0, 2.0], devices=2, chunks=5, schedule="interleaved"))
     assert solved.step is not None and len(solved.step.in_flight) > 2
     with logical_devices(2) as places:
@@ -214,23 +233,38 @@ def test_interleaved_segments_have_room_for_as_many_micro_batches_as_their_place
         step = flow.train_step(functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
         step(torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
         assert step.pipelines[0].plan.in_flight == solved.step.in_flight
-        assert [len(stage.slots) for stage in step.pipelines[0].stages] == list(solved.step.in_flight)
+        assert [len(stage.slots) for stage in step.pipelines[0].stages] == list(
+            solved.step.in_flight
+        )
         flow.in_flight = [2, 0]
-        with pytest.raises(InputError, match=r"flow.in_flight is \[2, 0\]: give a number of micro-batches, 1 or more"):
+        with pytest.raises(
+            InputError,
+            match=r"flow.in_flight is \[2, 0\]: give a number of micro-batches, 1 or more",
+        ):
             step(torch.randn(10, 4, dtype=torch.float64), torch.randn(10, 4, dtype=torch.float64))
         flow.undo()
     assert flow.in_flight == ()
 
 
-def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model(compare: Compare) -> None:
+def test_whole_rounds_of_micro_batches_go_in_megatrons_order_and_train_as_the_unsplit_model(
+    compare: Compare,
+) -> None:
     compare("tied gpt", "interleaved", _in_rounds, chunks=6, size=12)
 
 
 def test_a_tied_weight_is_trained_once_though_two_devices_use_it(compare: Compare) -> None:
-    compare("tied gpt", "zero-bubble", _in_order, steps=4, optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01))
+    compare(
+        "tied gpt",
+        "zero-bubble",
+        _in_order,
+        steps=4,
+        optimizer=lambda weights: torch.optim.Adam(weights, lr=0.01),
+    )
 
 
-def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model(compare: Compare) -> None:
+def test_one_micro_batch_and_as_many_as_samples_agree_with_the_unsplit_model(
+    compare: Compare,
+) -> None:
     compare("tied gpt", "zero-bubble", _in_order, chunks=1)
     compare("tied gpt", "1f1b", _in_order, chunks=8)
 
@@ -263,7 +297,10 @@ def test_a_model_that_cannot_be_captured_trains_through_hooks() -> None:
         step = _step_of(model)
         loss = step(inputs, target.to("cpu:0"), chunks=2)
     expected = torch.stack(
-        [functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)]
+        [
+            functional.mse_loss(whole(x), y) / 2
+            for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)
+        ]
     )
     expected.sum().backward()
     torch.testing.assert_close(loss.cpu(), expected.sum().detach())
@@ -331,7 +368,10 @@ def test_a_loss_that_fails_leaves_the_model_as_it_was_and_the_next_step_right() 
             torch.testing.assert_close(model.state_dict()[name].cpu(), value)
         fails.append(False)
         loss = step(inputs, target, chunks=2)
-    expected = sum(functional.mse_loss(whole(x), y) / 2 for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True))
+    expected = sum(
+        functional.mse_loss(whole(x), y) / 2
+        for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True)
+    )
     torch.testing.assert_close(loss.cpu(), expected.detach())  # type: ignore[union-attr]
 
 
@@ -342,7 +382,9 @@ def test_a_loss_that_fails_leaves_the_model_as_it_was_and_the_next_step_right() 
         (lambda flow: flow.eval(), r"flow.train\(\)"),
     ],
 )
-def test_a_flow_that_cannot_train_says_what_to_do(spoil: Callable[[DataFlow], Any], words: str) -> None:
+def test_a_flow_that_cannot_train_says_what_to_do(
+    spoil: Callable[[DataFlow], Any], words: str
+) -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
     flow.update_flow()
     step = flow.train_step(functional.mse_loss)
@@ -368,7 +410,9 @@ def test_a_wrong_number_of_micro_batches_is_named(chunks: Any) -> None:
 
 def test_an_unknown_schedule_is_named() -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
-    with pytest.raises(InputError, match="'gpipe' is not known; give one of fill-drain, 1f1b, zero-bubble"):
+    with pytest.raises(
+        InputError, match="'gpipe' is not known; give one of fill-drain, 1f1b, zero-bubble"
+    ):
         flow.train_step(functional.mse_loss, schedule="gpipe")  # type: ignore[arg-type]
 
 
@@ -379,7 +423,9 @@ def test_a_loss_that_is_no_function_is_named() -> None:
 
 def test_a_loss_that_adds_samples_up_is_refused_with_the_way_out() -> None:
     flow = DataFlow(nn.Linear(4, 4), ["cpu:0", "cpu:1"])
-    with pytest.raises(InputError, match=r"CrossEntropyLoss has reduction='sum'.*BatchOptions\(reduction='sum'\)"):
+    with pytest.raises(
+        InputError, match=r"CrossEntropyLoss has reduction='sum'.*BatchOptions\(reduction='sum'\)"
+    ):
         flow.train_step(nn.CrossEntropyLoss(reduction="sum"))
     flow.train_step(nn.KLDivLoss(reduction="batchmean"))
 
@@ -394,14 +440,23 @@ def test_a_target_of_another_size_than_the_batch_is_named() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (lambda output, target: (output - target).pow(2), r"loss_fn gave a tensor of shape \(2, 2\); let it give one"),
+        (
+            lambda output, target: (output - target).pow(2),
+            r"loss_fn gave a tensor of shape \(2, 2\); let it give one",
+        ),
         (lambda output, target: 0.0, "loss_fn gave 0.0; let it give one number"),
-        (lambda output, target: {"loss": output}, "loss_fn gave a dict; let it give one number"),  # all of it was told
-        (lambda output, target: (output.detach() - target).pow(2).mean(), "there is nothing to train"),
+        # all of it was told
+        (lambda output, target: {"loss": output}, "loss_fn gave a dict; let it give one number"),
+        (
+            lambda output, target: (output.detach() - target).pow(2).mean(),
+            "there is nothing to train",
+        ),
     ],
 )
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_loss_that_cannot_be_trained_on_is_named(loss_fn: Any, words: str, captured: bool) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_named(
+    loss_fn: Any, words: str, captured: bool
+) -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)) if captured else _Branching())
     flow.update_flow()
     with pytest.raises(InputError, match=words):
@@ -424,7 +479,9 @@ def test_a_device_all_of_whose_layers_are_frozen_trains_nothing_and_lets_gradien
     frozen: slice, schedule: Order
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh()))).double()
+    model = nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh()))
+    ).double()
     model[frozen].requires_grad_(False)
     whole = copy.deepcopy(model)
     inputs = torch.randn(8, 4, dtype=torch.float64)
@@ -442,7 +499,8 @@ def test_a_device_all_of_whose_layers_are_frozen_trains_nothing_and_lets_gradien
 
 
 def test_a_tied_weight_on_two_plain_cpu_stand_ins_has_the_gradients_of_both() -> None:
-    # Stand-ins share memory outside logical_devices: each had an alias of the same weight, and the last one's won.
+    # Stand-ins share memory outside logical_devices: each had an alias of the same weight, and the
+    # last one's won.
     make, data, loss_fn = MODELS["tied gpt"]
     torch.manual_seed(0)
     model = make().double()

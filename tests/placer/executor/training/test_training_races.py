@@ -1,4 +1,5 @@
-"""Whatever the pace of devices and copies, a training step's accesses to every tensor have an order."""
+"""Whatever the pace of devices and copies, a training step's accesses to every tensor have an
+order."""
 
 from __future__ import annotations
 
@@ -36,12 +37,16 @@ def _tied() -> tuple[Tensor, Tensor, Any]:
 
 
 def _viewing() -> nn.Module:
-    """The segment in the middle only views what it reads: its results would lie in what it received."""
+    """The segment in the middle only views what it reads: its results would lie in what it
+    received."""
     return nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2))
 
 
 def _views() -> tuple[Tensor, Tensor, Any]:
-    inputs, target = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 2, 2, dtype=torch.float64)
+    inputs, target = (
+        torch.randn(ROWS, 6, dtype=torch.float64),
+        torch.randn(ROWS, 2, 2, dtype=torch.float64),
+    )
     return inputs, target, functional.mse_loss
 
 
@@ -51,7 +56,10 @@ def _flattening() -> nn.Module:
 
 
 def _flat() -> tuple[Tensor, Tensor, Any]:
-    inputs, target = torch.randn(ROWS, 2, 3, dtype=torch.float64), torch.randn(ROWS, 2, dtype=torch.float64)
+    inputs, target = (
+        torch.randn(ROWS, 2, 3, dtype=torch.float64),
+        torch.randn(ROWS, 2, dtype=torch.float64),
+    )
     return inputs, target, functional.mse_loss
 
 
@@ -80,7 +88,8 @@ def _train(
     seed: int | None,
     deaf: Site | None = None,
 ) -> Races:
-    """A caller who writes to all that is his as soon as a step returns: the batch, the gradients and the weights."""
+    """A caller who writes to all that is his as soon as a step returns: the batch, the gradients
+    and the weights."""
     (inputs, target, loss_fn), both = MODELS[name][1](), kept(name)
     with (
         logical_devices(DEVICES) as places,
@@ -90,7 +99,9 @@ def _train(
         model = both.model
         names = list(flow.layer_gpus)
         if seed is None:
-            flow.layer_gpus.update({layer: index * DEVICES // len(names) for index, layer in enumerate(names)})
+            flow.layer_gpus.update(
+                {layer: index * DEVICES // len(names) for index, layer in enumerate(names)}
+            )
             flow.update_flow()
         else:
             scatter_layers(flow, DEVICES, seed)
@@ -106,7 +117,12 @@ def _train(
                 races.run([queue], [], [parameter.grad], "the caller's clipping")
                 races.run([queue], [parameter.grad], [parameter], "the optimizer")
             for buffer in model.buffers():
-                races.run([("caller", devices.location(buffer))], [buffer], [], "the caller's look at a buffer")
+                races.run(
+                    [("caller", devices.location(buffer))],
+                    [buffer],
+                    [],
+                    "the caller's look at a buffer",
+                )
     return races
 
 
@@ -123,7 +139,8 @@ CASES: list[tuple[str, Order, int, int | None]] = [
     ("flat", "1f1b", 8, None),
     ("flat", "1f1b", 2, None),
 ]
-"""Model, schedule, micro-batches, and the seed of a map that comes back to devices; of 16 rows, 5 are uneven."""
+"""Model, schedule, micro-batches, and the seed of a map that comes back to devices; of 16 rows, 5
+are uneven."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -135,9 +152,22 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
     assert len(races.sites) >= 4
 
 
-def test_every_place_in_the_code_that_waits_is_needed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [CASES[10], CASES[9], CASES[0], CASES[1], CASES[7]]  # the quickest first: one race is enough
+def test_every_place_in_the_code_that_waits_is_needed(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [
+        CASES[10],
+        CASES[9],
+        CASES[0],
+        CASES[1],
+        CASES[7],
+    ]  # the quickest first: one race is enough
     sites = {site for case in cases for site in _train(kept, monkeypatch, *case).sites}
-    idle = [site for site in sorted(sites) if not any(_train(kept, monkeypatch, *c, deaf=site).found for c in cases)]
-    # A copy runs in the queues of both its devices, so that either's wait for what it reads would do.
+    idle = [
+        site
+        for site in sorted(sites)
+        if not any(_train(kept, monkeypatch, *c, deaf=site).found for c in cases)
+    ]
+    # A copy runs in the queues of both its devices, so that either's wait for what it reads would
+    # do.
     assert [function for function, _ in idle] in ([], ["send_all"])

@@ -14,7 +14,8 @@ from placer.testing import logical_devices
 
 
 class _Stopped(nn.Module):
-    """The third layer lets no gradient through to the first two; a fifth layer's result is not used at all."""
+    """The third layer lets no gradient through to the first two; a fifth layer's result is not used
+    at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,11 +30,19 @@ class _Stopped(nn.Module):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", [[], [0, 1, 2, 3]])
 @pytest.mark.parametrize("size", [8, 7])
-def test_layers_before_a_stopped_gradient_are_not_trained(schedule: Order, recompute: list[int], size: int) -> None:
-    # The stage that stopped it sent zeros back, by which weight decay changed the weights of the stages before.
+def test_layers_before_a_stopped_gradient_are_not_trained(
+    schedule: Order, recompute: list[int], size: int
+) -> None:
+    # The stage that stopped it sent zeros back, by which weight decay changed the weights of the
+    # stages before.
     model, whole = twins(_Stopped)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, whole))
-    inputs, target = torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 4, dtype=torch.float64)
+    ours, theirs = (
+        torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, whole)
+    )
+    inputs, target = (
+        torch.randn(size, 4, dtype=torch.float64),
+        torch.randn(size, 4, dtype=torch.float64),
+    )
     with logical_devices(4):
         flow = DataFlow(model)
         flow.layer_gpus.update(one=0, two=1, three=2, four=3, five=3)

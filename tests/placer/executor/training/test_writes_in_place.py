@@ -1,4 +1,5 @@
-"""Models whose layers write in place to what they are given, or to state, train as the unsplit model."""
+"""Models whose layers write in place to what they are given, or to state, train as the unsplit
+model."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class _FrozenStem(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.scale, self.last = nn.Linear(4, 4).requires_grad_(False), _Scale(), nn.Linear(4, 4)
+        self.stem, self.scale, self.last = (
+            nn.Linear(4, 4).requires_grad_(False),
+            _Scale(),
+            nn.Linear(4, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.scale(self.stem(x)))
@@ -135,7 +140,11 @@ class _LargestNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.picks, self.embedding, self.last = _Picks(), nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4)
+        self.picks, self.embedding, self.last = (
+            _Picks(),
+            nn.Embedding(5, 4, max_norm=1.0),
+            nn.Linear(4, 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.embedding(self.picks(x)))
@@ -161,7 +170,9 @@ RECOMPUTE = pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["kept", "rec
 IN_TURN = "ignore:buffer .* is changed in one segment and used in another:UserWarning"
 
 
-def _assert_two_steps_equal(make: type[nn.Module], schedule: Order, devices: int, recompute: tuple[int, ...]) -> None:
+def _assert_two_steps_equal(
+    make: type[nn.Module], schedule: Order, devices: int, recompute: tuple[int, ...]
+) -> None:
     """Layers go to the devices in turn; the unsplit model is trained over the same micro-batches."""
     model, whole = twins(make)
     inputs, target = torch.randn(2, 8, 4, dtype=torch.float64)
@@ -190,7 +201,9 @@ def _assert_two_steps_equal(make: type[nn.Module], schedule: Order, devices: int
 @RECOMPUTE
 @SCHEDULES
 @pytest.mark.parametrize("make", MODELS)
-def test_two_steps_equal_the_unsplit_models(make: type[nn.Module], schedule: Order, recompute: tuple[int, ...]) -> None:
+def test_two_steps_equal_the_unsplit_models(
+    make: type[nn.Module], schedule: Order, recompute: tuple[int, ...]
+) -> None:
     with logical_devices(2):
         _assert_two_steps_equal(make, schedule, 2, recompute)
 

@@ -15,7 +15,8 @@ SLOW = 10.0
 
 
 def on_two_hosts(chain, first_ms, then_ms, size_bytes):
-    """A row of layers on two hosts of two devices each, between which a byte takes ten times as long.
+    """A row of layers on two hosts of two devices each, between which a byte takes ten times as
+    long.
 
     The types of the two hosts run the same layers, in other times.
     """
@@ -23,12 +24,18 @@ def on_two_hosts(chain, first_ms, then_ms, size_bytes):
     problem = Problem.from_request(asked)
     links = tuple(
         tuple(
-            link and link.model_copy(update={"bandwidth_bytes_per_s": 1e3 if (a < 2) == (b < 2) else 1e3 / SLOW})
+            link
+            and link.model_copy(
+                update={"bandwidth_bytes_per_s": 1e3 if (a < 2) == (b < 2) else 1e3 / SLOW}
+            )
             for b, link in enumerate(row)
         )
         for a, row in enumerate(problem.links)
     )
-    devices = [device.model_copy(update={"type": "t" if at < 2 else "u"}) for at, device in enumerate(problem.devices)]
+    devices = [
+        device.model_copy(update={"type": "t" if at < 2 else "u"})
+        for at, device in enumerate(problem.devices)
+    ]
     return replace(
         problem,
         devices=tuple(devices),
@@ -39,7 +46,10 @@ def on_two_hosts(chain, first_ms, then_ms, size_bytes):
 
 
 def bottlenecks(problem):
-    return [costs.evaluate(problem, devices).objective_value for devices in class_cuts.cuts(problem, reduced(problem))]
+    return [
+        costs.evaluate(problem, devices).objective_value
+        for devices in class_cuts.cuts(problem, reduced(problem))
+    ]
 
 
 def test_what_passes_between_hosts_is_cut_where_it_is_small(chain):
@@ -65,7 +75,8 @@ def test_devices_that_make_a_row_longer_hold_nothing(chain):
 def test_memory_is_that_of_each_device(chain):
     problem = Problem.from_request(chain([1.0] * 4, devices=4, param_bytes=10, value_bytes=1))
     rooms = [
-        device.model_copy(update={"memory_bytes": 10 if at < 2 else 30}) for at, device in enumerate(problem.devices)
+        device.model_copy(update={"memory_bytes": 10 if at < 2 else 30})
+        for at, device in enumerate(problem.devices)
     ]
     links = [list(row) for row in problem.links]
     for a, b in itertools.product((0, 1), (2, 3)):

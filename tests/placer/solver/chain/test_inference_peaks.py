@@ -1,4 +1,5 @@
-"""Tables of the memory of intervals in inference, against the definition applied to each interval by itself."""
+"""Tables of the memory of intervals in inference, against the definition applied to each interval
+by itself."""
 
 from itertools import pairwise
 from random import Random
@@ -17,7 +18,10 @@ SIZES = (0, 0, 1, 2, 3, 5, 8, 2**50 + 1)
 def drawn(random):
     """2 to 9 layers, some of which make several values."""
     names = [f"l{index}" for index in range(random.randint(2, 9))]
-    layers = [Layer(name=name, forward_ms={"t": 1}, forward_workspace_bytes=random.choice(SIZES)) for name in names]
+    layers = [
+        Layer(name=name, forward_ms={"t": 1}, forward_workspace_bytes=random.choice(SIZES))
+        for name in names
+    ]
     edges = []
     for index, source in enumerate(names[:-1]):
         later = names[index + 1 :]
@@ -25,7 +29,9 @@ def drawn(random):
             targets = random.sample(later, random.randint(1, min(4, len(later))))
             edges.append(Edge(source=source, targets=targets, bytes=random.choice(SIZES)))
     cluster = Cluster(devices=[Device(name="d", type="t", memory_bytes=2**50)])
-    return Problem.from_request(PlacementRequest(profile=Profile(layers=layers, edges=edges, cluster=cluster)))
+    return Problem.from_request(
+        PlacementRequest(profile=Profile(layers=layers, edges=edges, cluster=cluster))
+    )
 
 
 def worst_moment(problem, here):
@@ -45,15 +51,23 @@ def worst_moment(problem, here):
 def differing(problem, blocks):
     """The intervals of blocks whose worst moment is not what the table has."""
     table = inference_moments(problem, blocks)
-    spans = [(first, end) for first in range(len(blocks)) for end in range(first + 1, len(blocks) + 1)]
+    spans = [
+        (first, end) for first in range(len(blocks)) for end in range(first + 1, len(blocks) + 1)
+    ]
     held = {span: {layer for block in blocks[slice(*span)] for layer in block} for span in spans}
-    return [span for span, layers in held.items() if table[span] != float(worst_moment(problem, layers))]
+    return [
+        span for span, layers in held.items() if table[span] != float(worst_moment(problem, layers))
+    ]
 
 
-@pytest.mark.parametrize("least_run", [by_run.LEAST_RUN, 1], ids=["one run", "runs of up to 3 steps"])
+@pytest.mark.parametrize(
+    "least_run", [by_run.LEAST_RUN, 1], ids=["one run", "runs of up to 3 steps"]
+)
 @pytest.mark.parametrize("shuffled", [False, True], ids=["the profile's order", "any order"])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_interval_holds_what_a_device_with_its_layers_does(seed, shuffled, least_run, monkeypatch):
+def test_each_interval_holds_what_a_device_with_its_layers_does(
+    seed, shuffled, least_run, monkeypatch
+):
     monkeypatch.setattr(by_run, "LEAST_RUN", least_run)
     random = Random(seed)
     for _ in range(60):

@@ -15,18 +15,28 @@ from placer.solver.solve import Portfolio
 
 @pytest.fixture
 def branched():
-    """60 layers on two devices behind links of 1 byte per ms, each of which reads one of the first ten."""
+    """60 layers on two devices behind links of 1 byte per ms, each of which reads one of the first
+    ten."""
     random = Random(1)
-    layers = [Layer(name=f"l{index}", forward_ms={"t": random.uniform(1, 3)}) for index in range(60)]
+    layers = [
+        Layer(name=f"l{index}", forward_ms={"t": random.uniform(1, 3)}) for index in range(60)
+    ]
     readers = {source: [] for source in range(10)}
     for reader in range(10, 60):
         readers[random.randrange(10)].append(f"l{reader}")
-    edges = [Edge(source=f"l{source}", targets=held, bytes=5) for source, held in readers.items() if held]
+    edges = [
+        Edge(source=f"l{source}", targets=held, bytes=5) for source, held in readers.items() if held
+    ]
     cluster = Cluster(
         devices=[Device(name=name, type="t", memory_bytes=1_000) for name in ("d0", "d1")],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in (("d0", "d1"), ("d1", "d0"))],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+            for a, b in (("d0", "d1"), ("d1", "d0"))
+        ],
     )
-    return PlacementRequest(profile=Profile(layers=layers, edges=edges, cluster=cluster), time_limit_s=10)
+    return PlacementRequest(
+        profile=Profile(layers=layers, edges=edges, cluster=cluster), time_limit_s=10
+    )
 
 
 def by_definition(count, arcs, rank):
@@ -36,10 +46,17 @@ def by_definition(count, arcs, rank):
 
         def opened(node):
             sources = [source for source, reader in arcs if reader == node]
-            last = [all(one not in left or one == node for at, one in arcs if at == source) for source in sources]
+            last = [
+                all(one not in left or one == node for at, one in arcs if at == source)
+                for source in sources
+            ]
             return any(source == node for source, _ in arcs) - sum(last)
 
-        ready = [node for node in left if not any(source in left for source, reader in arcs if reader == node)]
+        ready = [
+            node
+            for node in left
+            if not any(source in left for source, reader in arcs if reader == node)
+        ]
         order.append(min(ready, key=lambda node: (opened(node), rank[node])))
         left.remove(order[-1])
     return order
@@ -68,7 +85,9 @@ def test_orders_are_cut_until_the_search_is_over_and_each_is_counted(branched):
 def cuts(monkeypatch):
     """The orders that are cut."""
     found, best_cut = [], optimal_cuts.best_cut
-    monkeypatch.setattr(optimal_cuts, "best_cut", lambda *given: found.append(given) or best_cut(*given))
+    monkeypatch.setattr(
+        optimal_cuts, "best_cut", lambda *given: found.append(given) or best_cut(*given)
+    )
     return found
 
 

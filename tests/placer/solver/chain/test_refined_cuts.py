@@ -16,22 +16,33 @@ from placer.solver.solve import solve
 
 
 def row(random, layers, devices, memory_bytes=1_000, **asked):
-    """A request for layers in a row, some with a skip, on alike devices behind links of 1 byte per ms."""
+    """A request for layers in a row, some with a skip, on alike devices behind links of 1 byte per
+    ms."""
     names = [f"l{index}" for index in range(layers)]
-    skips = [(one, other) for one in range(layers) for other in (one + 2, one + 3) if other < layers]
+    skips = [
+        (one, other) for one in range(layers) for other in (one + 2, one + 3) if other < layers
+    ]
     ends = [*itertools.pairwise(range(layers)), *random.sample(skips, len(skips) // 4)]
     held = [f"d{index}" for index in range(devices)]
     profile = Profile(
         layers=[
-            Layer(name=name, forward_ms={"t": random.uniform(0.5, 3)}, param_bytes=random.randint(1, 5))
+            Layer(
+                name=name,
+                forward_ms={"t": random.uniform(0.5, 3)},
+                param_bytes=random.randint(1, 5),
+            )
             for name in names
         ],
         edges=[
-            Edge(source=names[one], targets=[names[other]], bytes=random.choice((0, 0, 1, 3))) for one, other in ends
+            Edge(source=names[one], targets=[names[other]], bytes=random.choice((0, 0, 1, 3)))
+            for one, other in ends
         ],
         cluster=Cluster(
             devices=[Device(name=name, type="t", memory_bytes=memory_bytes) for name in held],
-            links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(held, 2)],
+            links=[
+                Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+                for a, b in itertools.permutations(held, 2)
+            ],
         ),
     )
     return PlacementRequest(profile=profile, constraints=Constraints(contiguous=True), **asked)
@@ -39,14 +50,23 @@ def row(random, layers, devices, memory_bytes=1_000, **asked):
 
 def best_of_all_cuts(request):
     """The smallest bottleneck of the cuts that fit."""
-    names, held = [layer.name for layer in request.profile.layers], [device.name for device in request.devices]
+    names, held = (
+        [layer.name for layer in request.profile.layers],
+        [device.name for device in request.devices],
+    )
     best = inf
     for number in range(1, len(held) + 1):
         for inner in itertools.combinations(range(1, len(names)), number - 1):
             stages = itertools.pairwise((0, *inner, len(names)))
-            where = {name: held[place] for place, stage in enumerate(stages) for name in names[slice(*stage)]}
+            where = {
+                name: held[place]
+                for place, stage in enumerate(stages)
+                for name in names[slice(*stage)]
+            }
             memory = Memory(request, where, contiguous=True)
-            if all(memory.total(device.name, 1) <= device.usable_bytes for device in request.devices):
+            if all(
+                memory.total(device.name, 1) <= device.usable_bytes for device in request.devices
+            ):
                 best = min(best, busiest_ms(request, where))
     return best
 
@@ -62,7 +82,9 @@ def cuts(problem, nodes, left_s=inf):
     return first, list(refined_cuts.finer_cuts(problem, nodes, first.devices, lambda: left_s))
 
 
-def test_an_order_that_is_first_cut_between_few_runs_as_its_values_have_many_ends_is_cut_anywhere(monkeypatch):
+def test_an_order_that_is_first_cut_between_few_runs_as_its_values_have_many_ends_is_cut_anywhere(
+    monkeypatch,
+):
     monkeypatch.setattr(optimal_cuts, "FEWEST_RUNS", 4)
     monkeypatch.setattr(optimal_cuts, "MOST_ENDS", 10)
     request = row(Random(3), layers=11, devices=3)
@@ -86,16 +108,25 @@ def test_the_last_cut_is_the_best_of_all_and_proven(seed, memory_bytes, of_four_
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(seed, of_four_runs, monkeypatch):
+def test_where_runs_stay_few_each_cut_is_better_than_the_one_before(
+    seed, of_four_runs, monkeypatch
+):
     monkeypatch.setattr(refined_cuts, "MOST_RUNS", 8)
     request = row(Random(seed), layers=40, devices=3)
     problem = Problem.from_request(request)
     first, found = cuts(problem, reduced(problem))
-    names, held = [layer.name for layer in problem.layers], [device.name for device in problem.devices]
-    values = [busiest_ms(request, dict(zip(names, (held[d] for d in cut.devices), strict=True))) for cut in found]
+    names, held = (
+        [layer.name for layer in problem.layers],
+        [device.name for device in problem.devices],
+    )
+    values = [
+        busiest_ms(request, dict(zip(names, (held[d] for d in cut.devices), strict=True)))
+        for cut in found
+    ]
     assert values == pytest.approx([cut.value for cut in found])
     assert values == sorted(set(values), reverse=True)
-    assert values[0] < first.value or values[0] == pytest.approx(first.value)  # sums differ in their last digits
+    # sums differ in their last digits
+    assert values[0] < first.value or values[0] == pytest.approx(first.value)
     assert not any(cut.bound for cut in found)
 
 
@@ -107,7 +138,10 @@ def test_some_cut_between_few_runs_is_made_better(of_four_runs, monkeypatch):
 
 
 def test_a_cut_is_found_where_none_between_the_first_runs_fits(of_four_runs):
-    problems = [Problem.from_request(row(Random(seed), layers=11, devices=3, memory_bytes=15)) for seed in range(30)]
+    problems = [
+        Problem.from_request(row(Random(seed), layers=11, devices=3, memory_bytes=15))
+        for seed in range(30)
+    ]
     both = [cuts(problem, reduced(problem)) for problem in problems]
     assert any(first.devices is None and found for first, found in both)
 
@@ -134,12 +168,21 @@ def test_distances_rise_from_beside_a_border_to_the_end_of_its_neighbourhood(rea
 def bottleneck_of_a_chain(request):
     """By a plain recursion over the number of devices and the end."""
     times = [layer.forward_ms["t"] for layer in request.profile.layers]
-    sent = [0.0, *(float(edge.bytes) for edge in request.profile.edges), 0.0]  # at each border, of 1 byte per ms
+    # at each border, of 1 byte per ms
+    sent = [0.0, *(float(edge.bytes) for edge in request.profile.edges), 0.0]
     count, done = len(times), [0.0, *itertools.accumulate(times)]
     best = [0.0] + [inf] * count
     for _ in request.devices:
         best = [
-            min([best[end], *(max(best[at], done[end] - done[at] + sent[at] + sent[end]) for at in range(end))])
+            min(
+                [
+                    best[end],
+                    *(
+                        max(best[at], done[end] - done[at] + sent[at] + sent[end])
+                        for at in range(end)
+                    ),
+                ]
+            )
             for end in range(count + 1)
         ]
     return best[count]
@@ -150,10 +193,16 @@ def test_a_chain_of_more_nodes_than_are_cut_at_once_is_proven():
     names, held = [f"l{index}" for index in range(optimal_cuts.MOST_NODES + 40)], ["d0", "d1", "d2"]
     profile = Profile(
         layers=[Layer(name=name, forward_ms={"t": random.uniform(0.5, 3)}) for name in names],
-        edges=[Edge(source=a, targets=[b], bytes=random.randint(1, 40)) for a, b in itertools.pairwise(names)],
+        edges=[
+            Edge(source=a, targets=[b], bytes=random.randint(1, 40))
+            for a, b in itertools.pairwise(names)
+        ],
         cluster=Cluster(
             devices=[Device(name=name, type="t", memory_bytes=10**6) for name in held],
-            links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(held, 2)],
+            links=[
+                Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+                for a, b in itertools.permutations(held, 2)
+            ],
         ),
     )
     request = PlacementRequest(profile=profile, time_limit_s=120)

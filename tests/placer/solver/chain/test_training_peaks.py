@@ -26,11 +26,16 @@ def test_each_interval_is_worth_what_a_device_with_its_layers_holds(seed, traini
                 found = memory.footprint(problem, memory.Held(layers, list(problem.values)))
                 passing = found.one.activation_bytes + found.one.workspace_bytes
                 step = sum(problem.step_bytes[layer] for layer in layers)
-                assert (tables.kept[first, end], max(tables.moment[first, end], step)) == (found.kept_bytes, passing)
+                assert (tables.kept[first, end], max(tables.moment[first, end], step)) == (
+                    found.kept_bytes,
+                    passing,
+                )
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_for_itself(seed, training_problem):
+def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_for_itself(
+    seed, training_problem
+):
     random = Random(seed)
     for _ in range(100):
         problem = training_problem(random, schedule="zero-bubble")
@@ -44,7 +49,9 @@ def test_with_weight_halves_apart_each_interval_is_worth_what_a_micro_batch_has_
                 layers = [layer for block in blocks[first:end] for layer in block]
                 left = sum(problem.deferred_bytes[layer] for layer in layers)
                 held = memory.Held(layers, list(problem.values))
-                ahead = max(tables.ahead[first, end], tables.kept[first, end] + memory.sent_bytes(held))
+                ahead = max(
+                    tables.ahead[first, end], tables.kept[first, end] + memory.sent_bytes(held)
+                )
                 found = memory.footprint(problem, held).recorded
                 assert ahead + memory.crossing_bytes(held) == found.each_bytes
                 assert tables.back[first, end] + left == found.backward_bytes

@@ -26,16 +26,25 @@ SPEEDS, LATENCIES = (1e3, 2.5e3, 1e4), (0.0, 1e-4, 1e-3)
 
 @st.composite
 def on_hosts(draw):
-    """A small request whose devices are on two hosts: alike on each, but not on both; with links of four kinds."""
-    request = draw(small_requests(objectives=("throughput",))).model_copy(update={"transfers": "added"})
+    """A small request whose devices are on two hosts: alike on each, but not on both; with links of
+    four kinds."""
+    request = draw(small_requests(objectives=("throughput",))).model_copy(
+        update={"transfers": "added"}
+    )
     random = Random(draw(st.integers(0, 2**64 - 1)))
     host = [random.choice([0, 0, 1]) for _ in request.devices]
     types = sorted({device.type for device in request.devices})
     of_host = [
-        {"type": random.choice(types), "memory_bytes": request.devices[0].memory_bytes + random.choice([0, 7])}
+        {
+            "type": random.choice(types),
+            "memory_bytes": request.devices[0].memory_bytes + random.choice([0, 7]),
+        }
         for _ in (0, 1)
     ]
-    kinds = [{"bandwidth_bytes_per_s": random.choice(SPEEDS), "latency_s": random.choice(LATENCIES)} for _ in range(4)]
+    kinds = [
+        {"bandwidth_bytes_per_s": random.choice(SPEEDS), "latency_s": random.choice(LATENCIES)}
+        for _ in range(4)
+    ]
     devices = [
         Device(name=device.name, reserve_bytes=2, **of_host[its])
         for device, its in zip(request.devices, host, strict=True)
@@ -69,7 +78,9 @@ def test_no_assignment_is_below_the_bound_of_all_orders(request):
 
 @SETTINGS
 @given(request=on_hosts())
-def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_where_links_are_told_apart(request):
+def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_where_links_are_told_apart(
+    request,
+):
     problem = replace(Problem.from_request(request), contiguous=True)
     nodes = reduced(problem)
     assume(class_orders.applies(problem, nodes) and all(nodes.allowed))
@@ -77,7 +88,10 @@ def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_wher
     assume(best)
     search = Portfolio(problem)
     search.request, search.nodes = problem.request, nodes
-    search.offer(next(devices for devices in every_map(problem, nodes) if costs.judged(problem, devices)), "given")
+    search.offer(
+        next(devices for devices in every_map(problem, nodes) if costs.judged(problem, devices)),
+        "given",
+    )
     assert search_orders(search)
     assert search.bound <= best * (1 + 1e-9)
     assert search.value >= best * (1 - 1e-9)
@@ -96,7 +110,8 @@ def every_map(problem, nodes):
 
 @pytest.fixture
 def two_hosts(chain):
-    """Six layers of 4 ms on two fast devices and two that take twice as long: 1 ms inside a host, 5 ms between."""
+    """Six layers of 4 ms on two fast devices and two that take twice as long: 1 ms inside a host, 5
+    ms between."""
     request = chain([4.0] * 6, value_bytes=1_000)
     layers = [
         layer.model_copy(update={"forward_ms": {"fast": 4.0, "slow": 8.0}, "backward_ms": {}})
@@ -117,13 +132,16 @@ def two_hosts(chain):
 def test_each_order_is_solved_with_what_its_links_cost(two_hosts):
     problem = Problem.from_request(two_hosts)
     found = answers(problem, 14.0)
-    assert min(chain.bound for chain in found.values()) == pytest.approx(brute_force(two_hosts, True))
+    assert min(chain.bound for chain in found.values()) == pytest.approx(
+        brute_force(two_hosts, True)
+    )
     everywhere_inside = min(
         max(4 * one + 1, 4 * two + 2, 8 * three + 2, 8 * four + 1)
         for one, two, three, four in itertools.product(range(7), repeat=4)
         if one + two + three + four == 6
     )
-    assert found[0, 0, 1, 1].bound > everywhere_inside + 2  # the way between hosts is paid for
+    # the way between hosts is paid for
+    assert found[0, 0, 1, 1].bound > everywhere_inside + 2
 
 
 def test_windows_hold_what_each_placement_in_their_order_does(two_hosts):
@@ -139,23 +157,36 @@ def test_windows_hold_what_each_placement_in_their_order_does(two_hosts):
         if costs.judged(problem, stages).objective_value <= 15.0:
             within.append(stages)
     assert within
-    assert all(first <= stage <= last for found in within for (first, last), stage in zip(narrow, found, strict=True))
+    assert all(
+        first <= stage <= last
+        for found in within
+        for (first, last), stage in zip(narrow, found, strict=True)
+    )
     assert narrow != [(0, 3)] * 6
 
 
 def test_where_there_is_no_link_nothing_crosses(two_hosts):
-    apart = [link for link in two_hosts.cluster.links if {link.source, link.target} in ({"a", "b"}, {"c", "d"})]
+    apart = [
+        link
+        for link in two_hosts.cluster.links
+        if {link.source, link.target} in ({"a", "b"}, {"c", "d"})
+    ]
     cluster = two_hosts.cluster.model_copy(update={"links": tuple(apart)})
     problem = Problem.from_request(two_hosts.model_copy(update={"cluster": cluster}))
     chains = answers(problem, 14.0)
-    assert min(chain.bound for chain in chains.values()) == pytest.approx(13.0)  # three layers and 1 ms on a and b
+    # three layers and 1 ms on a and b
+    assert min(chain.bound for chain in chains.values()) == pytest.approx(13.0)
 
 
 def test_more_orders_than_can_be_gone_through_are_left_alone(two_hosts):
     problem = Problem.from_request(two_hosts)
     assert class_orders.applies(problem, reduced(problem))
     assert len(class_orders.orders(problem)) == 6
-    kinds = [device.model_copy(update={"name": f"{number}"}) for number in range(5) for device in problem.devices]
+    kinds = [
+        device.model_copy(update={"name": f"{number}"})
+        for number in range(5)
+        for device in problem.devices
+    ]
     nowhere = ((None,) * 20,) * 20
     columns = {
         "forward_ms": tuple(row * 5 for row in problem.forward_ms),
@@ -173,11 +204,14 @@ def test_a_value_is_sent_to_every_stage_that_reads_it(two_hosts):
     profile = two_hosts.profile
     for_all = Edge(source="l0", targets=[layer.name for layer in profile.layers[1:]], bytes=3_000)
     profile = profile.model_copy(update={"edges": (*profile.edges, for_all)})
-    four = two_hosts.constraints.model_copy(update={"pinned": {"l0": "a", "l2": "b", "l3": "b", "l4": "c", "l5": "d"}})
+    four = two_hosts.constraints.model_copy(
+        update={"pinned": {"l0": "a", "l2": "b", "l3": "b", "l4": "c", "l5": "d"}}
+    )
     request = two_hosts.model_copy(update={"profile": profile, "constraints": four})
     problem = Problem.from_request(request)
     best = brute_force(request, True)
     chain = min(answers(problem, best * 1.01).values(), key=lambda chain: chain.bound)
     assert chain.bound == pytest.approx(best)
     result = costs.judged(problem, chain.devices)
-    assert max(result.load_ms) == result.load_ms[0]  # which sends to the three others
+    # which sends to the three others
+    assert max(result.load_ms) == result.load_ms[0]

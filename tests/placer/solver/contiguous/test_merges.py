@@ -70,12 +70,15 @@ def test_only_chains_within_the_bottleneck_count(enumerated):
         if best.devices is None:
             continue
         for share in (1.0, 1.1, 2.0):
-            assert ideals.best_chain(problem, nodes, share * best.value).value == pytest.approx(best.value, rel=1e-9)
+            assert ideals.best_chain(problem, nodes, share * best.value).value == pytest.approx(
+                best.value, rel=1e-9
+            )
         assert ideals.best_chain(problem, nodes, 0.999 * best.value).devices is None
 
 
 def test_a_layer_goes_with_the_one_that_it_exchanges_most_with(chain):
-    # l1 brought to l0 saves both stages the 5 between them, for 2 of work; its value to l2 costs nothing
+    # l1 brought to l0 saves both stages the 5 between them, for 2 of work; its value to l2 costs
+    # nothing
     problem = Problem.from_request(chain([4.0, 2.0, 4.0]))
     heavy, _ = problem.values
     problem = replace(problem, values=(replace(heavy, bytes=5), problem.values[1]))

@@ -22,7 +22,9 @@ def test_no_layers_alone_take_longer_than_all_do():
         best = best_of(problem, reduced(problem))
         if best is None:
             continue
-        layers = sorted(random.sample(range(len(problem.layers)), random.randint(2, len(problem.layers) - 1)))
+        layers = sorted(
+            random.sample(range(len(problem.layers)), random.randint(2, len(problem.layers) - 1))
+        )
         part = part_of(problem, layers)
         found = best_of(part, reduced(part))
         assert found is not None and found <= best * (1 + 1e-12)
@@ -39,15 +41,23 @@ def wide_at_the_beginning(light=20, devices=6):
     edges += [Edge(source=f"l{i}", targets=[f"l{i + 2}"], bytes=1) for i in range(light - 2)]
     places = [Device(name=f"d{index}", type="t", memory_bytes=1_000) for index in range(devices)]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3) for a in places for b in places if a is not b
+        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=1e3)
+        for a in places
+        for b in places
+        if a is not b
     ]
-    profile = Profile(layers=[*heavy, *rest], edges=edges, cluster=Cluster(devices=places, links=links))
-    return Problem.from_request(PlacementRequest(profile=profile, constraints=Constraints(contiguous=True)))
+    profile = Profile(
+        layers=[*heavy, *rest], edges=edges, cluster=Cluster(devices=places, links=links)
+    )
+    return Problem.from_request(
+        PlacementRequest(profile=profile, constraints=Constraints(contiguous=True))
+    )
 
 
 @pytest.fixture
 def begun():
-    """A search whose best placement has two heavy layers a stage, and half of the light ones on each of two more."""
+    """A search whose best placement has two heavy layers a stage, and half of the light ones on
+    each of two more."""
     problem = wide_at_the_beginning()
     search = Search(problem)
     search.offer([0, 0, 1, 1, *[2] * 10, *[3] * 10], "by hand")

@@ -34,7 +34,9 @@ def test_what_is_one_group_is_divided_at_best(request):
     assume(all(nodes.allowed))
     numbers = random.Random(0)
     for _ in range(20):
-        search = search_from(problem, nodes.spread([numbers.choice(sorted(allowed)) for allowed in nodes.allowed]))
+        search = search_from(
+            problem, nodes.spread([numbers.choice(sorted(allowed)) for allowed in nodes.allowed])
+        )
         if search.best is not None:
             break
     assume(search.best is not None)
@@ -42,8 +44,13 @@ def test_what_is_one_group_is_divided_at_best(request):
     redivision.divide_anew(search, nodes, 10.0)
     result = costs.judged(problem, search.best)
     assert result.objective_value == search.value <= start
-    if stage_scope.applies(problem) and problem.most_devices - 1 <= len(result.stages) <= redivision.MOST:
-        assert search.value == pytest.approx(brute_force(request, True), rel=2 * redivision.GAIN, abs=1e-6)
+    if (
+        stage_scope.applies(problem)
+        and problem.most_devices - 1 <= len(result.stages) <= redivision.MOST
+    ):
+        assert search.value == pytest.approx(
+            brute_force(request, True), rel=2 * redivision.GAIN, abs=1e-6
+        )
 
 
 def test_stages_beyond_the_group_move_on_where_a_device_is_left(chain):
@@ -55,7 +62,9 @@ def test_stages_beyond_the_group_move_on_where_a_device_is_left(chain):
 
 
 def test_a_chain_of_many_stages_is_balanced_group_by_group(chain):
-    problem = Problem.from_request(chain([1.0] * 24, devices=8, constraints=Constraints(contiguous=True)))
+    problem = Problem.from_request(
+        chain([1.0] * 24, devices=8, constraints=Constraints(contiguous=True))
+    )
     search = search_from(problem, [min(layer, 7) for layer in range(24)])
     before = search.value
     redivision.divide_anew(search, reduced(problem), 10.0)
@@ -63,7 +72,9 @@ def test_a_chain_of_many_stages_is_balanced_group_by_group(chain):
 
 
 def test_where_the_busiest_stage_alone_counts_no_group_is_without_it(chain, monkeypatch):
-    problem = Problem.from_request(chain([1.0, 1.0, 9.0, 1.0], devices=4, constraints=Constraints(contiguous=True)))
+    problem = Problem.from_request(
+        chain([1.0, 1.0, 9.0, 1.0], devices=4, constraints=Constraints(contiguous=True))
+    )
     quicker, tried = redivision._quicker, []
 
     def told(search, nodes, current, group, work):
@@ -73,12 +84,16 @@ def test_where_the_busiest_stage_alone_counts_no_group_is_without_it(chain, monk
     monkeypatch.setattr(redivision, "_quicker", told)
     for alone in (True, False):
         tried.clear()
-        redivision.divide_anew(search_from(problem, [0, 1, 2, 3]), reduced(problem), 10.0, busiest_alone=alone)
+        redivision.divide_anew(
+            search_from(problem, [0, 1, 2, 3]), reduced(problem), 10.0, busiest_alone=alone
+        )
         assert all(group.first <= 2 < group.end for group in tried) == alone and tried
 
 
 def test_no_more_work_is_done_than_may_be(chain):
-    problem = Problem.from_request(chain([1.0] * 24, devices=8, constraints=Constraints(contiguous=True)))
+    problem = Problem.from_request(
+        chain([1.0] * 24, devices=8, constraints=Constraints(contiguous=True))
+    )
     search = search_from(problem, [min(layer, 7) for layer in range(24)])
     search.meter.limit = 0.0
     before = search.value

@@ -15,7 +15,8 @@ from placer.solver.reduce import reduced
 
 
 def in_order(seed):
-    """A small problem whose values are read by several, sent to each stage that does, and never backwards."""
+    """A small problem whose values are read by several, sent to each stage that does, and never
+    backwards."""
     problem, random = drawn(seed), Random(seed)
     count = len(problem.layers)
     values = []
@@ -32,7 +33,8 @@ def in_order(seed):
 
 @pytest.fixture(scope="module")
 def sent():
-    """Problems with values of several readers, their nodes and their best bottlenecks by enumeration."""
+    """Problems with values of several readers, their nodes and their best bottlenecks by
+    enumeration."""
     problems = [problem for seed in range(200) if sends.applies(problem := in_order(seed))]
     found = [(problem, nodes := reduced(problem), best_of(problem, nodes)) for problem in problems]
     return [(problem, nodes, best) for problem, nodes, best in found if best is not None]
@@ -48,7 +50,10 @@ def test_the_best_chain_is_the_optimum_where_each_stage_that_reads_a_value_is_se
 
 def test_values_that_count_once_prove_less(sent, monkeypatch):
     monkeypatch.setattr(ideals, "sends_apply", lambda problem: False)
-    less = sum(ideals.best_chain(problem, nodes, best).bound < best * (1 - 1e-6) for problem, nodes, best in sent)
+    less = sum(
+        ideals.best_chain(problem, nodes, best).bound < best * (1 - 1e-6)
+        for problem, nodes, best in sent
+    )
     assert less > 5
 
 
@@ -63,7 +68,9 @@ def read_by_all(chain, stages=3):
     """A chain whose first layer is read by all others as well."""
     problem = Problem.from_request(chain([2.0] * stages, devices=stages, value_bytes=0))
     first, *others = problem.values
-    return replace(problem, values=(replace(first, readers=tuple(range(1, stages)), bytes=1), *others))
+    return replace(
+        problem, values=(replace(first, readers=tuple(range(1, stages)), bytes=1), *others)
+    )
 
 
 def test_a_source_pays_for_every_stage_that_reads(chain):
@@ -82,6 +89,18 @@ def test_labels_that_are_too_many_leave_the_bound_of_values_that_count_once(chai
 
 def test_a_product_in_parts_is_that_of_the_whole():
     random = np.random.default_rng(0)
-    for rows, inner, columns in ((1, 1, 1), (3, 70, 5), (90, 40, 200), (500, 300, 1), (2, 300_000, 3), (0, 5, 9)):
-        left, right = random.integers(9, size=(rows, inner)), random.integers(9, size=(inner, columns))
-        assert (ideal_frontiers.product(left.astype(float), right.astype(float)) == left @ right).all()
+    for rows, inner, columns in (
+        (1, 1, 1),
+        (3, 70, 5),
+        (90, 40, 200),
+        (500, 300, 1),
+        (2, 300_000, 3),
+        (0, 5, 9),
+    ):
+        left, right = (
+            random.integers(9, size=(rows, inner)),
+            random.integers(9, size=(inner, columns)),
+        )
+        assert (
+            ideal_frontiers.product(left.astype(float), right.astype(float)) == left @ right
+        ).all()

@@ -1,4 +1,5 @@
-"""The memory of stages, as chains of ideals take it, against the cost model and against trying every assignment."""
+"""The memory of stages, as chains of ideals take it, against the cost model and against trying
+every assignment."""
 
 import itertools
 from random import Random
@@ -64,13 +65,17 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
             members = chosen == device
             flight = room.flight(len(result.stages) - place)
             use = result.least_memory[device].total_bytes
-            assert room.least(device, flight)[members].sum() <= use <= room.most(flight)[members].sum()
+            assert (
+                room.least(device, flight)[members].sum() <= use <= room.most(flight)[members].sum()
+            )
             more_ms = room.more_ms(device, flight, members)
             fits = use <= problem.devices[device].usable_bytes
             assert (more_ms < np.inf) == fits
             if fits and problem.recompute[device] == "auto":
                 again = sum(
-                    problem.forward_ms[layer][device] for node in np.flatnonzero(members) for layer in nodes.nodes[node]
+                    problem.forward_ms[layer][device]
+                    for node in np.flatnonzero(members)
+                    for layer in nodes.nodes[node]
                 )
                 assert more_ms == pytest.approx(again if device in result.recompute else 0.0)
 
@@ -79,7 +84,11 @@ def test_stages_have_what_the_cost_model_says_and_sums_are_no_more(request, seed
 @given(request=trained())
 def test_chains_of_all_orders_are_no_worse_than_any_assignment_that_fits(request):
     problem, nodes = in_orders(request)
-    fitting = [result.objective_value for _, result in placements(problem, nodes) if costs.fits(problem, result)]
+    fitting = [
+        result.objective_value
+        for _, result in placements(problem, nodes)
+        if costs.fits(problem, result)
+    ]
     assume(fitting)
     for upper in (min(fitting), 2 * min(fitting)):
         given = ClassOrders(problem, nodes, upper)
@@ -112,14 +121,23 @@ def test_where_no_order_has_a_chain_nothing_fits(request):
     fits = any(costs.fits(problem, result) for _, result in placements(problem, nodes))
     assert not (none and fits)
     assert search.best is None or fits
-    linked = all(link is not None for a, row in enumerate(problem.links) for b, link in enumerate(row) if a != b)
-    asks_more = problem.least_devices > 1 or problem.most_layers is not None or not linked  # than chains tell of
+    linked = all(
+        link is not None
+        for a, row in enumerate(problem.links)
+        for b, link in enumerate(row)
+        if a != b
+    )
+    # than chains tell of
+    asks_more = problem.least_devices > 1 or problem.most_layers is not None or not linked
     assert search.best is not None or none or asks_more
 
 
 def test_a_first_stage_that_keeps_more_micro_batches_gets_fewer_layers(chain):
-    """Of 4 stages the first has 4 micro-batches in flight: in 45 bytes it keeps 10 of one layer of each."""
-    request = chain([1.0] * 8, devices=4, memory_bytes=45, constraints=Constraints(contiguous=True), chunks=8)
+    """Of 4 stages the first has 4 micro-batches in flight: in 45 bytes it keeps 10 of one layer of
+    each."""
+    request = chain(
+        [1.0] * 8, devices=4, memory_bytes=45, constraints=Constraints(contiguous=True), chunks=8
+    )
     layers = [layer.model_copy(update={"saved_bytes": 10}) for layer in request.profile.layers]
     layers = [layer.model_copy(update={"backward_ms": {"t": 1.0}}) for layer in layers]
     profile = request.profile.model_copy(update={"layers": tuple(layers), "training": True})

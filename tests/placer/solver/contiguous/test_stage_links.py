@@ -42,7 +42,10 @@ def on_two_hosts(chain):
     hosts = {"a": "one", "b": "one", "c": "two", "d": "two"}
     kind = request.placed_on.devices[0].type
     cluster = Cluster(
-        devices=tuple(Device(name=name, type=kind, memory_bytes=10**6, host=host) for name, host in hosts.items()),
+        devices=tuple(
+            Device(name=name, type=kind, memory_bytes=10**6, host=host)
+            for name, host in hosts.items()
+        ),
         links=tuple(
             Link(source=a, target=b, bandwidth_bytes_per_s=1e6 if hosts[a] == hosts[b] else 2e5)
             for a in hosts

@@ -41,7 +41,9 @@ def test_a_bottleneck_that_no_stage_can_keep_is_infeasible(chain):
 def test_devices_of_two_types_are_told_apart(chain):
     request = chain([4.0, 1.0, 1.0])
     layers = [
-        layer.model_copy(update={"forward_ms": {"t": layer.forward_ms["t"], "slow": 3 * layer.forward_ms["t"]}})
+        layer.model_copy(
+            update={"forward_ms": {"t": layer.forward_ms["t"], "slow": 3 * layer.forward_ms["t"]}}
+        )
         for layer in request.profile.layers
     ]
     cluster = request.placed_on

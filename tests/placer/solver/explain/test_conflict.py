@@ -1,4 +1,5 @@
-"""The smallest group of requirements that cannot hold together, against all that each assignment meets."""
+"""The smallest group of requirements that cannot hold together, against all that each assignment
+meets."""
 
 import itertools
 
@@ -16,7 +17,8 @@ SETTINGS = examples(70)
 
 
 def met_sets(request, requirements, contiguous):
-    """What each assignment, in each shape and order of stages, meets: the numbers of the requirements."""
+    """What each assignment, in each shape and order of stages, meets: the numbers of the
+    requirements."""
     found = set()
     for shape in [True, False] if contiguous else [False]:
         every = Enumeration(request, shape)
@@ -44,7 +46,10 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
 
 def test_what_has_nothing_to_do_with_it_is_not_named(chain):
     rules = Constraints(
-        pinned={"l0": "d0", "l1": "d0", "l3": "d1"}, forbidden={"l2": ("d0",)}, colocated=(("l1", "l2"),), max_devices=2
+        pinned={"l0": "d0", "l1": "d0", "l3": "d1"},
+        forbidden={"l2": ("d0",)},
+        colocated=(("l1", "l2"),),
+        max_devices=2,
     )
     why = solve(chain([1] * 4, constraints=rules)).infeasible
     assert why.requirements == (

@@ -1,4 +1,5 @@
-"""Objective ``step``: the smallest group of requirements that no micro-batches, schedule and map meet together."""
+"""Objective ``step``: the smallest group of requirements that no micro-batches, schedule and map
+meet together."""
 
 import itertools
 
@@ -27,8 +28,12 @@ def hard_requests(draw):
     devices = [device.name for device in asked.devices]
     rules = {
         "contiguous": asked.constraints.contiguous,
-        "pinned": draw(st.dictionaries(st.sampled_from(names), st.sampled_from(devices), max_size=3)),
-        "forbidden": draw(st.dictionaries(st.sampled_from(names), st.tuples(st.sampled_from(devices)), max_size=1)),
+        "pinned": draw(
+            st.dictionaries(st.sampled_from(names), st.sampled_from(devices), max_size=3)
+        ),
+        "forbidden": draw(
+            st.dictionaries(st.sampled_from(names), st.tuples(st.sampled_from(devices)), max_size=1)
+        ),
         "colocated": draw(st.sampled_from([(), ((names[0], names[-1]),)])),
         "max_devices": draw(st.sampled_from([None, 1, 2])),
         "max_layers": draw(st.sampled_from([None, 1, 2])),
@@ -38,7 +43,9 @@ def hard_requests(draw):
     for device in cluster["devices"]:
         device["memory_bytes"] = limit
     try:
-        return PlacementRequest.model_validate(asked.model_dump() | {"constraints": rules, "cluster": cluster})
+        return PlacementRequest.model_validate(
+            asked.model_dump() | {"constraints": rules, "cluster": cluster}
+        )
     except InputError:  # pins that contradict a rule by themselves
         reject()
 
@@ -58,7 +65,8 @@ def met_sets(request, asked):
 
 
 def uses(every, where, own):
-    """Bytes by device for each order of stages; of free stages that are not the way's own, all are in flight."""
+    """Bytes by device for each order of stages; of free stages that are not the way's own, all are
+    in flight."""
     if every.contiguous != own:
         yield from every.uses(where)
         return
@@ -86,7 +94,9 @@ def test_nothing_meets_the_group_and_something_meets_every_smaller_one(request):
 
 def test_a_schedule_that_keeps_stages_together_and_pins_that_go_round_are_named(chain):
     rules = Constraints(pinned={"l0": "d0", "l1": "d1", "l2": "d0"})
-    why = solve(chain([1] * 3, objective="step", chunks=2, schedule="1f1b", constraints=rules)).infeasible
+    why = solve(
+        chain([1] * 3, objective="step", chunks=2, schedule="1f1b", constraints=rules)
+    ).infeasible
     assert why.smallest and len(why.requirements) == 4 and "contiguous" in why.requirements[-1]
 
 

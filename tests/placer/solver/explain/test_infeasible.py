@@ -14,7 +14,9 @@ def reason(request):
 def test_a_layer_that_fits_nowhere_is_named_with_what_is_short(chain):
     why = reason(chain([1, 1, 1], param_bytes=[10, 2048, 10], memory_bytes=1024))
     assert why.layers == ("l1",) and why.short_bytes == 1024
-    assert why.reason == "layer 'l1' needs 2.0 KiB; the largest limit is 1.0 KiB (d0): 1.0 KiB short"
+    assert (
+        why.reason == "layer 'l1' needs 2.0 KiB; the largest limit is 1.0 KiB (d0): 1.0 KiB short"
+    )
 
 
 def test_layers_kept_together_that_fit_nowhere_are_named(chain):
@@ -31,12 +33,21 @@ def test_a_model_larger_than_all_devices_says_what_is_short_in_all(chain):
 
 
 def test_fewer_devices_allowed_count_with_their_memory_alone(chain):
-    why = reason(chain([1] * 4, devices=4, param_bytes=500, memory_bytes=700, constraints=Constraints(max_devices=2)))
+    why = reason(
+        chain(
+            [1] * 4,
+            devices=4,
+            param_bytes=500,
+            memory_bytes=700,
+            constraints=Constraints(max_devices=2),
+        )
+    )
     assert why.short_bytes == 4 * 500 - 2 * 700
 
 
 def test_layers_that_cannot_be_packed_say_how_near_the_nearest_is(chain):
-    # 3 layers of 600 on two devices of 1000: the total, 1800, is below 2000, but some device gets two of them
+    # 3 layers of 600 on two devices of 1000: the total, 1800, is below 2000, but some device gets
+    # two of them
     why = reason(chain([1] * 3, param_bytes=600, memory_bytes=1000))
     assert why.short_bytes == 200
     assert "200 B short" in why.reason
@@ -62,7 +73,9 @@ def test_pins_that_go_back_and_forth_stand_against_contiguity(chain):
 def test_pins_to_devices_without_a_link_name_the_links(chain):
     request = chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}))
     cut = request.profile.cluster.model_copy(update={"links": ()})
-    why = reason(request.model_copy(update={"profile": request.profile.model_copy(update={"cluster": cut})}))
+    why = reason(
+        request.model_copy(update={"profile": request.profile.model_copy(update={"cluster": cut})})
+    )
     assert why.requirements[:2] == ("layer 'l0' is pinned to 'd0'", "layer 'l1' is pinned to 'd1'")
     assert "some are missing" in why.requirements[2] and len(why.requirements) == 3
 
@@ -74,6 +87,11 @@ def test_pins_to_more_devices_than_allowed_name_the_number(chain):
 
 def test_the_text_of_a_reason_names_the_requirements_that_it_does_not_name_itself(chain):
     why = reason(chain([1, 1, 1], param_bytes=[10, 2048, 10], memory_bytes=1024))
-    assert why.text == f"{why.reason}; cannot hold together: 'd0' holds at most 1.0 KiB; 'd1' holds at most 1.0 KiB"
-    why = reason(chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}, max_devices=1)))
+    assert (
+        why.text
+        == f"{why.reason}; cannot hold together: 'd0' holds at most 1.0 KiB; 'd1' holds at most 1.0 KiB"
+    )
+    why = reason(
+        chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}, max_devices=1))
+    )
     assert why.text == why.reason

@@ -32,7 +32,8 @@ def test_links_limit_where_transfers_outweigh_compute(chain):
     apart = Constraints(pinned={"l0": "d0", "l1": "d1"})
     placement = solve(chain([1.0, 1.0], value_bytes=10, constraints=apart, explain=True))
     assert placement.limits.kind == "link"
-    assert changes(placement)["links twice as fast"] == pytest.approx(11 / 6)  # 1 + 10 ms, then 1 + 5
+    # 1 + 10 ms, then 1 + 5
+    assert changes(placement)["links twice as fast"] == pytest.approx(11 / 6)
 
 
 def test_memory_limits_where_more_of_it_is_faster(chain):
@@ -61,13 +62,17 @@ def test_a_help_that_does_not_add_up_is_caught(chain):
     request = chain([1.0] * 12, devices=3, explain=True)
     placement = solve(request)
     help = placement.limits.helps[0]
-    wrong = placement.limits.model_copy(update={"helps": (help.model_copy(update={"speedup": 2 * help.speedup}),)})
+    wrong = placement.limits.model_copy(
+        update={"helps": (help.model_copy(update={"speedup": 2 * help.speedup}),)}
+    )
     with pytest.raises(PlacementError, match="speedup"):
         check(request, placement.model_copy(update={"limits": wrong}))
 
 
 def test_the_largest_memory_is_less_with_a_device_more(chain):
-    placement = solve(chain([1.0] * 6, param_bytes=100, devices=2, objective="memory", explain=True))
+    placement = solve(
+        chain([1.0] * 6, param_bytes=100, devices=2, objective="memory", explain=True)
+    )
     assert placement.limits.kind == "memory"
     assert placement.limits.what == "d0 holds 300 B, 300 B of it for parameters"
     assert changes(placement)["one device more"] == pytest.approx(3 / 2)
@@ -75,20 +80,32 @@ def test_the_largest_memory_is_less_with_a_device_more(chain):
 
 def test_fewer_devices_do_where_each_may_be_busy_longer(chain):
     # 12 layers of 1 ms within 3.7 ms: 3 on each of 4; within 4.07 ms, 4 on each of 3
-    placement = solve(chain([1.0] * 12, devices=5, objective="devices", bottleneck_ms=3.7, explain=True))
+    placement = solve(
+        chain([1.0] * 12, devices=5, objective="devices", bottleneck_ms=3.7, explain=True)
+    )
     assert placement.objective_value == 4
-    assert placement.limits.kind == "work" and "12 ms in all; a device may be busy for 3.7 ms" in placement.limits.what
+    assert (
+        placement.limits.kind == "work"
+        and "12 ms in all; a device may be busy for 3.7 ms" in placement.limits.what
+    )
     assert changes(placement) == {"bottleneck_ms = 4.07": pytest.approx(4 / 3)}
 
 
 def test_memory_can_be_what_asks_for_more_devices(chain):
-    request = chain([1.0] * 4, devices=4, param_bytes=600, objective="devices", bottleneck_ms=100, explain=True)
+    request = chain(
+        [1.0] * 4, devices=4, param_bytes=600, objective="devices", bottleneck_ms=100, explain=True
+    )
     placement = solve(request)
-    assert placement.limits.kind == "memory" and placement.limits.what == "memory: without its limits 1 instead of 4"
+    assert (
+        placement.limits.kind == "memory"
+        and placement.limits.what == "memory: without its limits 1 instead of 4"
+    )
 
 
 def test_a_pin_that_costs_time_is_a_rule_that_would_help_by_going(chain):
-    request = chain([1.0] * 4, constraints=Constraints(pinned={f"l{i}": "d0" for i in range(3)}), explain=True)
+    request = chain(
+        [1.0] * 4, constraints=Constraints(pinned={f"l{i}": "d0" for i in range(3)}), explain=True
+    )
     assert changes(solve(request))["without pins"] == pytest.approx(3 / 2)
 
 
@@ -98,6 +115,9 @@ def test_one_more_of_the_devices_that_are_there_would_help_where_not_all_may_be_
 
 
 def test_a_step_is_shorter_with_a_device_more(chain):
-    # 6 micro-batches' inference: one way of 6 ms, then 5 times the longest stage, of 3 layers or of 2
-    placement = solve(chain([1.0] * 6, devices=2, objective="step", chunks=6, schedule="auto", explain=True))
+    # 6 micro-batches' inference: one way of 6 ms, then 5 times the longest stage, of 3 layers or of
+    # 2
+    placement = solve(
+        chain([1.0] * 6, devices=2, objective="step", chunks=6, schedule="auto", explain=True)
+    )
     assert changes(placement)["one device more"] == pytest.approx((6 + 5 * 3) / (6 + 5 * 2))

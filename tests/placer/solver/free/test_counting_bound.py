@@ -1,4 +1,5 @@
-"""The bound by heavy nodes of which some device holds several, against trying every assignment, and closed forms."""
+"""The bound by heavy nodes of which some device holds several, against trying every assignment, and
+closed forms."""
 
 from dataclasses import replace
 
@@ -23,7 +24,9 @@ def bound(problem, upper):
 
 def free(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
-    return Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    return Problem.from_request(
+        asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    )
 
 
 @SETTINGS
@@ -52,15 +55,21 @@ def test_of_seven_equal_layers_on_three_devices_one_device_holds_three(chain):
 
 
 def test_what_it_costs_to_cut_them_off_is_counted(chain):
-    """Two of three 4s are on one device, and with them what is between, or both its values: 4 + 1 + 4, and one cut."""
-    problem = Problem.from_request(chain([4.0, 1.0, 4.0, 1.0, 4.0], value_bytes=2, constraints=FREE))
+    """Two of three 4s are on one device, and with them what is between, or both its values: 4 + 1 +
+    4, and one cut."""
+    problem = Problem.from_request(
+        chain([4.0, 1.0, 4.0, 1.0, 4.0], value_bytes=2, constraints=FREE)
+    )
     assert bound(problem, 20.0) == pytest.approx(4 + 1 + 4 + 2, rel=1e-6)
 
 
 def test_a_device_that_pays_for_nothing_may_hold_some_of_them(chain):
-    """A slow third device holds one of seven layers within 4 ms, and another holds three; it holds none if slower."""
+    """A slow third device holds one of seven layers within 4 ms, and another holds three; it holds
+    none if slower."""
     problem = Problem.from_request(chain([1.0] * 7, devices=3, constraints=FREE))
-    slow = replace(problem, untaxed=frozenset({2}), forward_ms=tuple((1.0, 1.0, 2.5) for _ in range(7)))
+    slow = replace(
+        problem, untaxed=frozenset({2}), forward_ms=tuple((1.0, 1.0, 2.5) for _ in range(7))
+    )
     assert bound(slow, 4.0) == pytest.approx(3.0, rel=1e-6)
     slower = replace(slow, forward_ms=tuple((1.0, 1.0, 5.0) for _ in range(7)))
     assert bound(slower, 4.5) == pytest.approx(4.0, rel=1e-6)
@@ -81,4 +90,6 @@ def test_large_blocks_are_proven_before_any_placement_is_looked_for(chain):
     asked = chain(towers(7), devices=3, value_bytes=1, constraints=FREE)
     placement = Portfolio(Problem.from_request(asked)).answer()
     assert placement.status == "optimal"
-    assert bound(Problem.from_request(asked), 60.0) == pytest.approx(placement.objective_value, rel=1e-6)
+    assert bound(Problem.from_request(asked), 60.0) == pytest.approx(
+        placement.objective_value, rel=1e-6
+    )

@@ -1,4 +1,5 @@
-"""What devices have room for, against the cost model, and searches where more than state takes memory."""
+"""What devices have room for, against the cost model, and searches where more than state takes
+memory."""
 
 from random import Random
 
@@ -18,8 +19,12 @@ SETTINGS = examples(60)
 
 
 def free_problem(asked):
-    rules = asked.constraints.model_copy(update={"contiguous": False, "max_devices": None, "max_layers": None})
-    return Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    rules = asked.constraints.model_copy(
+        update={"contiguous": False, "max_devices": None, "max_layers": None}
+    )
+    return Problem.from_request(
+        asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    )
 
 
 @SETTINGS
@@ -49,17 +54,28 @@ def test_searches_from_a_placement_that_fits_find_one_that_fits_and_is_no_worse(
     known = costs.judged(problem, start)
     assume(known is not None)
     looks = []
-    found = [local_search.improved(problem, nodes, start, lambda: len(looks) > 20 or bool(looks.append(1)))]
+    found = [
+        local_search.improved(
+            problem, nodes, start, lambda: len(looks) > 20 or bool(looks.append(1))
+        )
+    ]
     if pair_search.applies(problem, nodes):
-        found.append(pair_search.improved(problem, nodes, start, lambda work: len(looks) > 60 or bool(looks.append(1))))
+        found.append(
+            pair_search.improved(
+                problem, nodes, start, lambda work: len(looks) > 60 or bool(looks.append(1))
+            )
+        )
     for devices in found:
         result = costs.judged(problem, devices) if devices is not None else known
         assert result is not None and result.objective_value <= known.objective_value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("training", "room_bytes"), [(False, 125), (True, 450)])
-def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activations(training, room_bytes):
-    """That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a workspace of 80 for all."""
+def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activations(
+    training, room_bytes
+):
+    """That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a
+    workspace of 80 for all."""
     layers = [
         Layer(
             name=f"l{index}",
@@ -77,7 +93,12 @@ def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activ
             Device(name="d0", type="fast", memory_bytes=room_bytes),
             *(Device(name=name, type="slow", memory_bytes=300) for name in names[1:]),
         ],
-        links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e6) for a in names for b in names if a != b],
+        links=[
+            Link(source=a, target=b, bandwidth_bytes_per_s=1e6)
+            for a in names
+            for b in names
+            if a != b
+        ],
     )
     edges = [Edge(source=f"l{index}", targets=(f"l{index + 1}",), bytes=1) for index in range(5)]
     profile = Profile(layers=layers, edges=edges, cluster=cluster, training=training)

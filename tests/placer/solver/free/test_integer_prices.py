@@ -35,7 +35,10 @@ def test_however_nodes_are_shared_out_some_device_holds_as_much(seed):
 
 def test_a_sum_is_one_more_than_a_multiple_of_the_devices():
     """Of 3 nodes of 0.4 for each of 3 devices, and one more, there are ten: some device holds 4."""
-    rounded = [(int(whole.sum()), least) for whole, (least,) in whole_prices([0.4] * 10, [(3, 1.0)], lambda whole: 0)]
+    rounded = [
+        (int(whole.sum()), least)
+        for whole, (least,) in whole_prices([0.4] * 10, [(3, 1.0)], lambda whole: 0)
+    ]
     assert (10, 4) in rounded
     for total, least in rounded[1::2]:
         assert total == 3 * (least - 1) + 1
@@ -50,7 +53,9 @@ def test_what_a_device_holds_is_not_rounded_down_where_it_may_be_whole():
 @given(asked=small_requests(objectives=("throughput",)))
 def test_no_placement_is_better_than_what_they_prove(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
-    problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    problem = Problem.from_request(
+        asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    )
     best = least_bottleneck(problem) or 0.0
     assume(best > 0)
     for upper in (best, 1.5 * best):
@@ -73,7 +78,8 @@ def test_they_prove_at_once_what_one_more_layer_than_devices_can_share_costs(cha
 
 
 def test_a_pool_of_light_sets_tells_which_prove_nothing(chain):
-    """Sets of three neighbours weigh less than what is known: no rounded prices by which one is a share are tried."""
+    """Sets of three neighbours weigh less than what is known: no rounded prices by which one is a
+    share are tried."""
     problem = Problem.from_request(chain([3.0] * 7, devices=3, value_bytes=1, constraints=FREE))
     work = []
     search = column_generation._Shares(

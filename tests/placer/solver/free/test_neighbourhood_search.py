@@ -1,4 +1,5 @@
-"""Large neighbourhood search, against trying every assignment: two or three devices are all that there are."""
+"""Large neighbourhood search, against trying every assignment: two or three devices are all that
+there are."""
 
 import itertools
 import threading
@@ -43,7 +44,9 @@ def test_from_the_worst_placement_the_best_is_found_where_all_devices_are_a_few(
 
 def test_loads_of_more_devices_than_are_looked_at_together_become_even(chain):
     request = chain([1.0] * 20, devices=5, constraints=Constraints(contiguous=False))
-    found = neighbourhood_search.improved(Problem.from_request(request), [0] * 20, limits, lambda: False)
+    found = neighbourhood_search.improved(
+        Problem.from_request(request), [0] * 20, limits, lambda: False
+    )
     assert sorted(found.count(device) for device in range(5)) == [4] * 5
 
 

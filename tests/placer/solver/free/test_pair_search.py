@@ -29,7 +29,9 @@ def every_placement(problem):
 @given(asked=small_requests(objectives=("throughput",)))
 def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     rules = asked.constraints.model_copy(update={"contiguous": False})
-    problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    problem = Problem.from_request(
+        asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    )
     assume(pair_search.applies(problem, reduced(problem)))
     placements = sorted(every_placement(problem))
     assume(placements)
@@ -37,8 +39,11 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
-    room_is_known = not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem)
-    if len(problem.devices) == 2 and room_is_known:  # else there is room for what there was at the last look
+    room_is_known = not memory_constraints.can_bind(
+        problem
+    ) or memory_constraints.holds_state_alone(problem)
+    # else there is room for what there was at the last look
+    if len(problem.devices) == 2 and room_is_known:
         assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
 
 
@@ -49,9 +54,12 @@ def test_loads_of_five_devices_become_even(chain):
 
 
 def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
-    """8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together come to 13."""
+    """8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
+    come to 13."""
     problem = Problem.from_request(chain([8.0, 6, 4, 2, 7, 3, 9], devices=3, constraints=FREE))
-    found = pair_search.improved(problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False)
+    found = pair_search.improved(
+        problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False
+    )
     assert costs.evaluate(problem, found).objective_value == 13.0
 
 
@@ -72,7 +80,13 @@ def test_a_search_that_is_over_returns_its_start(chain):
 def test_it_ends_where_nothing_is_smaller(chain):
     problem = Problem.from_request(chain([1.0] * 8, devices=4, constraints=FREE))
     looks = []
-    pair_search.improved(problem, reduced(problem), [0, 0, 1, 1, 2, 2, 3, 3], lambda work: looks.append(1), enough=2.0)
+    pair_search.improved(
+        problem,
+        reduced(problem),
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        lambda work: looks.append(1),
+        enough=2.0,
+    )
     assert len(looks) <= 3
 
 
@@ -85,16 +99,22 @@ def test_the_same_is_found_twice(chain):
 
 
 def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
-    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended by itself."""
+    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended
+    by itself."""
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
     start, looks, stopped = [layer // 4 for layer in range(12)], [], []
-    at_once = pair_search.improved(problem, reduced(problem), start, lambda work: bool(looks.append(work)))
+    at_once = pair_search.improved(
+        problem, reduced(problem), start, lambda work: bool(looks.append(work))
+    )
     search, found = pair_search.PairSearch(problem, reduced(problem)), start
     for _ in range(len(looks)):
         found = search.improved(found, lambda work: stopped.append(work) or len(stopped) % 10 == 0)
     assert 0.5 * len(looks) < len(stopped) < 2 * len(looks)
-    assert costs.evaluate(problem, found).objective_value == costs.evaluate(problem, at_once).objective_value
+    assert (
+        costs.evaluate(problem, found).objective_value
+        == costs.evaluate(problem, at_once).objective_value
+    )
 
 
 def test_it_goes_on_from_a_better_placement_that_others_found(chain):
@@ -109,9 +129,13 @@ def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
     moved = []
     improved = local_search.improved
-    monkeypatch.setattr(local_search, "improved", lambda *given: moved.append(1) or improved(*given))
-    monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)  # not the integer program at first,
-    monkeypatch.setattr(set_graph, "applies", lambda problem: False)  # nor prices: they prove it
+    monkeypatch.setattr(
+        local_search, "improved", lambda *given: moved.append(1) or improved(*given)
+    )
+    # not the integer program at first,
+    monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)
+    # nor prices: they prove it
+    monkeypatch.setattr(set_graph, "applies", lambda problem: False)
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     placement = solve(chain(times, devices=3, value_bytes=1, constraints=FREE))
     assert moved and placement.status == "optimal"

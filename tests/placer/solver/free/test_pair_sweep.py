@@ -21,10 +21,13 @@ SETTINGS = examples(150)
 
 
 def free_problem(data):
-    """A free placement's problem, the published rules of sending among them, that loads alone tell of."""
+    """A free placement's problem, the published rules of sending among them, that loads alone tell
+    of."""
     asked = data.draw(small_requests(objectives=("throughput",)))
     rules = asked.constraints.model_copy(update={"contiguous": False})
-    problem = Problem.from_request(asked.model_copy(update={"constraints": rules, "transfers": "added"}))
+    problem = Problem.from_request(
+        asked.model_copy(update={"constraints": rules, "transfers": "added"})
+    )
     multicast, untaxed = data.draw(st.sampled_from([(False, ()), (True, ()), (True, (0,))]))
     problem = replace(problem, multicast=multicast, untaxed=frozenset(untaxed))
     assume(local_search.applies(problem) and len(problem.devices) > 1)
@@ -52,7 +55,9 @@ def test_loads_are_those_of_the_cost_model(data):
 @given(data=st.data())
 def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_is_found(data):
     problem, nodes, devices = placed_freely(data)
-    assume(not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem))
+    assume(
+        not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem)
+    )
     held = [node for node, device in enumerate(devices) if device < 2]
     assume(held)
     room = [device.usable_bytes for device in problem.devices]
@@ -91,7 +96,9 @@ def test_few_labels_still_tell_true_loads(chain):
 
 
 def test_no_way_is_longer_than_what_is_allowed(chain):
-    problem = Problem.from_request(chain([2.0] * 6, devices=2, constraints=Constraints(contiguous=False)))
+    problem = Problem.from_request(
+        chain([2.0] * 6, devices=2, constraints=Constraints(contiguous=False))
+    )
     pairs = Pairs(problem, reduced(problem))
     assert pairs.ways([0] * 6, 0, 1, (5.9, 5.9), 100) is None
     assert pairs.ways([0] * 6, 0, 1, (6.1, 6.1), 100).most_ms.min() == 6.0
@@ -99,13 +106,19 @@ def test_no_way_is_longer_than_what_is_allowed(chain):
 
 def test_borders_of_too_many_states_are_refused(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 1)
-    problem = Problem.from_request(chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False)))
+    problem = Problem.from_request(
+        chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False))
+    )
     with pytest.raises(TooWide):
         Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 100)
 
 
 def test_of_more_states_than_labels_each_keeps_one(chain):
-    problem = Problem.from_request(chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False)))
+    problem = Problem.from_request(
+        chain([1.0] * 6, value_bytes=1, constraints=Constraints(contiguous=False))
+    )
     ways = Pairs(problem, reduced(problem)).ways([0] * 6, 0, 1, (100.0, 100.0), 1)
     devices = [int(node in ways.theirs(0)) for node in range(6)]
-    assert costs.evaluate(problem, devices).load_ms[:2] == pytest.approx((ways.one_ms[0], ways.other_ms[0]))
+    assert costs.evaluate(problem, devices).load_ms[:2] == pytest.approx(
+        (ways.one_ms[0], ways.other_ms[0])
+    )

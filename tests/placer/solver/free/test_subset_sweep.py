@@ -31,7 +31,11 @@ def every_set(work, nets, prices):
     nodes = range(len(work))
     for size in range(len(work) + 1):
         for chosen in map(set, itertools.combinations(nodes, size)):
-            cut = sum(cost for pins, cost in nets.items() if 0 < len(chosen.intersection(pins)) < len(pins))
+            cut = sum(
+                cost
+                for pins, cost in nets.items()
+                if 0 < len(chosen.intersection(pins)) < len(pins)
+            )
             yield sum(work[node] for node in chosen) + cut, sum(prices[node] for node in chosen)
 
 
@@ -40,10 +44,16 @@ def test_the_lightest_set_of_enough_worth_and_the_dearest_light_set_are_found(se
     work, nets, prices = small(seed)
     most, enough = 5.0, 0.6
     found = Subsets(sweep(len(work), nets), work, most).search(prices, enough)
-    able = [one for one in every_set(work, nets, prices) if one[0] <= most and one[1] >= enough - 1e-12]
+    able = [
+        one for one in every_set(work, nets, prices) if one[0] <= most and one[1] >= enough - 1e-12
+    ]
     assert found.least_ms == pytest.approx(min((load for load, _ in able), default=most), abs=1e-6)
-    assert found.most_worth == pytest.approx(max((worth for _, worth in able), default=enough), abs=1e-6)
-    assert sum(prices[node] for node in found.nodes) == pytest.approx(found.most_worth if able else 0, abs=1e-6)
+    assert found.most_worth == pytest.approx(
+        max((worth for _, worth in able), default=enough), abs=1e-6
+    )
+    assert sum(prices[node] for node in found.nodes) == pytest.approx(
+        found.most_worth if able else 0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -51,7 +61,9 @@ def test_with_neighbours_made_one_no_set_is_lighter_or_dearer_than_is_said(seed)
     work, nets, prices = small(seed)
     found = Subsets(sweep(len(work), nets), work, 5.0).search(prices, 0.6, most_labels=3)
     able = [one for one in every_set(work, nets, prices) if one[0] <= 5.0 and one[1] >= 0.6 - 1e-12]
-    assert all(load >= found.least_ms - 1e-9 and worth <= found.most_worth + 1e-9 for load, worth in able)
+    assert all(
+        load >= found.least_ms - 1e-9 and worth <= found.most_worth + 1e-9 for load, worth in able
+    )
 
 
 def wide(seed):
@@ -66,7 +78,8 @@ def wide(seed):
 
 
 def test_labels_are_shared_by_the_states_that_have_some():
-    """An equal part for each state left most of them unused: the worth was then 3.7% too much in the mean."""
+    """An equal part for each state left most of them unused: the worth was then 3.7% too much in
+    the mean."""
     over = []
     for seed in range(20):
         work, nets, prices = wide(seed)
@@ -82,9 +95,15 @@ def test_with_others_left_out_a_set_is_what_it_seems_to_be(seed):
     work, nets, prices = small(seed)
     found = Subsets(sweep(len(work), nets), work, 5.0).search(prices, 0.6, most_labels=3, real=True)
     if found.nodes:
-        cut = sum(cost for pins, cost in nets.items() if 0 < len(found.nodes.intersection(pins)) < len(pins))
+        cut = sum(
+            cost
+            for pins, cost in nets.items()
+            if 0 < len(found.nodes.intersection(pins)) < len(pins)
+        )
         assert sum(work[node] for node in found.nodes) + cut <= 5.0 + 1e-6
-        assert sum(prices[node] for node in found.nodes) == pytest.approx(found.most_worth, abs=1e-6)
+        assert sum(prices[node] for node in found.nodes) == pytest.approx(
+            found.most_worth, abs=1e-6
+        )
 
 
 def test_graphs_with_too_many_states_are_left_alone(monkeypatch):

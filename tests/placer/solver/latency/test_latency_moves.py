@@ -27,7 +27,9 @@ def test_rows_on_one_device_are_shared_out(rows, rules, training):
 def test_what_fits_with_the_micro_batches_of_its_stage_in_flight_is_a_start(rows):
     """One stage has one of eight in flight; with all of them it would take 972 bytes."""
     asked = {"schedule": "1f1b", "chunks": 8, "constraints": CONTIGUOUS}
-    problem = rows([[1.0] * 3] * 4, devices=4, training=True, saved_bytes=10, memory_bytes=500, **asked)
+    problem = rows(
+        [[1.0] * 3] * 4, devices=4, training=True, saved_bytes=10, memory_bytes=500, **asked
+    )
     assert costs.judged(problem, [0] * 12) is not None
     assert costs.judged(problem, last(problem, [0] * 12)).objective_value == 9.0
 

@@ -15,7 +15,9 @@ FREE, CONTIGUOUS = Constraints(contiguous=False), Constraints(contiguous=True)
 
 
 def best(problem):
-    results = [costs.judged(problem, devices) for devices in list_schedules(problem, reduced(problem))]
+    results = [
+        costs.judged(problem, devices) for devices in list_schedules(problem, reduced(problem))
+    ]
     return min(result.objective_value for result in results if result is not None)
 
 
@@ -36,13 +38,16 @@ def test_both_passes_count_in_training(rows):
 
 def test_devices_hold_no_more_than_they_may(rows):
     rules = Constraints(contiguous=False, max_layers=3, max_devices=2)
-    assert best(rows([[5.0], [1.0], [1.0], [1.0], [1.0], [1.0]], devices=3, constraints=rules)) == 7.0
+    assert (
+        best(rows([[5.0], [1.0], [1.0], [1.0], [1.0], [1.0]], devices=3, constraints=rules)) == 7.0
+    )
 
 
 @examples(300)
 @given(data=st.data())
 def test_what_is_easy_to_meet_is_met_on_the_way(data):
-    """Pins, forbidden devices, groups, most devices and layers, links of what comes later, no cycles."""
+    """Pins, forbidden devices, groups, most devices and layers, links of what comes later, no
+    cycles."""
     problem = Problem.from_request(data.draw(small_requests(objectives=("latency",))))
     nodes = reduced(problem)
     assume(all(nodes.allowed) and problem.least_devices == 1)

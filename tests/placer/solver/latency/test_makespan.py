@@ -25,7 +25,10 @@ def test_the_latency_kept_move_by_move_is_that_of_the_cost_model_as_are_its_requ
     assume(all(nodes.allowed))
     random = Random(data.draw(st.integers(0, 99)))
     devices = [random.choice(sorted(allowed)) for allowed in nodes.allowed]
-    assume(costs.evaluate(problem, nodes.spread(devices)) and costs.allowed(problem, nodes.spread(devices)))
+    assume(
+        costs.evaluate(problem, nodes.spread(devices))
+        and costs.allowed(problem, nodes.spread(devices))
+    )
     state = _State(problem, nodes, Room(problem, nodes), devices)
     for _ in range(20):
         state.move(state.pick(random), 1.2 * state.length_ms)

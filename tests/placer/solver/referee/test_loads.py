@@ -24,15 +24,24 @@ def drawn(random, transfers):
     edges = [
         Edge(
             source=source,
-            targets=random.sample(names[index + 1 :], random.randint(1, min(3, len(names) - index - 1))),
+            targets=random.sample(
+                names[index + 1 :], random.randint(1, min(3, len(names) - index - 1))
+            ),
             bytes=random.choice((0, 1, 8)),
             gradient_bytes=random.choice((0, 1, 8)),
         )
         for index, source in enumerate(names[:-1])
     ]
-    devices = [Device(name=f"d{index}", type=types[index % 2], memory_bytes=1) for index in range(3)]
+    devices = [
+        Device(name=f"d{index}", type=types[index % 2], memory_bytes=1) for index in range(3)
+    ]
     links = [
-        Link(source=a.name, target=b.name, bandwidth_bytes_per_s=random.choice((1e3, 5e2)), latency_s=1e-3)
+        Link(
+            source=a.name,
+            target=b.name,
+            bandwidth_bytes_per_s=random.choice((1e3, 5e2)),
+            latency_s=1e-3,
+        )
         for a, b in itertools.permutations(devices, 2)
     ]
     cluster = Cluster(devices=devices, links=links)
@@ -44,11 +53,17 @@ def drawn(random, transfers):
 def alone(request, where, device):
     """Compute, send and receive time of one device, from what it has to do with each other one."""
     layers = [layer for layer in request.profile.layers if where[layer.name] == device.name]
-    compute = sum(la.forward_ms[device.type] + request.is_training * la.backward_ms[device.type] for la in layers)
+    compute = sum(
+        la.forward_ms[device.type] + request.is_training * la.backward_ms[device.type]
+        for la in layers
+    )
     send = receive = 0.0
     for edge, other in itertools.product(request.profile.edges, request.devices):
         made, read = where[edge.source], {where[name] for name in edge.targets}
-        out, back = request.placed_on.link(device.name, other.name), request.placed_on.link(other.name, device.name)
+        out, back = (
+            request.placed_on.link(device.name, other.name),
+            request.placed_on.link(other.name, device.name),
+        )
         gradient = request.is_training and edge.gradient_bytes
         if device.name != other.name == made and device.name in read:
             receive += back.transfer_ms(edge.bytes)

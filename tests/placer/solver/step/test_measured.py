@@ -1,7 +1,8 @@
-"""The solver on requests as real machines make them: nothing is better, bounds hold, and answers can be told.
+"""The solver on requests as real machines make them: nothing is better, bounds hold, and answers
+can be told.
 
-``solve`` raises where its referee finds another time than it: sums in another order, links that differ by direction.
-"""
+``solve`` raises where its referee finds another time than it: sums in another order, links that
+differ by direction."""
 
 import pytest
 from enumeration import brute_force

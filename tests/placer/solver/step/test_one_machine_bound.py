@@ -1,4 +1,5 @@
-"""What a step takes by one device's passes, against every order of them and every map of small graphs."""
+"""What a step takes by one device's passes, against every order of them and every map of small
+graphs."""
 
 import itertools
 
@@ -32,7 +33,8 @@ def test_no_order_of_the_passes_ends_sooner(passes, times):
 
 
 def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too(monkeypatch):
-    """Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits for, all or none."""
+    """Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits
+    for, all or none."""
     monkeypatch.setattr(one_machine_bound, "MOST_TAILS", 1)
     passes = [(1.0, 10.0, 50.0 + i) for i in range(9)] + [(1.0, 10.0, 5.0 + i) for i in range(9)]
     weights = [(1.0, 0.125, 0.0)] * 9
@@ -59,7 +61,10 @@ def tied(draw):
         profile=Profile(
             training=True,
             layers=layers,
-            edges=[Edge(source=a, targets=[b], bytes=1, gradient_bytes=draw(st.integers(0, 1))) for a, b in arcs],
+            edges=[
+                Edge(source=a, targets=[b], bytes=1, gradient_bytes=draw(st.integers(0, 1)))
+                for a, b in arcs
+            ],
         ),
         cluster=Cluster(
             devices=placed,
@@ -70,9 +75,12 @@ def tied(draw):
         ),
         objective="step",
         chunks=draw(st.integers(1, 4)),
-        schedule=draw(st.sampled_from(["1f1b", "zero-bubble", "fill-drain"])) if contiguous else "interleaved",
+        schedule=draw(st.sampled_from(["1f1b", "zero-bubble", "fill-drain"]))
+        if contiguous
+        else "interleaved",
         constraints=Constraints(
-            contiguous=contiguous, colocated=[draw(st.lists(st.sampled_from(names), min_size=2, unique=True))]
+            contiguous=contiguous,
+            colocated=[draw(st.lists(st.sampled_from(names), min_size=2, unique=True))],
         ),
     )
 
@@ -81,17 +89,29 @@ def tied(draw):
 @given(request=tied())
 def test_no_map_takes_less_than_the_passes_of_a_node(request):
     choice = bounded(choice_of(request))
-    for where in itertools.product(range(len(choice.problem.devices)), repeat=len(choice.problem.layers)):
-        result = costs.evaluate(choice.problem, list(where)) if costs.allowed(choice.problem, where) else None
+    for where in itertools.product(
+        range(len(choice.problem.devices)), repeat=len(choice.problem.layers)
+    ):
+        result = (
+            costs.evaluate(choice.problem, list(where))
+            if costs.allowed(choice.problem, where)
+            else None
+        )
         assert result is None or result.objective_value >= choice.bound * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_device_of_tied_layers_waits_for_what_is_between_them_and_for_its_way_back(chunks):
-    """Free maps of a row of three whose ends are tied: 1 + 10 there, then 20 and 40 for each, and 10 and 2 back."""
+    """Free maps of a row of three whose ends are tied: 1 + 10 there, then 20 and 40 for each, and
+    10 and 2 back."""
     times = {"l0": (1.0, 2.0), "l1": (10.0, 10.0), "l2": (20.0, 40.0)}
-    layers = [Layer(name=name, forward_ms={"a": f}, backward_ms={"a": b}) for name, (f, b) in times.items()]
-    edges = [Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=0, gradient_bytes=1) for i in range(2)]
+    layers = [
+        Layer(name=name, forward_ms={"a": f}, backward_ms={"a": b})
+        for name, (f, b) in times.items()
+    ]
+    edges = [
+        Edge(source=f"l{i}", targets=[f"l{i + 1}"], bytes=0, gradient_bytes=1) for i in range(2)
+    ]
     placed = [Device(name=f"d{i}", type="a", memory_bytes=100) for i in range(2)]
     links = [Link(source=f"d{i}", target=f"d{1 - i}", bandwidth_bytes_per_s=1e18) for i in range(2)]
     request = PlacementRequest(
@@ -105,4 +125,6 @@ def test_the_device_of_tied_layers_waits_for_what_is_between_them_and_for_its_wa
     choice = bounded(choice_of(request))
     assert choice.bound == pytest.approx(1 + 10 + chunks * (20 + 40) + 10 + 2)
     if chunks == 1:
-        assert costs.evaluate(choice.problem, [0, 1, 0]).objective_value == pytest.approx(choice.bound)
+        assert costs.evaluate(choice.problem, [0, 1, 0]).objective_value == pytest.approx(
+            choice.bound
+        )

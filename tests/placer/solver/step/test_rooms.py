@@ -28,7 +28,9 @@ def use_bytes(every, placement, stage, room):
     limit=st.sampled_from([18, 25, 40, 60, 90]),
     rule=st.sampled_from(["never", "never", "auto"]),
 )
-def test_every_stage_has_the_most_room_for_which_its_device_has_memory(request, objective, limit, rule):
+def test_every_stage_has_the_most_room_for_which_its_device_has_memory(
+    request, objective, limit, rule
+):
     assume(request.is_training)
     devices = tuple(device.model_copy(update={"memory_bytes": limit}) for device in request.devices)
     changes = {"objective": objective, "schedule": "zero-bubble", "profiles": (), "steps": "alone"}
@@ -46,7 +48,9 @@ def test_every_stage_has_the_most_room_for_which_its_device_has_memory(request, 
         fewest = min(placement.chunks, count - stage)
         most = min(placement.chunks, 2 * count) if count > 1 else 1
         assert fewest <= room <= most
-        assert use_bytes(every, placement, stage, room) == load_of[device].memory.total_bytes <= limit
+        assert (
+            use_bytes(every, placement, stage, room) == load_of[device].memory.total_bytes <= limit
+        )
         if objective == "memory":
             assert room == fewest
         elif room < most:
@@ -56,7 +60,8 @@ def test_every_stage_has_the_most_room_for_which_its_device_has_memory(request, 
 @examples(60)
 @given(request=requests(contiguous=True), steps=st.sampled_from(["alone", "in-a-row"]))
 def test_a_step_takes_what_a_clock_says_with_the_rooms_that_were_chosen(request, steps):
-    """The clock is a third reading beside the simulation and the referee, which the solver has asked."""
+    """The clock is a third reading beside the simulation and the referee, which the solver has
+    asked."""
     assume(request.is_training)
     placement = solve(request.model_copy(update={"schedule": "zero-bubble", "steps": steps}))
     assume(placement.layer_devices)

@@ -26,7 +26,9 @@ def in_a_row(times_ms, **asked):
 
 
 def test_under_zero_bubble_a_step_takes_what_the_busiest_device_has_to_do():
-    placement = solve(in_a_row([1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5))
+    placement = solve(
+        in_a_row([1.0] * 4, devices=4, chunks=8, schedule="zero-bubble", optimizer_ms=0.5)
+    )
     assert placement.objective_value == pytest.approx(8 * 3 + 0.5)
     assert placement.status == "optimal"
 
@@ -44,13 +46,18 @@ def test_under_1f1b_the_first_stage_ends_last_so_that_nothing_is_won():
 
 
 def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to_fill():
-    """4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96 and 51."""
+    """4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96
+    and 51."""
     small = in_a_row([1.02] * 4).profile
     chosen = {}
     for steps in ("alone", "in-a-row"):
         large = in_a_row([2.0] * 4, size=2, batch_size=8, schedule="auto", steps=steps)
         placement = solve(large.model_copy(update={"profiles": (small,)}))
-        chosen[steps] = (placement.chunks, placement.schedule, pytest.approx(placement.objective_value))
+        chosen[steps] = (
+            placement.chunks,
+            placement.schedule,
+            pytest.approx(placement.objective_value),
+        )
     assert chosen == {"alone": (8, "zero-bubble", 51.0), "in-a-row": (4, "zero-bubble", 48.0)}
 
 
@@ -62,14 +69,25 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
     steps=st.sampled_from(["alone", "in-a-row"]),
 )
 def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, steps):
-    """Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders passes otherwise."""
+    """Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders
+    passes otherwise."""
     times = [tenth / 10 for tenth in tenths]
-    solve(in_a_row(times, devices=devices, chunks=chunks, schedule="zero-bubble", steps=steps, work_limit=0.2))
+    solve(
+        in_a_row(
+            times,
+            devices=devices,
+            chunks=chunks,
+            schedule="zero-bubble",
+            steps=steps,
+            work_limit=0.2,
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", [7, 28, 32, 70, 104, 107, 126])
 def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returned(seed):
-    """In a row either device may come first, alone not; ``solve`` raises where it tells another time than is true."""
+    """In a row either device may come first, alone not; ``solve`` raises where it tells another
+    time than is true."""
     chance = random.Random(seed)
     times = [chance.randint(1, 1000) / 100 for _ in range(chance.randint(4, 24))]
     chunks, schedule = chance.choice([4, 8]), chance.choice(["zero-bubble", "auto"])
@@ -90,17 +108,23 @@ def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returne
 
 @pytest.mark.parametrize("steps", ["alone", "in-a-row"])
 def test_both_times_are_told_whichever_is_made_short(steps):
-    placement = solve(in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, steps=steps))
+    placement = solve(
+        in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble", optimizer_ms=1.0, steps=steps)
+    )
     step = placement.step
     assert (step.steps, step.optimizer_ms) == (steps, 2.0)
     assert step.alone_ms == pytest.approx(4 * 6 + 2 + 2)
     assert step.in_a_row_ms == pytest.approx(4 * 6 + 2)
-    assert placement.objective_value == {"alone": step.alone_ms, "in-a-row": step.in_a_row_ms}[steps]
+    assert (
+        placement.objective_value == {"alone": step.alone_ms, "in-a-row": step.in_a_row_ms}[steps]
+    )
     assert step.samples_per_s == pytest.approx(1e3 * 4 / placement.objective_value)
 
 
 def test_devices_that_never_wait_have_no_bubble():
-    assert solve(in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble")).step.bubble == pytest.approx(0, abs=1e-9)
+    assert solve(
+        in_a_row([1.0] * 4, chunks=4, schedule="zero-bubble")
+    ).step.bubble == pytest.approx(0, abs=1e-9)
 
 
 def test_one_device_alone_is_as_fast_in_a_row():
@@ -126,16 +150,27 @@ def test_a_step_alone_is_no_answer_for_one_in_a_row():
 
 
 def test_other_objectives_know_no_steps_in_a_row():
-    with pytest.raises(InputError, match="steps: only objective 'step' chooses it; the objective is 'throughput'"):
-        PlacementRequest(profile=in_a_row([1.0]).profile, cluster=in_a_row([1.0]).cluster, steps="in-a-row")
+    with pytest.raises(
+        InputError, match="steps: only objective 'step' chooses it; the objective is 'throughput'"
+    ):
+        PlacementRequest(
+            profile=in_a_row([1.0]).profile, cluster=in_a_row([1.0]).cluster, steps="in-a-row"
+        )
 
 
 @st.composite
 def repeated(draw):
-    """Up to 5 events: which of the same step and of the step before each waits for, and how long each takes."""
+    """Up to 5 events: which of the same step and of the step before each waits for, and how long
+    each takes."""
     count = draw(st.integers(1, 5))
-    waits = {(e,): {(b,) for b in draw(st.sets(st.integers(0, e - 1)))} if e else set() for e in range(count)}
-    carried = {(e,): {(b,) for b in draw(st.sets(st.integers(0, count - 1), max_size=2))} for e in range(count)}
+    waits = {
+        (e,): {(b,) for b in draw(st.sets(st.integers(0, e - 1)))} if e else set()
+        for e in range(count)
+    }
+    carried = {
+        (e,): {(b,) for b in draw(st.sets(st.integers(0, count - 1), max_size=2))}
+        for e in range(count)
+    }
     carried[0,].add((count - 1,))
     times = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     return waits, carried, times
@@ -149,7 +184,8 @@ def test_the_referee_finds_the_longest_chain_that_repeats(case):
     for size in range(1, len(times) + 1):
         for chain in itertools.permutations(range(len(times)), size):
             pairs = [*itertools.pairwise(chain), (chain[-1], chain[0])]
-            # where an event waits for another in both ways, only that of its own step makes a shorter step
+            # where an event waits for another in both ways, only that of its own step makes a
+            # shorter step
             same = [(b,) in waits[e,] for b, e in pairs]
             before = [(b,) in carried[e,] for b, e in pairs]
             if all(a or c for a, c in zip(same, before, strict=True)) and not all(same):

@@ -18,7 +18,16 @@ MS = st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])
 
 
 def asked(
-    forward, backward, devices, chunks, schedule, weights=None, edges=None, kinds=None, optimizer=None, **options
+    forward,
+    backward,
+    devices,
+    chunks,
+    schedule,
+    weights=None,
+    edges=None,
+    kinds=None,
+    optimizer=None,
+    **options,
 ):
     """A step of layers in a row, or with other edges; bytes take 1 ms each."""
     names = [f"l{i}" for i in range(len(forward))]
@@ -40,12 +49,19 @@ def asked(
             training=True,
             layers=layers,
             edges=[
-                Edge(source=names[a], targets=[names[b]], bytes=size, gradient_bytes=size + 1) for a, b, size in edges
+                Edge(source=names[a], targets=[names[b]], bytes=size, gradient_bytes=size + 1)
+                for a, b, size in edges
             ],
         ),
         cluster=Cluster(
-            devices=[Device(name=name, type=kind, memory_bytes=100) for name, kind in zip(links, kinds, strict=True)],
-            links=[Link(source=a, target=b, bandwidth_bytes_per_s=1e3) for a, b in itertools.permutations(links, 2)],
+            devices=[
+                Device(name=name, type=kind, memory_bytes=100)
+                for name, kind in zip(links, kinds, strict=True)
+            ],
+            links=[
+                Link(source=a, target=b, bandwidth_bytes_per_s=1e3)
+                for a, b in itertools.permutations(links, 2)
+            ],
         ),
         objective="step",
         chunks=chunks,
@@ -98,7 +114,11 @@ def test_no_cut_takes_less_than_its_bound_and_the_lowest_come_first(request):
 @SETTINGS
 @given(request=rows())
 def test_no_free_map_takes_less_than_what_is_said_of_every_placement(request):
-    free = {"constraints": Constraints(contiguous=False), "schedule": "interleaved", "training": True}
+    free = {
+        "constraints": Constraints(contiguous=False),
+        "schedule": "interleaved",
+        "training": True,
+    }
     choice = bounded(choice_of(request.model_copy(update=free)))
     count, devices = len(choice.problem.layers), range(len(choice.problem.devices))
     for where in itertools.islice(itertools.product(devices, repeat=count), 250):
@@ -110,15 +130,21 @@ def test_no_free_map_takes_less_than_what_is_said_of_every_placement(request):
 def test_every_cut_comes_once(layers, devices):
     _, table = table_of(asked([1.0] * layers, [2.0] * layers, devices, 4, "1f1b"))
     cuts = [tuple(found) for _, found in table.cuts()]
-    assert len(cuts) == len(set(cuts)) == sum(comb(layers - 1, stages - 1) for stages in range(1, devices + 1))
+    assert (
+        len(cuts)
+        == len(set(cuts))
+        == sum(comb(layers - 1, stages - 1) for stages in range(1, devices + 1))
+    )
 
 
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 4), (4, 8), (4, 16)])
 def test_the_bound_of_equal_stages_is_the_step_of_1f1b(devices, chunks):
-    """Without transfers equal stages take (chunks + stages - 1) passes both ways, and no cut takes less."""
+    """Without transfers equal stages take (chunks + stages - 1) passes both ways, and no cut takes
+    less."""
     _, table = table_of(asked([1.0] * devices, [2.0] * devices, devices, chunks, "1f1b"))
     bound_of = {tuple(found): bound for bound, found in table.cuts()}
-    transfers = 2 * (devices - 1)  # gradients of a byte, of which a stage's bound knows its own two cuts
+    # gradients of a byte, of which a stage's bound knows its own two cuts
+    transfers = 2 * (devices - 1)
     assert (
         3 * (chunks + devices - 1) * (1 - 1e-6)
         <= bound_of[tuple(range(devices))]
@@ -128,7 +154,8 @@ def test_the_bound_of_equal_stages_is_the_step_of_1f1b(devices, chunks):
 
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 2), (4, 8), (8, 16)])
 def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
-    """Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K) = work."""
+    """Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K)
+    = work."""
     layers = 512
     request = asked([3.0] * layers, [0.0] * layers, devices, chunks, "1f1b", training=False)
     choice = bounded(choice_of(request))
@@ -140,22 +167,36 @@ def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.98), ("fill-drain", 0.995)])
 @pytest.mark.parametrize(("layers", "devices", "chunks"), [(96, 4, 8), (96, 4, 16), (128, 8, 16)])
 def test_filling_knows_how_long_stages_wait(layers, devices, chunks, schedule, share):
-    """Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share by both schedules."""
+    """Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share
+    by both schedules."""
     choice = bounded(choice_of(asked([1.0] * layers, [2.0] * layers, devices, chunks, schedule)))
     found = fill_bound.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
     equal = 3 * (chunks + devices - 1) * layers / devices
     assert equal * share <= found <= equal
-    assert found <= costs.evaluate(choice.problem, [i * devices // layers for i in range(layers)]).objective_value
+    assert (
+        found
+        <= costs.evaluate(
+            choice.problem, [i * devices // layers for i in range(layers)]
+        ).objective_value
+    )
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the_way_back(contiguous):
-    request = asked([1.0, 1.0, 5.0, 1.0], [2.0, 2.0, 9.0, 2.0], 4, 6, "1f1b" if contiguous else "interleaved")
+def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the_way_back(
+    contiguous,
+):
+    request = asked(
+        [1.0, 1.0, 5.0, 1.0], [2.0, 2.0, 9.0, 2.0], 4, 6, "1f1b" if contiguous else "interleaved"
+    )
     request = request.model_copy(update={"constraints": Constraints(contiguous=contiguous)})
     choice = bounded(choice_of(request))
     transfers = 0.004
     assert choice.bound == pytest.approx(1 + 1 + 6 * (5 + 9) + 2 + 2, rel=1e-6)
-    assert choice.bound <= costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value <= choice.bound + 4 + transfers
+    assert (
+        choice.bound
+        <= costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value
+        <= choice.bound + 4 + transfers
+    )
 
 
 @st.composite
@@ -165,13 +206,27 @@ def graphs(draw):
     devices = min(devices, 2) if count > 6 else devices
     times = st.lists(MS, min_size=count, max_size=count)
     pairs = list(itertools.combinations(range(count), 2))
-    branches = [(0, min(1, count - 1)), *((first, first + 2) for first in range(count - 2)), (count - 2, count - 1)]
+    branches = [
+        (0, min(1, count - 1)),
+        *((first, first + 2) for first in range(count - 2)),
+        (count - 2, count - 1),
+    ]
     drawn = st.lists(st.sampled_from(pairs), min_size=1, unique=True)
     edges = [(*pair, 0) for pair in draw(st.one_of(drawn, st.just(sorted(set(branches)))))]
-    schedule, training = draw(st.sampled_from(["1f1b", "zero-bubble", "fill-drain"])), draw(st.booleans())
+    schedule, training = (
+        draw(st.sampled_from(["1f1b", "zero-bubble", "fill-drain"])),
+        draw(st.booleans()),
+    )
     weights = draw(st.one_of(st.none(), times))
     return asked(
-        draw(times), draw(times), devices, draw(st.integers(1, 6)), schedule, weights, edges, training=training
+        draw(times),
+        draw(times),
+        devices,
+        draw(st.integers(1, 6)),
+        schedule,
+        weights,
+        edges,
+        training=training,
     )
 
 
@@ -181,8 +236,14 @@ def test_no_map_of_any_graph_takes_less_than_filling_does(request, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill_bound, "MOST_BLOCKS", most)
         choice = bounded(choice_of(request))
-    for where in itertools.product(range(len(choice.problem.devices)), repeat=len(choice.problem.layers)):
-        result = costs.evaluate(choice.problem, list(where)) if costs.allowed(choice.problem, where) else None
+    for where in itertools.product(
+        range(len(choice.problem.devices)), repeat=len(choice.problem.layers)
+    ):
+        result = (
+            costs.evaluate(choice.problem, list(where))
+            if costs.allowed(choice.problem, where)
+            else None
+        )
         assert result is None or result.objective_value >= choice.bound * (1 - 1e-9)
 
 
@@ -208,7 +269,11 @@ def test_more_blocks_than_are_looked_at_are_joined_with_their_neighbours(monkeyp
 
 
 def test_a_graph_with_branches_is_no_row():
-    _, table = table_of(asked([1.0] * 4, [1.0] * 4, 2, 4, "1f1b", edges=[(0, 1, 0), (0, 2, 0), (1, 3, 0), (2, 3, 0)]))
+    _, table = table_of(
+        asked(
+            [1.0] * 4, [1.0] * 4, 2, 4, "1f1b", edges=[(0, 1, 0), (0, 2, 0), (1, 3, 0), (2, 3, 0)]
+        )
+    )
     assert table is None
 
 
@@ -220,8 +285,11 @@ def test_under_zero_bubble_a_stage_waits_with_room_for_two_micro_batches_a_stage
 
 
 @pytest.mark.parametrize("steps", ["alone", "in-a-row"])
-def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and_its_optimizer_to_do(steps):
-    """Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3 on the first."""
+def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and_its_optimizer_to_do(
+    steps,
+):
+    """Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3
+    on the first."""
     choice, table = table_of(
         asked(
             [1.0, 4.0, 1.0],
@@ -240,11 +308,20 @@ def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and
 
 
 def test_transfers_at_cuts_that_are_known_come_on_top():
-    """Four stages of which the last is busiest: its own cut is counted for any cut, those before as they are."""
+    """Four stages of which the last is busiest: its own cut is counted for any cut, those before as
+    they are."""
     request = asked(
-        [1.0] * 4, [1.0, 1.0, 1.0, 9.0], 4, 4, "1f1b", edges=[(0, 1, 2), (1, 2, 2), (2, 3, 0)], kinds=["a"] * 4
+        [1.0] * 4,
+        [1.0, 1.0, 1.0, 9.0],
+        4,
+        4,
+        "1f1b",
+        edges=[(0, 1, 2), (1, 2, 2), (2, 3, 0)],
+        kinds=["a"] * 4,
     )
     choice, table = table_of(request)
     bound_of = {tuple(found): bound for bound, found in table.cuts()}
     assert bound_of[0, 1, 2, 3] == pytest.approx(3 + 4 * 10 + 3 + 1 + 2 * (2 + 3))
-    assert costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value == pytest.approx(bound_of[0, 1, 2, 3])
+    assert costs.evaluate(choice.problem, [0, 1, 2, 3]).objective_value == pytest.approx(
+        bound_of[0, 1, 2, 3]
+    )

@@ -24,7 +24,10 @@ def test_rounds_deal_equal_layers_out_evenly(chain):
 
 def test_a_faster_device_gets_more_of_a_round(chain):
     request = chain([1.0] * 9, devices=2, constraints=FREE)
-    layers = [la.model_copy(update={"forward_ms": {"t": 1.0, "fast": 0.5}}) for la in request.profile.layers]
+    layers = [
+        la.model_copy(update={"forward_ms": {"t": 1.0, "fast": 0.5}})
+        for la in request.profile.layers
+    ]
     devices = [request.devices[0], Device(name="d1", type="fast", memory_bytes=1000)]
     cluster = request.placed_on.model_copy(update={"devices": tuple(devices)})
     profile = request.profile.model_copy(update={"layers": tuple(layers)})
@@ -34,9 +37,13 @@ def test_a_faster_device_gets_more_of_a_round(chain):
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_small_change_moves_layers_across_one_cut(chain, contiguous):
-    problem, nodes = indexed(chain([1.0] * 6, devices=3, constraints=Constraints(contiguous=contiguous)))
+    problem, nodes = indexed(
+        chain([1.0] * 6, devices=3, constraints=Constraints(contiguous=contiguous))
+    )
     found = list(step_moves.neighbours(problem, nodes, [0, 0, 1, 1, 2, 2]))
-    assert [0, 1, 1, 1, 2, 2] in found and [0, 0, 0, 1, 2, 2] in found and [0, 0, 0, 0, 2, 2] in found
+    assert (
+        [0, 1, 1, 1, 2, 2] in found and [0, 0, 0, 1, 2, 2] in found and [0, 0, 0, 0, 2, 2] in found
+    )
     assert all(devices != [0, 0, 1, 1, 2, 2] for devices in found)
 
 
@@ -62,7 +69,10 @@ def test_a_climb_ends_where_no_small_change_is_better(chain):
 def test_a_climb_that_is_over_stays_where_it_is(chain):
     problem, nodes = indexed(chain([1.0] * 8, devices=2))
     start = [0] * 7 + [1]
-    assert step_moves.climb(problem, nodes, start, lambda devices: devices.count(0), lambda: True) == start
+    assert (
+        step_moves.climb(problem, nodes, start, lambda devices: devices.count(0), lambda: True)
+        == start
+    )
 
 
 def test_a_kick_is_the_same_for_the_same_seed(chain):

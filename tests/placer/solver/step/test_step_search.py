@@ -1,4 +1,5 @@
-"""Objective ``step`` against trying every micro-batch size, schedule and assignment, each played by a clock."""
+"""Objective ``step`` against trying every micro-batch size, schedule and assignment, each played by
+a clock."""
 
 import math
 from unittest.mock import patch
@@ -64,7 +65,8 @@ def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request,
 @SETTINGS
 @given(request=requests(row=True, contiguous=True), most=st.integers(0, 6))
 def test_what_is_said_of_a_row_holds_where_too_many_cuts_are_open(request, most):
-    """There were so many of a GPT-2 with untied embeddings that they took all memory of the machine."""
+    """There were so many of a GPT-2 with untied embeddings that they took all memory of the
+    machine."""
     with patch.object(step_bounds, "MOST_OPEN", most), patch.object(step_bounds, "LOOKS", 1):
         hold_against_every_answer(request, solve(request))
 
@@ -104,7 +106,15 @@ def test_the_bound_of_contiguous_placements_of_any_graph_holds(request):
 
 
 def test_equal_layers_reach_the_closed_form_of_1f1b():
-    placement = solve(row([1.0] * 4, devices=4, chunks=8, schedule="1f1b", constraints=Constraints(contiguous=True)))
+    placement = solve(
+        row(
+            [1.0] * 4,
+            devices=4,
+            chunks=8,
+            schedule="1f1b",
+            constraints=Constraints(contiguous=True),
+        )
+    )
     assert placement.objective_value == pytest.approx((8 + 3) * 3)
     assert placement.status == "optimal"
 
@@ -119,21 +129,26 @@ def test_interleaving_is_taken_where_it_fills_the_pipeline_sooner():
 
 def test_small_micro_batches_are_taken_where_they_cost_nothing():
     """Half the batch in half the time: the more there are, the less the bubble."""
-    large = row([2.0] * 4, size=2, batch_size=8, schedule="auto", constraints=Constraints(contiguous=True))
+    large = row(
+        [2.0] * 4, size=2, batch_size=8, schedule="auto", constraints=Constraints(contiguous=True)
+    )
     small = row([1.0] * 4).profile
     placement = solve(large.model_copy(update={"profiles": (small,)}))
     assert (placement.batch_size, placement.chunks) == (1, 8)
 
 
 def test_large_micro_batches_are_taken_where_small_ones_take_as_long():
-    large = row([1.0] * 4, size=2, batch_size=8, schedule="auto", constraints=Constraints(contiguous=True))
+    large = row(
+        [1.0] * 4, size=2, batch_size=8, schedule="auto", constraints=Constraints(contiguous=True)
+    )
     small = row([1.0] * 4).profile
     placement = solve(large.model_copy(update={"profiles": (small,)}))
     assert (placement.batch_size, placement.chunks) == (2, 4)
 
 
 MEASURED = {"devices": 4, "saved_bytes": 10, "grad_bytes": 1, "chunks": 8}
-"""Four stages of a layer each. The first keeps 12 bytes of each micro-batch: 10, a value sent, and its gradient."""
+"""Four stages of a layer each. The first keeps 12 bytes of each micro-batch: 10, a value sent, and
+its gradient."""
 
 
 def test_zero_bubble_has_the_room_for_which_there_is_memory():
@@ -148,27 +163,50 @@ def test_zero_bubble_has_the_room_for_which_there_is_memory():
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "memory"])
-def test_rooms_are_chosen_under_every_objective_and_the_least_where_memory_is_to_be_small(objective):
+def test_rooms_are_chosen_under_every_objective_and_the_least_where_memory_is_to_be_small(
+    objective,
+):
     asked = {"schedule": "zero-bubble", "constraints": Constraints(contiguous=True, min_devices=4)}
-    request = row([1.0] * 4, memory_bytes=51, **MEASURED | asked).model_copy(update={"objective": objective})
+    request = row([1.0] * 4, memory_bytes=51, **MEASURED | asked).model_copy(
+        update={"objective": objective}
+    )
     placement = solve(request)
     assert placement.in_flight == ((4, 3, 2, 1) if objective == "memory" else (4, 3, 3, 4))
-    short = row([1.0] * 4, memory_bytes=48, **MEASURED | asked).model_copy(update={"objective": objective})
+    short = row([1.0] * 4, memory_bytes=48, **MEASURED | asked).model_copy(
+        update={"objective": objective}
+    )
     assert solve(short).status == "infeasible"
 
 
 def test_1f1b_is_taken_where_memory_forbids_what_one_weight_pass_waits_with():
-    request = row([1.0] * 4, memory_bytes=51, **MEASURED, schedule="auto", constraints=Constraints(contiguous=True))
-    layers = tuple(layer.model_copy(update={"deferred_bytes": 9}) for layer in request.profile.layers)
+    request = row(
+        [1.0] * 4,
+        memory_bytes=51,
+        **MEASURED,
+        schedule="auto",
+        constraints=Constraints(contiguous=True),
+    )
+    layers = tuple(
+        layer.model_copy(update={"deferred_bytes": 9}) for layer in request.profile.layers
+    )
     waiting = request.profile.model_copy(update={"layers": layers})
     placement = solve(request.model_copy(update={"profile": waiting}))
     assert (placement.schedule, placement.in_flight) == ("1f1b", (4, 3, 2, 1))
 
 
 def test_layers_without_parameters_to_train_have_no_half_to_put_off():
-    """Two equal stages, 4 micro-batches: the halves fill the bubble; without them zero-bubble is 1F1B."""
-    asked = {"devices": 2, "chunks": 4, "schedule": "zero-bubble", "constraints": Constraints(contiguous=True)}
-    without, with_them = solve(row([1.0] * 2, **asked)), solve(row([1.0] * 2, grad_bytes=1, **asked))
+    """Two equal stages, 4 micro-batches: the halves fill the bubble; without them zero-bubble is
+    1F1B."""
+    asked = {
+        "devices": 2,
+        "chunks": 4,
+        "schedule": "zero-bubble",
+        "constraints": Constraints(contiguous=True),
+    }
+    without, with_them = (
+        solve(row([1.0] * 2, **asked)),
+        solve(row([1.0] * 2, grad_bytes=1, **asked)),
+    )
     assert without.objective_value == pytest.approx((4 + 1) * 3)
     assert with_them.objective_value == pytest.approx(4 * 3 + 1)
 
@@ -179,9 +217,16 @@ def two_rows(saved_bytes, memory_bytes, schedule):
     times = {"forward_ms": {"t": 0.5}, "backward_ms": {"t": 0.5}}
     layers = [Layer(name=name, param_bytes=10, saved_bytes=saved_bytes, **times) for name in names]
     ends = [(f"{side}{index}", f"{side}{index + 1}") for side in "ab" for index in range(6)]
-    edges = [Edge(source=source, targets=[target], bytes=1, gradient_bytes=1) for source, target in ends]
-    devices = [Device(name="d0", type="t", memory_bytes=memory_bytes), Device(name="d1", type="t", memory_bytes=10_000)]
-    links = [Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in (("d0", "d1"), ("d1", "d0"))]
+    edges = [
+        Edge(source=source, targets=[target], bytes=1, gradient_bytes=1) for source, target in ends
+    ]
+    devices = [
+        Device(name="d0", type="t", memory_bytes=memory_bytes),
+        Device(name="d1", type="t", memory_bytes=10_000),
+    ]
+    links = [
+        Link(source=a, target=b, bandwidth_bytes_per_s=1e9) for a, b in (("d0", "d1"), ("d1", "d0"))
+    ]
     return PlacementRequest(
         profile=Profile(layers=layers, edges=edges, training=True),
         cluster=Cluster(devices=devices, links=links),
@@ -201,7 +246,8 @@ def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bo
 
 
 def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
-    """Half the layers fit twice, as 1F1B and zero-bubble may hold them: under fill-drain a device does 9 of 14 ms."""
+    """Half the layers fit twice, as 1F1B and zero-bubble may hold them: under fill-drain a device
+    does 9 of 14 ms."""
     placement = solve(two_rows(saved_bytes=4, memory_bytes=130, schedule="auto"))
     assert placement.schedule != "fill-drain" and placement.objective_value < 4 * 9
     (slow,) = (choice for choice in placement.step.choices if choice.schedule == "fill-drain")
@@ -211,7 +257,9 @@ def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
 @pytest.mark.parametrize("is_known", [False, True])
 def test_that_no_bottleneck_is_enough_is_proven_whatever_is_known(is_known):
     """A device of 66 bytes holds 5 of 14 layers: the other does 9 ms."""
-    problem = choice_of(next(questions(two_rows(saved_bytes=1, memory_bytes=66, schedule="1f1b")))).bottleneck
+    problem = choice_of(
+        next(questions(two_rows(saved_bytes=1, memory_bytes=66, schedule="1f1b")))
+    ).bottleneck
     best = Portfolio(work_alone(problem)).answer()
     search = Portfolio(work_alone(problem), enough=0.9 * best.objective_value)
     if is_known:
@@ -251,29 +299,48 @@ def test_what_no_choice_can_hold_is_infeasible():
 
 @pytest.mark.parametrize("work_limit", [0.001, 0.01, None])
 def test_what_no_cut_of_a_row_can_hold_is_infeasible_however_little_is_searched(work_limit):
-    """Three layers of 3 bytes on two devices of 5: together they fit, and each alone, but two on one device do not."""
-    asked = {"saved_bytes": 3, "memory_bytes": 5, "chunks": 1, "constraints": Constraints(contiguous=True)}
+    """Three layers of 3 bytes on two devices of 5: together they fit, and each alone, but two on
+    one device do not."""
+    asked = {
+        "saved_bytes": 3,
+        "memory_bytes": 5,
+        "chunks": 1,
+        "constraints": Constraints(contiguous=True),
+    }
     placement = solve(row([1.0] * 3, schedule="fill-drain", work_limit=work_limit, **asked))
     assert placement.status == "infeasible" and "memory" in placement.infeasible.reason
 
 
 def test_no_free_map_holds_two_micro_batches_where_memory_is_for_one():
     """Each device could hold its half of one; the first of several segments has two in flight."""
-    asked = {"saved_bytes": 10, "memory_bytes": 24, "chunks": 2, "constraints": Constraints(contiguous=False)}
+    asked = {
+        "saved_bytes": 10,
+        "memory_bytes": 24,
+        "chunks": 2,
+        "constraints": Constraints(contiguous=False),
+    }
     assert solve(row([1.0] * 4, schedule="interleaved", **asked)).status == "infeasible"
 
 
 def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
-    """The first layer and the last share a device, so no cut of a row will do, and one micro-batch is not the most."""
+    """The first layer and the last share a device, so no cut of a row will do, and one micro-batch
+    is not the most."""
     rules = Constraints(colocated=(("l0", "l13"),))
-    asked = {"saved_bytes": 10, "memory_bytes": 128, "chunks": 4, "constraints": rules, "workers": 1}
+    asked = {
+        "saved_bytes": 10,
+        "memory_bytes": 128,
+        "chunks": 4,
+        "constraints": rules,
+        "workers": 1,
+    }
     placement = solve(row([1.0] * 14, schedule="interleaved", work_limit=10, **asked))
     assert placement.layer_devices and not placement.contiguous
 
 
 @pytest.mark.parametrize(("memory_bytes", "held", "step_ms"), [(10_000, 6, 237.0), (100, 4, 239.0)])
 def test_a_free_map_holds_as_many_micro_batches_as_it_has_memory_for(memory_bytes, held, step_ms):
-    """The first layer and the last share a device; with room for all micro-batches at once that one hardly waits."""
+    """The first layer and the last share a device; with room for all micro-batches at once that one
+    hardly waits."""
     rules = Constraints(colocated=(("l0", "l3"),), pinned={"l0": "d0", "l1": "d1", "l2": "d2"})
     asked = {
         "saved_bytes": 10,
@@ -307,7 +374,8 @@ def test_micro_batches_in_flight_that_no_order_has_are_refused():
 @pytest.mark.parametrize(
     ("rooms", "message"),
     [
-        ((3, 3, 3, 4), "zero-bubble needs .4, 3, 2, 1. or more"),  # too few for gradients to come back
+        # too few for gradients to come back
+        ((3, 3, 3, 4), "zero-bubble needs .4, 3, 2, 1. or more"),
         ((4, 3, 3, 9), "has no use for more than 8"),
         ((4, 3, 3), "in_flight is .4, 3, 3."),
         ((4, 4, 3, 4), "memory of d1"),
@@ -316,7 +384,11 @@ def test_micro_batches_in_flight_that_no_order_has_are_refused():
 )
 def test_room_that_zero_bubble_cannot_have_or_that_takes_other_memory_is_refused(rooms, message):
     request = row(
-        [1.0] * 4, memory_bytes=51, **MEASURED, schedule="zero-bubble", constraints=Constraints(contiguous=True)
+        [1.0] * 4,
+        memory_bytes=51,
+        **MEASURED,
+        schedule="zero-bubble",
+        constraints=Constraints(contiguous=True),
     )
     placement = solve(request)
     assert placement.in_flight == (4, 3, 3, 4)
@@ -345,9 +417,18 @@ def test_better_placements_are_told_as_they_are_found():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"objective": "throughput", "schedule": "auto"}, "schedule: only objective 'step' chooses it"),
-        ({"objective": "throughput", "batch_size": 4}, "batch_size: only objective 'step' chooses it"),
-        ({"size": 3, "batch_size": 4}, "4 samples are no whole number of micro-batches of 3; give a multiple"),
+        (
+            {"objective": "throughput", "schedule": "auto"},
+            "schedule: only objective 'step' chooses it",
+        ),
+        (
+            {"objective": "throughput", "batch_size": 4},
+            "batch_size: only objective 'step' chooses it",
+        ),
+        (
+            {"size": 3, "batch_size": 4},
+            "4 samples are no whole number of micro-batches of 3; give a multiple",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_named(change, words):
@@ -357,7 +438,10 @@ def test_what_cannot_be_chosen_is_named(change, words):
 
 def _asked(change):
     if "size" in change:
-        return {"batch_size": change["batch_size"], "profile": row([1.0], size=change["size"]).profile.model_dump()}
+        return {
+            "batch_size": change["batch_size"],
+            "profile": row([1.0], size=change["size"]).profile.model_dump(),
+        }
     return change
 
 
@@ -371,7 +455,9 @@ def test_profiles_of_other_layers_are_refused():
 def test_two_profiles_of_one_size_are_refused():
     request = row([1.0, 1.0], size=2, batch_size=4)
     with pytest.raises(InputError, match="'2' is listed twice"):
-        PlacementRequest.model_validate(request.model_dump() | {"profiles": [request.profile.model_dump()]})
+        PlacementRequest.model_validate(
+            request.model_dump() | {"profiles": [request.profile.model_dump()]}
+        )
 
 
 def test_inference_is_a_flow_shop():
@@ -383,26 +469,40 @@ def test_inference_is_a_flow_shop():
 
 
 def test_the_referee_plans_the_step_of_each_map_once():
-    """It did so for each device anew: of 500 layers on 8 devices that took three times as long as all else of it."""
-    request = row([1.0] * 12, devices=4, chunks=4, constraints=Constraints(contiguous=False), schedule="interleaved")
+    """It did so for each device anew: of 500 layers on 8 devices that took three times as long as
+    all else of it."""
+    request = row(
+        [1.0] * 12,
+        devices=4,
+        chunks=4,
+        constraints=Constraints(contiguous=False),
+        schedule="interleaved",
+    )
     placement = solve(request)
-    with patch.object(StepReading, "_plan", autospec=True, side_effect=StepReading._plan) as planned:
+    with patch.object(
+        StepReading, "_plan", autospec=True, side_effect=StepReading._plan
+    ) as planned:
         check(request, placement)
     assert len(placement.step.in_flight) > 1
-    assert planned.call_count == 1 + 2  # one device alone as well, under either kind of placement
+    # one device alone as well, under either kind of placement
+    assert planned.call_count == 1 + 2
 
 
 def test_more_micro_batches_than_can_be_simulated_are_refused_with_the_way_out():
     """A million of three layers took longer than 300 s, whatever the time limit."""
     row([1.0] * 3, chunks=10_000, schedule="auto")
-    with pytest.raises(InputError, match=r"10,001 micro-batches of 1 sample, stages x 10,001 .* give larger"):
+    with pytest.raises(
+        InputError, match=r"10,001 micro-batches of 1 sample, stages x 10,001 .* give larger"
+    ):
         row([1.0] * 3, chunks=10_001, schedule="auto")
 
 
 def test_many_small_micro_batches_of_one_of_several_profiles_are_refused_too():
     large = row([2.0] * 4, size=2, batch_size=20_000)
     with pytest.raises(InputError, match=r"chunks: a batch is 20,000 micro-batches of 1 sample"):
-        PlacementRequest.model_validate(large.model_dump() | {"profiles": [row([1.0] * 4).profile.model_dump()]})
+        PlacementRequest.model_validate(
+            large.model_dump() | {"profiles": [row([1.0] * 4).profile.model_dump()]}
+        )
 
 
 def searching(request):
@@ -418,7 +518,8 @@ def searching(request):
 
 
 def test_when_the_time_is_over_no_further_choice_is_begun():
-    """Each choice was: of the maps of the others, of the smallest bottleneck and of all rounds, seconds each."""
+    """Each choice was: of the maps of the others, of the smallest bottleneck and of all rounds,
+    seconds each."""
     search, _ = searching(row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=1e-9))
     placement = search.answer()
     assert (placement.method, placement.schedule, placement.bound) == ("one device", "1f1b", 0.0)
@@ -426,15 +527,20 @@ def test_when_the_time_is_over_no_further_choice_is_begun():
 
 
 def test_alike_devices_are_tried_once_alone():
-    search, watched = searching(row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=60.0))
+    search, watched = searching(
+        row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=60.0)
+    )
     with watched as evaluate:
         search._offer_one_device()
     assert [call.args[1] for call in evaluate.call_args_list] == [[0] * 12] * len(search.choices)
 
 
 def test_no_map_is_simulated_that_there_is_no_time_to_tell_of():
-    """Of 10,000 micro-batches a map of twelve segments alone takes seconds to be simulated, told of and checked."""
-    search, watched = searching(row([1.0] * 12, chunks=10_000, schedule="interleaved", time_limit_s=10.0))
+    """Of 10,000 micro-batches a map of twelve segments alone takes seconds to be simulated, told of
+    and checked."""
+    search, watched = searching(
+        row([1.0] * 12, chunks=10_000, schedule="interleaved", time_limit_s=10.0)
+    )
     free = next(choice for choice in search.choices if not choice.problem.contiguous)
     with watched as evaluate:
         search._offer(free, [0] * 12, "one device")
@@ -444,7 +550,13 @@ def test_no_map_is_simulated_that_there_is_no_time_to_tell_of():
 
 
 def test_a_bound_without_time_is_the_trivial_one_and_with_less_time_no_higher():
-    choice = choice_of(next(questions(row([1.0, 2.0, 3.0], grad_bytes=1, optimizer_ms=0.5, chunks=4, schedule="1f1b"))))
+    choice = choice_of(
+        next(
+            questions(
+                row([1.0, 2.0, 3.0], grad_bytes=1, optimizer_ms=0.5, chunks=4, schedule="1f1b")
+            )
+        )
+    )
     asked = []
 
     def after(most):

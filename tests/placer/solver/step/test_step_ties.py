@@ -1,4 +1,5 @@
-"""Of maps with as short a step: less transfer, then better balance, against trying every assignment."""
+"""Of maps with as short a step: less transfer, then better balance, against trying every
+assignment."""
 
 import pytest
 from every_step import Steps, requests
@@ -14,7 +15,8 @@ SETTINGS = examples(45)
 
 
 def ranks_as_good(request, placement):
-    """Transfer and spread of every map with the placement's micro-batches and schedule whose step is as short."""
+    """Transfer and spread of every map with the placement's micro-batches and schedule whose step
+    is as short."""
     steps = Steps(request)
     for every, where in steps.maps():
         taken = every.request.profile.batch_size, every.request.schedule, every.contiguous
@@ -55,13 +57,23 @@ def test_a_rank_that_is_said_to_be_proven_is_the_smallest(request):
 def test_ties_leave_the_step_as_short_as_it_is(chain):
     request = chain([9, 3, 3, 2, 5], devices=3, objective="step", chunks=4)
     broken = solve(request.model_copy(update={"break_ties": True}))
-    assert broken.objective_value == pytest.approx(solve(request).objective_value) and broken.status == "optimal"
+    assert (
+        broken.objective_value == pytest.approx(solve(request).objective_value)
+        and broken.status == "optimal"
+    )
 
 
 def test_ties_are_broken_of_the_best_step_not_of_each_small_bottleneck_on_the_way(monkeypatch):
     # 5,000 layers took 66 s for a time limit of 10 s: each search for a bottleneck broke its ties.
     monkeypatch.setattr("placer.solver.ties.broken", lambda *_: pytest.fail("a bottleneck's ties"))
-    asked = {"saved_bytes": 10, "memory_bytes": 128, "chunks": 4, "schedule": "interleaved", "work_limit": 10}
-    rules = Constraints(colocated=(("l0", "l13"),))  # so that no cut of a row will do
+    asked = {
+        "saved_bytes": 10,
+        "memory_bytes": 128,
+        "chunks": 4,
+        "schedule": "interleaved",
+        "work_limit": 10,
+    }
+    # so that no cut of a row will do
+    rules = Constraints(colocated=(("l0", "l13"),))
     placement = solve(row([1.0] * 14, constraints=rules, break_ties=True, **asked))
     assert placement.ties is not None
