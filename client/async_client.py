@@ -40,11 +40,15 @@ T = TypeVar("T")
 class AsyncClient:
     """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
 
-    Args: server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-        None. timeout: how long connecting, sending or an answer that is due may take, in seconds.
+    Args:
+        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
+        None.
+        timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too
-        busy for. key: the bearer key, where the service wants one; ``PLACER_KEY`` from the
-        environment if None. transport: carries the HTTP requests, for tests; the network if None.
+        busy for.
+        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
+        None.
+        transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
         InputError: no server is given, it is no URL, or the key cannot be sent.

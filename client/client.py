@@ -44,11 +44,15 @@ class Client:
     asked for by its content, so that asking twice is asking once. A client that was closed raises
     InputErrors.
 
-    Args: server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-        None. timeout: how long connecting, sending or an answer that is due may take, in seconds.
+    Args:
+        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
+        None.
+        timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too
-        busy for. key: the bearer key, where the service wants one; ``PLACER_KEY`` from the
-        environment if None. transport: carries the HTTP requests, for tests; the network if None.
+        busy for.
+        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
+        None.
+        transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
         InputError: no server is given, it is no URL, or the key cannot be sent.
@@ -81,9 +85,12 @@ class Client:
         Returns:
             The placement; also one whose status is ``infeasible`` or ``unknown``.
 
-        Raises: InputError: the service finds a fault in the request. TimeoutExceeded: it is not
-            there in time; it goes on, and ``placement(id)`` or ``stop(id)`` gets it.
-            UnreachableError: the service cannot be reached. ServerError: it cannot answer.
+        Raises:
+            InputError: the service finds a fault in the request.
+            TimeoutExceeded: it is not there in time; it goes on, and ``placement(id)`` or
+            ``stop(id)`` gets it.
+            UnreachableError: the service cannot be reached.
+            ServerError: it cannot answer.
         """
         return self._carry_out(self._dialogue.place(request, wait))
 
@@ -100,8 +107,10 @@ class Client:
         Returns:
             For each question its placement, or the error that ``place`` would have raised for it.
 
-        Raises: UnreachableError: the service cannot be reached; if that comes after some answers,
-            it is the others' error. ServerError: it cannot answer; likewise.
+        Raises:
+            UnreachableError: the service cannot be reached; if that comes after some answers, it is
+            the others' error.
+            ServerError: it cannot answer; likewise.
         """
         return self._carry_out(self._dialogue.place_many(requests, wait))
 
@@ -161,8 +170,11 @@ class Client:
     ) -> Evaluation:
         """Have a map of your own judged by the cost model that the solver minimises.
 
-        Args: layer_devices: layer -> device. request: the question that it answers. id: instead, a
-            placement whose question it answers; then the map is held against that one, too.
+        Args:
+            layer_devices: layer -> device.
+            request: the question that it answers.
+            id: instead, a placement whose question it answers; then the map is held against that
+                one, too.
 
         Raises:
             InputError: the request has a fault, or neither or both of request and id are given.
@@ -249,9 +261,10 @@ class Client:
         """Have the layers of a captured graph measured on the devices of the service's machine, and
         wait for it.
 
-        Args: request: the graph: operations, shapes and dtypes, no weights; see
-            ``placer.profiler.remote.sending.describe``. wait: how long to wait, in seconds; until
-            it is there if None.
+        Args:
+            request: the graph: operations, shapes and dtypes, no weights; see
+            ``placer.profiler.remote.sending.describe``.
+            wait: how long to wait, in seconds; until it is there if None.
 
         Raises:
             InputError: the service finds a fault in the graph, or a layer of it fails there.
@@ -277,9 +290,12 @@ class Client:
         """The devices of the service's machine, or of nodes that registered, and the links between
         them.
 
-        Args: nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own
-            if there are none. network_bytes_per_s: from one node's memory to another's; needed
-            where there are several. network_latency_s: of a transfer between nodes.
+        Args:
+            nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own
+            if there are none.
+            network_bytes_per_s: from one node's memory to another's; needed where there are
+            several.
+            network_latency_s: of a transfer between nodes.
 
         Raises:
             InputError: there are several nodes and no network, or they have too many devices.

@@ -55,14 +55,19 @@ NOTHING_SENT = (
 class Call:
     """One HTTP request.
 
-    Attributes: method: ``GET``, ``POST``, ``PUT`` or ``DELETE``. path: on the service. content: the
-        JSON body. wait_s: how long the service may take on purpose before it answers, on top of the
-        client's timeout. until_s: by the monotonic clock; a service that asks to wait beyond that
-        is not waited for. repeatable: whether asking twice is asking once. What is not is repeated
-        only where nothing can have come of it. accepted: whether the service has said that it works
-        on this; so if nobody answers, it is starting again. again: what is sent instead once the
-        connection has broken while the service could have been at work on this;
-            the same call if None.
+    Attributes:
+        method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
+        path: on the service.
+        content: the JSON body.
+        wait_s: how long the service may take on purpose before it answers, on top of the client's
+        timeout.
+        until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
+        repeatable: whether asking twice is asking once. What is not is repeated only where nothing
+        can have come of it.
+        accepted: whether the service has said that it works on this; so if nobody answers, it is
+        starting again.
+        again: what is sent instead once the connection has broken while the service could have been
+            at work on this; the same call if None.
     """
 
     method: str
@@ -90,9 +95,11 @@ Exchange = Generator[Call | Pause, Outcome | None, T]
 class Sender:
     """Sends calls to one service, and again while that may help.
 
-    Attributes: url: of the service, for messages. retries: how often a call is repeated after it
-        failed on the way, or was answered 429 or 503. answered: whether the service has answered
-        before; so if nobody does, it is starting again.
+    Attributes:
+        url: of the service, for messages.
+        retries: how often a call is repeated after it failed on the way, or was answered 429 or
+        503.
+        answered: whether the service has answered before; so if nobody does, it is starting again.
     """
 
     url: str
@@ -137,8 +144,9 @@ class Sender:
     def most_retries(self, away: bool) -> int:
         """How often at most something is asked again.
 
-        Args: away: whether the service was there before and nobody answers now: it may be starting
-            again.
+        Args:
+            away: whether the service was there before and nobody answers now: it may be starting
+                again.
         """
         return self.retries + AWAY_RETRIES if away and self.retries else self.retries
 

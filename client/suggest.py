@@ -78,11 +78,11 @@ def suggest(
 ) -> Placement:
     """Find where each layer of a model should run.
 
-    Args: model: any module, on any device, ``meta`` included; None where a profile is given.
+    Args:
+        model: any module, on any device, ``meta`` included; None where a profile is given.
         example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword
-        arguments. What the
-            model carries if None: Lightning's ``example_input_array``, transformers'
-            ``dummy_inputs``.
+            arguments. What the model carries if None: Lightning's ``example_input_array``,
+            transformers' ``dummy_inputs``.
         server: the URL of a service that solves; ``PLACER_URL`` from the environment if None;
             without both, it is solved in this process.
         devices: to place on: a count, a list of devices, or None for all that are available.
@@ -140,10 +140,13 @@ def suggest(
     Returns:
         The placement, for ``DataFlow(model).update_flow(placement)``.
 
-    Raises: InputError: an argument cannot be used; the message says which, before anything is
-        measured where that is known. MissingExtraError: torch is not installed. InfeasibleError: no
-        placement meets the requirements. SolveLimitError: none was found in time. ServerError: the
-        server cannot be reached or cannot answer.
+    Raises:
+        InputError: an argument cannot be used; the message says which, before anything is measured
+        where that is known.
+        MissingExtraError: torch is not installed.
+        InfeasibleError: no placement meets the requirements.
+        SolveLimitError: none was found in time.
+        ServerError: the server cannot be reached or cannot answer.
     """
     if not isinstance(batch_options, BatchOptions | None):
         raise InputError(

@@ -141,8 +141,10 @@ def schedules_picture(stages: int = 3, chunks: int = 5) -> str:
 def picture(name: str, timelines: Sequence[tuple[str, Sequence[Box], dict[str, str]]]) -> str:
     """Draw timelines below one another, all to the same scale.
 
-    Args: name: For readers who cannot see the picture. timelines: Of each its title, its passes,
-        and by device a text that stands below the device's passes.
+    Args:
+        name: For readers who cannot see the picture.
+        timelines: Of each its title, its passes, and by device a text that stands below the
+            device's passes.
     """
     scale = (WIDTH - NAMES_WIDTH - 8) / max(
         box.end_ms for _, boxes, _ in timelines for box in boxes

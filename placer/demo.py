@@ -49,9 +49,13 @@ START_TIMEOUT_S = 60.0
 class Job:
     """A model and a batch to train it with.
 
-    Attributes: title: for people. make: the model. images: shape of the batch, ``(N, 3, H, W)``.
+    Attributes:
+        title: for people.
+        make: the model.
+        images: shape of the batch, ``(N, 3, H, W)``.
         labels: shape of the classes that are the target: ``(N,)``, or ``(N, H, W)`` for
-        segmentation. classes: how many there are.
+        segmentation.
+        classes: how many there are.
     """
 
     title: str

@@ -37,8 +37,9 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
         spec: ``package.module:name``; modules in the working directory are found too.
         arguments: ``key=value`` for the callable; a value is read as JSON, else it is a string.
 
-    Raises: InputError: there is no such name, it fails with these arguments, or it makes no
-        ``torch.nn.Module``.
+    Raises:
+        InputError: there is no such name, it fails with these arguments, or it makes no
+            ``torch.nn.Module``.
     """
     maker = _find(spec, "model")
     if isinstance(maker, nn.Module) and not arguments:

@@ -46,13 +46,14 @@ _MAX_DIMENSIONS = 5
 class OptimizerState:
     """The bytes of optimizer state by parameter, and the optimizer's step.
 
-    Args: optimizer: one, or a list of those that step the model together. Of a list, each steps the
-        parameters that it
-            holds, and no other parameter is stepped. A single one counts for all parameters of the
-            model.
+    Args:
+        optimizer: one, or a list of those that step the model together. Of a list, each steps the
+            parameters that it holds, and no other parameter is stepped. A single one counts for all
+            parameters of the model.
 
-    Attributes: name: of the optimizer's class, or of each in a list, joined by ``+``; None without
-        an optimizer.
+    Attributes:
+        name: of the optimizer's class, or of each in a list, joined by ``+``; None without an
+            optimizer.
     """
 
     def __init__(self, optimizer: OptimizerLike) -> None:
@@ -98,13 +99,15 @@ class OptimizerState:
         by a real step, on small tensors. Optimizers of a list step one after another, so the
         largest temporaries count.
 
-        Args: parameters: the trained ones. device: a GPU, on which the step runs as it is, so that
-            torch itself chooses whether parameters are stepped
-                together. If None, the step runs on the host in the way in which it would run on a
-                GPU.
+        Args:
+            parameters: the trained ones.
+            device: a GPU, on which the step runs as it is, so that torch itself chooses whether
+                parameters are stepped together. If None, the step runs on the host in the way in
+                which it would run on a GPU.
 
-        Returns: 0 where parameters are stepped one by one, or in place by one kernel, or where the
-            step fails.
+        Returns:
+            0 where parameters are stepped one by one, or in place by one kernel, or where the step
+            fails.
         """
         total = sum(map(tensor_bytes, parameters))
         shares = [0.0]

@@ -111,13 +111,18 @@ def rules(
 ) -> Constraints:
     """What the placement must respect.
 
-    Args: cluster: whose devices are named. pins: ``LAYER=DEVICE`` each: the layer must be there.
+    Args:
+        cluster: whose devices are named.
+        pins: ``LAYER=DEVICE`` each: the layer must be there.
         forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for
-        every layer. max_devices: use at most so many. contiguous: as in ``Constraints``.
-        min_devices: use at least so many. max_layers: no device holds more layers. recompute:
-        whether devices may run forwards once more where memory would not do otherwise.
+        every layer.
+        max_devices: use at most so many.
+        contiguous: as in ``Constraints``.
+        min_devices: use at least so many.
+        max_layers: no device holds more layers.
+        recompute: whether devices may run forwards once more where memory would not do otherwise.
         recompute_on: ``DEVICE=never``, ``DEVICE=auto`` or ``DEVICE=always`` each: whether that
-        device does.
+            device does.
 
     Raises:
         InputError: one is not of that form, or there is no such device.

@@ -45,9 +45,9 @@ def is_alive(environment: Mapping[str, str]) -> bool:
     """Whether ``/healthz`` answers where the service listens; by TLS where that is on, whoever
     signed the certificate.
 
-    Args: environment: the service's. It is asked where it wrote down that it listens; if it could
-        not, at PLACER_HOST and
-            PLACER_PORT.
+    Args:
+        environment: the service's. It is asked where it wrote down that it listens; if it could
+            not, at PLACER_HOST and PLACER_PORT.
     """
     host, port, tls = _written_down(environment) or Address(
         environment.get("PLACER_HOST") or HOST,

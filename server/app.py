@@ -58,13 +58,15 @@ are few cores."""
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
     """The service as an ASGI application.
 
-    Args: settings: how it behaves; from the environment if None. solver: what solves a request,
-        ``solver(request, *, progress=None, stop=None) -> Placement``; it is called in a
-            process of its own, so it must be importable by name from there.
+    Args:
+        settings: how it behaves; from the environment if None.
+        solver: what solves a request, ``solver(request, *, progress=None, stop=None) ->
+            Placement``; it is called in a process of its own, so it must be importable by name from
+            there.
 
-    Raises: InputError: the solver is defined in the main script, where no other process can import
-        it from; or the service
-            would be reached from elsewhere without keys.
+    Raises:
+        InputError: the solver is defined in the main script, where no other process can import it
+            from; or the service would be reached from elsewhere without keys.
     """
     if getattr(solver, "__module__", None) == "__main__":
         raise InputError(

@@ -96,8 +96,9 @@ class Key:
 class Keys:
     """The keys of a service; none on a loopback address alone.
 
-    Raises: InputError: the file cannot be used, or there is none and others than this machine can
-        reach the service.
+    Raises:
+        InputError: the file cannot be used, or there is none and others than this machine can reach
+            the service.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -50,10 +50,11 @@ def _cores() -> int:
 class Settings(BaseSettings):
     """The service's settings; each is read from ``PLACER_`` and its name in capitals.
 
-    Attributes: host: the address to listen on; ``0.0.0.0`` for every interface. port: the port to
-        listen on; 0 takes a free one. keys_file: the file of bearer keys, see
-        ``placer_server.keys``; without one the service listens on
-            loopback alone.
+    Attributes:
+        host: the address to listen on; ``0.0.0.0`` for every interface.
+        port: the port to listen on; 0 takes a free one.
+        keys_file: the file of bearer keys, see ``placer_server.keys``; without one the service
+            listens on loopback alone.
         rate_per_s: how often a key may ask, where its line does not say.
         tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a
         proxy.
@@ -152,8 +153,9 @@ class Settings(BaseSettings):
 def misspelt(environment: Mapping[str, str]) -> list[str]:
     """Hints at variables that are nearly those of settings; nothing would read them.
 
-    Args: environment: names and values, as ``os.environ``. Others than the service's own start with
-        PLACER_ too.
+    Args:
+        environment: names and values, as ``os.environ``. Others than the service's own start with
+            PLACER_ too.
     """
     known = [name.upper() for name in Settings.model_fields]
     given = [

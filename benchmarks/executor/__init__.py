@@ -48,8 +48,10 @@ def run(chosen: Sequence[str] = ()) -> list[Row]:
 def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator[list[Row]]:
     """All rows, again after every sample.
 
-    Args: chosen: as for ``run``. folder: of the results: what was found before is read there, and
-        samples are kept there. None does neither.
+    Args:
+        chosen: as for ``run``.
+        folder: of the results: what was found before is read there, and samples are kept there.
+            None does neither.
     """
     from . import jobs, rows
     from .store import Store

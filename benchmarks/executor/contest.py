@@ -32,9 +32,13 @@ Ready = Callable[[], AbstractContextManager[Callable[[], Any]]]
 class Contender:
     """An engine that takes part.
 
-    Attributes: engine: its name. devices: how many it has. chunks: micro-batches, or what else was
-        swept. turn: times one row; the time of a step in ms. Afterwards the memory that steps need
-        is free. values: what else was measured of it.
+    Attributes:
+        engine: its name.
+        devices: how many it has.
+        chunks: micro-batches, or what else was swept.
+        turn: times one row; the time of a step in ms. Afterwards the memory that steps need is
+        free.
+        values: what else was measured of it.
     """
 
     engine: str

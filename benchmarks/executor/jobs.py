@@ -125,9 +125,10 @@ def _compiled_stream(name: str) -> Job:
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tuple[Job, Sample]]:
     """Run jobs; what they find comes, and is printed, as they go.
 
-    Args: chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in
-        the order in which
-            they are run; all if empty. Several engines of a case take part together.
+    Args:
+        chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in
+            the order in which they are run; all if empty. Several engines of a case take part
+            together.
         budget_s: no job begins after so many seconds, and none lasts longer.
 
     Raises:

@@ -109,8 +109,11 @@ def _recorded_step(
 ) -> Callable[[], Any]:
     """A training step as one CUDA graph that the batch is copied into.
 
-    Args: model: the model. batch: inputs and target. whole: whether the optimizer's step is
-        recorded too; else it follows, as it can be any, with any schedule.
+    Args:
+        model: the model.
+        batch: inputs and target.
+        whole: whether the optimizer's step is recorded too; else it follows, as it can be any, with
+            any schedule.
     """
     statics = [tensor.clone() for tensor in batch]
     optimizer = cases.sgd(model.parameters())

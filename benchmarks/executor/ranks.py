@@ -88,9 +88,9 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> Any:
         """Call ``function(here, *args)`` in every process; what the first of them returns.
 
-        Raises: RankError: a process raised an error, ended, or did not return in time. The others
-            may wait for it for ever,
-                so all are ended.
+        Raises:
+            RankError: a process raised an error, ended, or did not return in time. The others may
+                wait for it for ever, so all are ended.
         """
         try:
             for pipe in self._pipes:

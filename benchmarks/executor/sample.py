@@ -18,11 +18,16 @@ NOT_RUN = "not run, "
 class Sample:
     """One run.
 
-    Attributes: case: what was run. engine: by whom: ``ours``, ``eager`` or a peer. devices: how
-        many it had. chunks: micro-batches, or what else was swept. values: measure -> what was
-        measured, once a repetition; ``step_ms`` of a run that timed steps. failed: why there are no
-        values; empty where there are. beside: the number of devices in whose contest it was
-        measured, where a case has several; else 0.
+    Attributes:
+        case: what was run.
+        engine: by whom: ``ours``, ``eager`` or a peer.
+        devices: how many it had.
+        chunks: micro-batches, or what else was swept.
+        values: measure -> what was measured, once a repetition; ``step_ms`` of a run that timed
+        steps.
+        failed: why there are no values; empty where there are.
+        beside: the number of devices in whose contest it was measured, where a case has several;
+            else 0.
     """
 
     case: str

@@ -112,8 +112,12 @@ def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
 def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tuple[Values, Profile]:
     """How long profiling takes, without layers in the cache and with all of them, and the profile.
 
-    Args: case: what is run. model: on its first device. inputs: one micro-batch, there too. folder:
-        of the cache. Links that an earlier case measured stay in it, as they would for a user.
+    Args:
+        case: what is run.
+        model: on its first device.
+        inputs: one micro-batch, there too.
+        folder: of the cache. Links that an earlier case measured stay in it, as they would for a
+            user.
     """
     shutil.rmtree(folder / "layers", ignore_errors=True)
     times: list[float] = []

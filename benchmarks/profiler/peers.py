@@ -42,7 +42,8 @@ def estimates(
         model: on the device where it is measured.
         inputs: one micro-batch, there too.
 
-    Returns: ``pass_ms NAME``: a micro-batch through all layers, and back in training; ``state_bytes
+    Returns:
+        ``pass_ms NAME``: a micro-batch through all layers, and back in training; ``state_bytes
         NAME``: what parameters take, with gradients and Adam's state in training.
     """
     asked: list[tuple[str, str, Callable[[], float]]] = [

@@ -27,9 +27,12 @@ MOST_FAULTS = 6
 class Through(NamedTuple):
     """What became of calls.
 
-    Attributes: calls: how many there were. answered: of those, the ones that had the right answer.
+    Attributes:
+        calls: how many there were.
+        answered: of those, the ones that had the right answer.
         unclear: those that had neither it nor a clear error, or gave up although asking again would
-        have helped. twice: those that reached the service more than once although that is not safe.
+        have helped.
+        twice: those that reached the service more than once although that is not safe.
     """
 
     calls: int

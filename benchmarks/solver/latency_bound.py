@@ -65,13 +65,18 @@ def path_bound(read: Graph, until: float = inf) -> Proof:
 class _PathBound:
     """The dynamic program over the runs of one path.
 
-    Attributes: path: its nodes. ahead: by node, the last place on the path from which it is
-        reached; -1 if there is none. behind: by node, the first place on the path that it reaches;
-        the path's length if there is none. cost: by the first and last place of a run, no more than
-        what the subgraph takes; infinite if it cannot be. exact: the runs that were cut, and their
-        best subgraphs. waiting: by last and first place of those that wait, how long and what they
-        take then, as ``Least.steps``. waited: by first place of those to the end that were cut,
-        what they take with all that waits for them.
+    Attributes:
+        path: its nodes.
+        ahead: by node, the last place on the path from which it is reached; -1 if there is none.
+        behind: by node, the first place on the path that it reaches; the path's length if there is
+        none.
+        cost: by the first and last place of a run, no more than what the subgraph takes; infinite
+        if it cannot be.
+        exact: the runs that were cut, and their best subgraphs.
+        waiting: by last and first place of those that wait, how long and what they take then, as
+        ``Least.steps``.
+        waited: by first place of those to the end that were cut, what they take with all that waits
+            for them.
     """
 
     def __init__(self, read: Graph, until: float) -> None:

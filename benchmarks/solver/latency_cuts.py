@@ -34,10 +34,11 @@ the second."""
 class Least:
     """The least time of a subgraph.
 
-    Attributes: value: no subgraph takes less, in ms; infinite if there is none. nodes: the best
-        that was met on the way, one that fits in memory if there was one. steps: what is waited for
-        at most, and the least time of a subgraph that waits for no more; ascending, complete
-            as far as the least of both together can be among them.
+    Attributes:
+        value: no subgraph takes less, in ms; infinite if there is none.
+        nodes: the best that was met on the way, one that fits in memory if there was one.
+        steps: what is waited for at most, and the least time of a subgraph that waits for no more;
+            ascending, complete as far as the least of both together can be among them.
     """
 
     value: float
@@ -64,9 +65,11 @@ class Cuts:
     ) -> Least:
         """The least time of a subgraph that holds the hull and no barred node.
 
-        Args: hull: what is inside. barred: by node, whether it is outside. waits: what the subgraph
-            waits for, or what waits for it, where nothing else does. A wait of t lets all
-                those be outside that take no longer than t.
+        Args:
+            hull: what is inside.
+            barred: by node, whether it is outside.
+            waits: what the subgraph waits for, or what waits for it, where nothing else does. A
+                wait of t lets all those be outside that take no longer than t.
             since: waits up to here cost nothing.
         """
         if barred[list(hull)].any():

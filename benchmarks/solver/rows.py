@@ -72,10 +72,14 @@ def measured(
 ) -> dict[str, Any]:
     """Solve a case once and write down what came of it.
 
-    Args: case: what is run. measure: its objective, in milliseconds. solve: from the input to the
-        checked answer; its time counts. wanted: of the answer. value: reads the value from the
-        answer by other means than the solver's; the solver's own if left out. peers: what others
-        reach; run after the answer, its memory does not count.
+    Args:
+        case: what is run.
+        measure: its objective, in milliseconds.
+        solve: from the input to the checked answer; its time counts.
+        wanted: of the answer.
+        value: reads the value from the answer by other means than the solver's; the solver's own if
+        left out.
+        peers: what others reach; run after the answer, its memory does not count.
     """
     began = perf_counter()
     placement = solve()

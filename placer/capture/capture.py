@@ -33,21 +33,27 @@ def capture_graph(
 ) -> LayerGraph:
     """Capture the layer graph of a model in its present mode, train or eval.
 
-    Args: model: any module; it is not changed. args: example positional arguments, a tuple, or one
-        tensor. kwargs: example keyword arguments. granularity: ``"auto"``: what is large is opened,
-        repeated blocks alike; ``"blocks"``: the same, but each
-            repeated block is one layer; ``"submodule"``: the model's named children; ``"fine"``:
-            every leaf; a depth; or a function of a module's path and the module, True for a layer.
+    Args:
+        model: any module; it is not changed.
+        args: example positional arguments, a tuple, or one tensor.
+        kwargs: example keyword arguments.
+        granularity: ``"auto"``: what is large is opened, repeated blocks alike; ``"blocks"``: the
+            same, but each repeated block is one layer; ``"submodule"``: the model's named children;
+            ``"fine"``: every leaf; a depth; or a function of a module's path and the module, True
+            for a layer.
         hooks: whether a model that torch.export refuses is traced through forward hooks; that runs
         the model once.
         batch_options: where the samples of the inputs lie.
 
-    Returns: The graph. ``captured`` is False where hooks were needed, and ``not_captured_because``
-        says why.
+    Returns:
+        The graph. ``captured`` is False where hooks were needed, and ``not_captured_because`` says
+        why.
 
-    Raises: CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself
-        fails. InputError: the model is none, the granularity is not known, or a lazy module has not
-        run yet.
+    Raises:
+        CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself
+        fails.
+        InputError: the model is none, the granularity is not known, or a lazy module has not run
+            yet.
     """
     refuse_no_module(model)
     args = args if isinstance(args, tuple) else (args,)
@@ -76,9 +82,11 @@ def capture_graph(
 def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) -> LayerGraph:
     """Cut an exported model into layers.
 
-    Args: exported: from ``export``; its graph is changed on the way (writes in place are made
-        explicit). model: the module that was exported. granularity: as for ``capture_graph``, or
-        the names of the layers to make.
+    Args:
+        exported: from ``export``; its graph is changed on the way (writes in place are made
+        explicit).
+        model: the module that was exported.
+        granularity: as for ``capture_graph``, or the names of the layers to make.
     """
     graph = exported.module.graph
     operations = [node for node in graph.nodes if node.op == "call_function"]

@@ -66,8 +66,9 @@ def footprint(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         args: example positional arguments.
         kwargs: example keyword arguments.
 
-    Returns: The hash; None where it cannot be told: the model could not be captured either, is
-        compiled, keeps something of its pass, or runs what is no plain operation on tensors.
+    Returns:
+        The hash; None where it cannot be told: the model could not be captured either, is compiled,
+        keeps something of its pass, or runs what is no plain operation on tensors.
     """
     try:
         refuse_hooks(model)

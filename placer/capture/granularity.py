@@ -41,8 +41,11 @@ LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
 class Opened:
     """A decision for every module path, and the path depth at which even a closed path is cut.
 
-    Attributes: paths: the opened ones. depth: names in a layer's path at most. named: layers that
-        were asked for by name; a list of modules may be one, though nobody calls a list.
+    Attributes:
+        paths: the opened ones.
+        depth: names in a layer's path at most.
+        named: layers that were asked for by name; a list of modules may be one, though nobody calls
+            a list.
     """
 
     paths: set[str]

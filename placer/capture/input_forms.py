@@ -13,9 +13,9 @@ from placer.errors import InputError, kind_of
 def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model.
 
-    Args: inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or
-        a mapping of keyword
-            arguments, such as the ``BatchEncoding`` of a tokenizer.
+    Args:
+        inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or a
+            mapping of keyword arguments, such as the ``BatchEncoding`` of a tokenizer.
         name: of the inputs, for messages.
 
     Raises:

@@ -31,9 +31,11 @@ from placer.capture.pytrees import NUMBERS
 class State:
     """The tensors that the graph's ``get_attr`` nodes mean, under one name each.
 
-    Attributes: tensors: the user's parameters and buffers, and the plain tensors that the graph
-        reads, by name. constants: the names of the plain tensors: those that are neither parameters
-        nor buffers. name_of: get_attr node -> name.
+    Attributes:
+        tensors: the user's parameters and buffers, and the plain tensors that the graph reads, by
+        name.
+        constants: the names of the plain tensors: those that are neither parameters nor buffers.
+        name_of: get_attr node -> name.
     """
 
     tensors: dict[str, Tensor]

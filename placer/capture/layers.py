@@ -30,12 +30,16 @@ class Value:
     """What crosses the border of a layer: a tensor, or a number that the model computed from a
     shape.
 
-    Attributes: name: unique in its graph. shape: at the example's batch size; () for a number.
-        dtype: None for a number. bytes: at the example's batch size; 0 for a number. batch_dim: the
-        dimension that is the batch; None where it has none. requires_grad: whether a gradient flows
-        back through it in training. source: the layer that makes it; None for an input of the
-        model. from_values: whether it is a number that was taken from a tensor, so that it is
-        another one for other values.
+    Attributes:
+        name: unique in its graph.
+        shape: at the example's batch size; () for a number.
+        dtype: None for a number.
+        bytes: at the example's batch size; 0 for a number.
+        batch_dim: the dimension that is the batch; None where it has none.
+        requires_grad: whether a gradient flows back through it in training.
+        source: the layer that makes it; None for an input of the model.
+        from_values: whether it is a number that was taken from a tensor, so that it is another one
+            for other values.
     """
 
     name: str
@@ -52,13 +56,15 @@ class Value:
 class Layer:
     """The unit that is placed.
 
-    Attributes: name: the module path, with ``@1``, ``@2`` for later calls of the same module.
+    Attributes:
+        name: the module path, with ``@1``, ``@2`` for later calls of the same module.
         modules: the module paths that it covers: one, or several where a cycle was merged.
-        module_type: the class of the module, for people. state: names of the parameters and buffers
-        that it uses, in the order of ``function``'s ``state``. mutated: those of ``state`` that it
-        changes in place. statistics: those of them that are a normalisation's running statistics
-        and their counters, and nothing else
-            here: it changes them and does not read them.
+        module_type: the class of the module, for people.
+        state: names of the parameters and buffers that it uses, in the order of ``function``'s
+        ``state``.
+        mutated: those of ``state`` that it changes in place.
+        statistics: those of them that are a normalisation's running statistics and their counters,
+            and nothing else here: it changes them and does not read them.
         reads: names of the values that it reads, in the order of ``function``'s ``reads``.
         writes: names of the values that it makes, in the order of ``function``'s result.
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
@@ -91,14 +97,18 @@ class Layer:
 class LayerGraph:
     """The layers of a model, in execution order.
 
-    Attributes: layers: in execution order: a value is made before it is read. values: by name.
+    Attributes:
+        layers: in execution order: a value is made before it is read.
+        values: by name.
         inputs: names of the values that the model is given, in the order of its flattened tensors.
         outputs: names of the values that the model returns, in the order of its flattened tensors.
         colocated: groups of layers that share a parameter, or another tensor that one of them
-        changes. state: the user's parameters and buffers by name, and the plain tensors that the
-        graph reads. constants: the names in ``state`` of plain tensors: attributes that are not
-        registered, variables, items of
-            lists. They stay where they are, and layers on other devices read copies.
+        changes.
+        state: the user's parameters and buffers by name, and the plain tensors that the graph
+        reads.
+        constants: the names in ``state`` of plain tensors: attributes that are not registered,
+            variables, items of lists. They stay where they are, and layers on other devices read
+            copies.
         training: whether the model was captured in training mode.
         batch_size: of the example.
         granularity: how the layers were cut.
@@ -151,8 +161,10 @@ def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
     """Return the bytes that are stored for a tensor: those of what it wraps and of what is attached
     to it included.
 
-    Args: tensor: any tensor. counted: the memory that was counted before, which is not counted
-        again; what is counted now is added.
+    Args:
+        tensor: any tensor.
+        counted: the memory that was counted before, which is not counted again; what is counted now
+            is added.
     """
     counted = set() if counted is None else counted
     total = 0

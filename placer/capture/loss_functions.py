@@ -20,9 +20,9 @@ LossFunction = Callable[[Any, Any], Any]
 def loss_and_values(made: Any) -> tuple[Any, dict[str, Any]]:
     """Return the loss, and the further values by name, from what a loss function gave.
 
-    Raises: InputError: it gave a tuple of something else, or a value that is a float: a step that
-        is recorded once would
-            return the number of the recording ever after.
+    Raises:
+        InputError: it gave a tuple of something else, or a value that is a float: a step that is
+            recorded once would return the number of the recording ever after.
     """
     if not isinstance(made, tuple):
         return made, {}

@@ -43,10 +43,12 @@ _OPAQUE = (nn.Module, type, torch.Generator)
 class Structure:
     """What is left of a nest once its tensors are taken out.
 
-    Attributes: key: equal for equal nests: containers, their types, and plain constants by value.
-        rebuild: makes the nest again from an iterator over its tensors. paths: where each tensor
-        stands, for messages: ``[0]``, ``['mask']``, ``.logits``. numbers: the whole numbers among
-        the constants, and where they stand; none that an object keeps as attributes.
+    Attributes:
+        key: equal for equal nests: containers, their types, and plain constants by value.
+        rebuild: makes the nest again from an iterator over its tensors.
+        paths: where each tensor stands, for messages: ``[0]``, ``['mask']``, ``.logits``.
+        numbers: the whole numbers among the constants, and where they stand; none that an object
+            keeps as attributes.
     """
 
     key: Hashable
@@ -62,11 +64,14 @@ class Structure:
 def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure]:
     """The tensors of a nest, depth first, and the structure that holds them.
 
-    Args: nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects
-        with attributes. anew: the identities of objects that are made anew where they have no
-        tensors; others pass as they are.
+    Args:
+        nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects
+        with attributes.
+        anew: the identities of objects that are made anew where they have no tensors; others pass
+            as they are.
 
-    Returns: The tensors (and, while a model is captured, numbers that depend on a shape), and the
+    Returns:
+        The tensors (and, while a model is captured, numbers that depend on a shape), and the
         structure.
     """
     return _Walk(lambda one: id(one) in anew, None).over(nest)
@@ -113,8 +118,10 @@ class _Leaves:
 class _Walk:
     """A way through a nest.
 
-    Args: anew: whether an object without tensors is made anew. known: the numbers of the lists,
-        dicts and objects that were met; None where each place has one of its own.
+    Args:
+        anew: whether an object without tensors is made anew.
+        known: the numbers of the lists, dicts and objects that were met; None where each place has
+            one of its own.
     """
 
     def __init__(self, anew: Callable[[Any], bool], known: dict[int, int] | None) -> None:

@@ -57,11 +57,13 @@ def to_wire(graph: LayerGraph) -> Graph:
 
     Each layer runs there under the caller's autocast.
 
-    Args: graph: from ``capture``, of the model in the mode that is to be profiled, under the same
-        autocast.
+    Args:
+        graph: from ``capture``, of the model in the mode that is to be profiled, under the same
+            autocast.
 
-    Raises: CaptureError: an operation or a tensor cannot be described; profile the model where its
-        code is.
+    Raises:
+        CaptureError: an operation or a tensor cannot be described; profile the model where its code
+            is.
     """
     if not graph.captured:
         raise CaptureError(

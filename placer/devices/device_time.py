@@ -66,8 +66,11 @@ def lasting_ms(
 ) -> list[list[float]]:
     """Device time of each pass when they run one after another for so long, without a rest.
 
-    Args: passes: recorded ones: what the host takes longer to issue than the device to run counts,
-        too. device: a CUDA device. seconds: how long, at least; each runs at least once.
+    Args:
+        passes: recorded ones: what the host takes longer to issue than the device to run counts,
+        too.
+        device: a CUDA device.
+        seconds: how long, at least; each runs at least once.
 
     Returns:
         For each pass its times in milliseconds, in order.

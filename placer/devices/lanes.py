@@ -42,8 +42,10 @@ class _Before(threading.local):
 class Lane:
     """One queue of work on one device; a CUDA stream, or nothing.
 
-    Args: device: where the work runs. caller: whether this is the lane that the calling code
-        already issues to, rather than a new one.
+    Args:
+        device: where the work runs.
+        caller: whether this is the lane that the calling code already issues to, rather than a new
+            one.
     """
 
     def __init__(self, device: torch.device, caller: bool = False) -> None:
@@ -155,8 +157,11 @@ class Courier:
         given back to the device, by an allocator that runs short or by
         ``torch.cuda.empty_cache()``, and they would fail.
 
-        Args: key: what the tensor is to the caller, who uses the memory again only when all have
-            read it. like: of this shape, type and strides. place: the device.
+        Args:
+            key: what the tensor is to the caller, who uses the memory again only when all have read
+            it.
+            like: of this shape, type and strides.
+            place: the device.
         """
         known = self._landings.get((key, place))
         if known is None or known.shape != like.shape or known.dtype != like.dtype:
@@ -201,11 +206,15 @@ class Courier:
         """Copy all that goes from one device to another at one time, as ``send`` does; the host
         waits and marks once.
 
-        Args: sources: at least one, on one device. ready: when all of them are there. targets: one
-            for each source, on one device. free: when all of them may be overwritten. channel: as
-            for ``send``. label: as for ``send``; a trace has them as one. adds: for each target,
-            whether to add to what is there, which came from elsewhere, in place of writing over
-                it; empty for none.
+        Args:
+            sources: at least one, on one device.
+            ready: when all of them are there.
+            targets: one for each source, on one device.
+            free: when all of them may be overwritten.
+            channel: as for ``send``.
+            label: as for ``send``; a trace has them as one.
+            adds: for each target, whether to add to what is there, which came from elsewhere, in
+                place of writing over it; empty for none.
 
         Returns:
             When all copies are done, for both sides.

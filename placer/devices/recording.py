@@ -99,12 +99,14 @@ def record(
     recorded there: it must be used before that one is replayed again. Passes whose results are used
     later have memory of their own.
 
-    Args: passes: work on static tensors, the later on results of the earlier. device: where they
-        run. pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them,
-        and theirs alone, if None. generators: by pass, those that it draws random numbers from
-        beside the device's. rooms: by pass, the pieces of memory that it takes first and works in;
-        see ``fitting_rooms``. Without any it
-            takes piece by piece.
+    Args:
+        passes: work on static tensors, the later on results of the earlier.
+        device: where they run.
+        pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and
+        theirs alone, if None.
+        generators: by pass, those that it draws random numbers from beside the device's.
+        rooms: by pass, the pieces of memory that it takes first and works in; see
+            ``fitting_rooms``. Without any it takes piece by piece.
         warm: passes like these have run before, and did nothing that cannot be recorded; else they
             run thrice first.
 
@@ -149,8 +151,11 @@ def fitting_rooms(
     side by side in a piece are joined when they are free. Which pieces are best follows from what
     the passes ask for; see ``placer.devices.allocator.packing``.
 
-    Args: passes: as for ``record``; each is to have memory of its own, or to share it with others
-        as large. device: where they run. shared: the places of those that share it.
+    Args:
+        passes: as for ``record``; each is to have memory of its own, or to share it with others as
+        large.
+        device: where they run.
+        shared: the places of those that share it.
 
     Raises:
         NotRecordable: a pass cannot be recorded.

@@ -32,8 +32,9 @@ def detour(source: torch.device, target: torch.device) -> None:
 def take_detours(links: Iterable[tuple[str, str]]) -> None:
     """Let what goes over these links go through the host's memory.
 
-    Args: links: names of sources and targets, as in a placement; those of devices elsewhere make no
-        difference here.
+    Args:
+        links: names of sources and targets, as in a placement; those of devices elsewhere make no
+            difference here.
     """
     for source, target in links:
         try:

@@ -88,8 +88,11 @@ def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Te
     A quantised weight, say, is copied with all that it consists of: a wrapper with the tensors
     inside it, and attributes with the tensors in them.
 
-    Args: tensor: any tensor. device: of the copy. known: copies of plain tensors made before, so
-        that what shares memory does so again; see ``rebuilt``.
+    Args:
+        tensor: any tensor.
+        device: of the copy.
+        known: copies of plain tensors made before, so that what shares memory does so again; see
+            ``rebuilt``.
     """
     if known is None and is_plain(tensor):
         return _copied(tensor, device)

@@ -168,12 +168,15 @@ def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tenso
     """Return a tensor like this one, of the same class and with the same attributes, over other
     plain tensors.
 
-    Args: tensor: any tensor; it is not changed. change: is called once for each plain tensor; views
-        of the same memory remain views of the same memory. known: keeps what ``change`` returned
-        for several calls.
+    Args:
+        tensor: any tensor; it is not changed.
+        change: is called once for each plain tensor; views of the same memory remain views of the
+        same memory.
+        known: keeps what ``change`` returned for several calls.
 
-    Returns: The tensor, without a history. Tensors in attributes are replaced, too; other
-        attributes are shared.
+    Returns:
+        The tensor, without a history. Tensors in attributes are replaced, too; other attributes are
+        shared.
     """
     with unobserved(), torch.no_grad():
         return _Rebuilding(change, Known() if known is None else known).tensor(tensor)

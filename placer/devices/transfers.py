@@ -58,12 +58,16 @@ def copy_s(
 ) -> list[float]:
     """The median time of each copy while all of them go on at once.
 
-    Args: shipments: each goes again and again, in a queue of its own. Between two host memories
-        only one can. repeats: how often, at least 3. computing: GPUs that multiply matrices
-        meanwhile. lasting_s: about how long all of that takes, for how much they multiply.
+    Args:
+        shipments: each goes again and again, in a queue of its own. Between two host memories only
+        one can.
+        repeats: how often, at least 3.
+        computing: GPUs that multiply matrices meanwhile.
+        lasting_s: about how long all of that takes, for how much they multiply.
 
-    Returns: Seconds, in the order of the shipments; the first and last copies, which may go alone,
-        are left out.
+    Returns:
+        Seconds, in the order of the shipments; the first and last copies, which may go alone, are
+        left out.
     """
     if not any(end.type == "cuda" for item in shipments for end in (item.source, item.target)):
         return [_host_copy_s(item, repeats) for item in shipments]

@@ -78,9 +78,12 @@ def enter(
 ) -> tuple[Tensor, list[Tensor]]:
     """The token, and the received values for the layers to read.
 
-    Args: leaves: as they were received, at least one. flows: for each whether a gradient flows back
-        through it; the others get a gradient of zeros. marked: whether the last one is the marks:
-        its gradient says for each that flows whether a gradient came.
+    Args:
+        leaves: as they were received, at least one.
+        flows: for each whether a gradient flows back through it; the others get a gradient of
+        zeros.
+        marked: whether the last one is the marks: its gradient says for each that flows whether a
+            gradient came.
     """
     token, *inside = _Entrance.apply(tuple(flows), marked, *leaves)  # type: ignore[no-untyped-call]
     return token, inside
@@ -89,8 +92,11 @@ def enter(
 def leave(token: Tensor, values: Sequence[Tensor], marks: Sequence[int] = ()) -> list[Tensor]:
     """What is sent, each asking for a gradient where anything that was received or trained does.
 
-    Args: token: of the entrance. values: to send. marks: the positions of the values that the
-        marks, which are the last of them, speak of; none without marks.
+    Args:
+        token: of the entrance.
+        values: to send.
+        marks: the positions of the values that the marks, which are the last of them, speak of;
+            none without marks.
     """
     return list(_Exit.apply(tuple(marks), token, *values)) if values else []  # type: ignore[no-untyped-call]
 

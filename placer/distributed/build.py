@@ -68,10 +68,10 @@ def build(
     """This process's stages of a placed model, and their schedule. Every process calls it with the
     same arguments.
 
-    Args: model: the whole model, on the CPU or on meta, equal in every process. What belongs to
-        this process is moved to
-            its device (the same Parameter objects, but for a model on meta); the rest is left
-            alone, and freed with the model.
+    Args:
+        model: the whole model, on the CPU or on meta, equal in every process. What belongs to this
+            process is moved to its device (the same Parameter objects, but for a model on meta);
+            the rest is left alone, and freed with the model.
         placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are
             named as ``cuda:0`` or, on several hosts, ``HOST/cuda:0``; as many processes as devices
             must run, see ``placer.distributed. ranks``.
@@ -94,9 +94,11 @@ def build(
     Returns:
         The stages, the schedule, and ``step``, which runs both.
 
-    Raises: BatchError: micro-batches give other results than a whole batch. InputError: no process
-        group was made; chunks or the schedule are not possible; the processes' models differ;
-            there is nothing to train; or another process could not build its part.
+    Raises:
+        BatchError: micro-batches give other results than a whole batch.
+        InputError: no process group was made; chunks or the schedule are not possible; the
+            processes' models differ; there is nothing to train; or another process could not build
+            its part.
         PlacementError: the placement does not fit the model or the processes.
         CaptureError: the model cannot be captured, so that it cannot be cut apart.
     """

@@ -26,8 +26,9 @@ _DETACH = (torch.ops.aten.detach, torch.ops.aten.detach_)
 class Flows:
     """The values that gradients flow back through.
 
-    Attributes: results: for each of them the model's results that a gradient may come from; empty
-        without training.
+    Attributes:
+        results: for each of them the model's results that a gradient may come from; empty without
+            training.
     """
 
     results: Mapping[str, frozenset[str]]

@@ -60,10 +60,11 @@ class Shape:
 class Pipeline:
     """This process's stages, their schedule, and the weights that belong to it.
 
-    Attributes: stages: of this process, in the order of the line; more than one where the line goes
-        round more than once. schedule: the library's, over these stages. ``step`` drives it; who
-        drives it alone brings copies of tied
-            weights up to date himself.
+    Attributes:
+        stages: of this process, in the order of the line; more than one where the line goes round
+        more than once.
+        schedule: the library's, over these stages. ``step`` drives it; who drives it alone brings
+            copies of tied weights up to date himself.
         module: the parameters and buffers that belong to this process, under the model's own names.
         device: of this process.
         chunks: micro-batches in a batch.
@@ -125,19 +126,19 @@ class Pipeline:
         """Run one batch forwards and backwards; gradients are added to the parameters', as
         ``loss.backward()`` does.
 
-        Args: inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of
-            keyword arguments.
-                Other processes may give it too, or None.
+        Args:
+            inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of
+                keyword arguments. Other processes may give it too, or None.
             target: what the loss compares with, where ``is_last``, the batch first; None where the
                 loss needs none.
 
         Returns:
             The loss of the batch, detached, where ``is_last``; else None.
 
-        Raises: BatchError: the loss of the batch is not that of its micro-batches: in the first
-            step, in all processes; in
-                a later step whose micro-batches have, for the first time, unequal numbers of
-                labels, where ``is_last``.
+        Raises:
+            BatchError: the loss of the batch is not that of its micro-batches: in the first step,
+                in all processes; in a later step whose micro-batches have, for the first time,
+                unequal numbers of labels, where ``is_last``.
             InputError: the pipeline was built without a loss; it is inference mode; the batch is
                 not like the example, or requires a gradient; a parameter trains that did not when
                 the pipeline was built; the loss is no number; or an earlier step failed.
@@ -186,9 +187,9 @@ class Pipeline:
         Returns:
             What the model returns, where ``is_last``; else None.
 
-        Raises: InputError: the pipeline was built for training; the batch is not like the example;
-            or an earlier call
-                failed.
+        Raises:
+            InputError: the pipeline was built for training; the batch is not like the example; or
+                an earlier call failed.
             StageError: a layer failed.
         """
         if self.schedule._loss_fn is not None:
@@ -264,8 +265,9 @@ class Pipeline:
         Args:
             state: with all keys of the model; more or fewer are an error.
 
-        Raises: InputError: keys are missing or not known, or a tensor has another shape. Nothing
-            was loaded then.
+        Raises:
+            InputError: keys are missing or not known, or a tensor has another shape. Nothing was
+                loaded then.
         """
         checkpoint.take(self.module, state, self._names.saved)
         self._weights.empty = False

@@ -82,11 +82,15 @@ class Head:
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return a micro-batch's share of the batch's loss.
 
-        Args: output: of the last stage. target: the number of the micro-batch, or, where a user
-            drives the schedule, its part of the target.
+        Args:
+            output: of the last stage.
+            target: the number of the micro-batch, or, where a user drives the schedule, its part of
+                the target.
 
-        Raises: InputError: the loss is no number, no gradient comes from it, or it reads what is
-            trained elsewhere. StageError: it failed.
+        Raises:
+            InputError: the loss is no number, no gradient comes from it, or it reads what is
+            trained elsewhere.
+            StageError: it failed.
         """
         assert self._loss_fn is not None
         number, goal = (

@@ -49,11 +49,14 @@ def make(
 ) -> LibrarySchedule:
     """The library's schedule over this process's stages.
 
-    Args: schedule: one of ``SCHEDULES``. stages: of this process, in the order of the line. ranks:
-        the group rank of each device in the line. position: of this process's device in the line.
-        chunks: micro-batches in a batch. loss: from the last stage's output and a target to a
-        number whose sum over micro-batches is the batch's loss;
-            None to run forwards alone.
+    Args:
+        schedule: one of ``SCHEDULES``.
+        stages: of this process, in the order of the line.
+        ranks: the group rank of each device in the line.
+        position: of this process's device in the line.
+        chunks: micro-batches in a batch.
+        loss: from the last stage's output and a target to a number whose sum over micro-batches is
+            the batch's loss; None to run forwards alone.
 
     Raises:
         InputError: the schedule cannot have so many micro-batches.

@@ -60,16 +60,22 @@ class Work:
 class Plan:
     """What a stage does.
 
-    Attributes: works: its layers in execution order. arrives: what it is sent; of the first stage,
-        the model's inputs. marks_in: whether marks arrive behind that, by which it tells what the
-        loss depends on. leaves: what it sends; of the last stage, the model's outputs. marks_out:
-        the positions of those whose gradients it is told of by marks that it sends behind; none
-        without. is_first: whether it is given the batch. is_last: whether it makes the model's
-        outputs. copied: whether what is sent is copied as soon as it is made. device: where it
-        runs. deferred: weight gradients that a backward pass left for later, where the schedule
-        splits it. recomputes: whether it keeps of a micro-batch only what entered it. private:
-        buffers that its layers change, and may read again in their backward passes. trail: which of
-        its layers runs.
+    Attributes:
+        works: its layers in execution order.
+        arrives: what it is sent; of the first stage, the model's inputs.
+        marks_in: whether marks arrive behind that, by which it tells what the loss depends on.
+        leaves: what it sends; of the last stage, the model's outputs.
+        marks_out: the positions of those whose gradients it is told of by marks that it sends
+        behind; none without.
+        is_first: whether it is given the batch.
+        is_last: whether it makes the model's outputs.
+        copied: whether what is sent is copied as soon as it is made.
+        device: where it runs.
+        deferred: weight gradients that a backward pass left for later, where the schedule splits
+        it.
+        recomputes: whether it keeps of a micro-batch only what entered it.
+        private: buffers that its layers change, and may read again in their backward passes.
+        trail: which of its layers runs.
     """
 
     works: tuple[Work, ...]
@@ -90,13 +96,19 @@ class Plan:
 class StageModule(nn.Module):
     """One stage. Its parameters and buffers go by the names that they have in the model.
 
-    Args: graph: the model's layers. stage: which of them run here, and what arrives and leaves.
-        index: of the stage in the line. count: of stages in the line. lookup: the tensors that are
-        used here, by name. names: of the model's tensors. device: where it runs. flows: the values
-        that gradients flow back through; none without training. copied: whether what is sent is
-        copied as soon as it is made. split: whether weight gradients are a pass of their own.
+    Args:
+        graph: the model's layers.
+        stage: which of them run here, and what arrives and leaves.
+        index: of the stage in the line.
+        count: of stages in the line.
+        lookup: the tensors that are used here, by name.
+        names: of the model's tensors.
+        device: where it runs.
+        flows: the values that gradients flow back through; none without training.
+        copied: whether what is sent is copied as soon as it is made.
+        split: whether weight gradients are a pass of their own.
         recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient
-        is left for later.
+            is left for later.
     """
 
     def __init__(
@@ -159,8 +171,9 @@ class StageModule(nn.Module):
         Args:
             arrived: of the first stage the model's flat inputs; else what the stage before sent.
 
-        Returns: What is sent to the next stage; of the last stage the model's flat outputs, a
-            single one by itself.
+        Returns:
+            What is sent to the next stage; of the last stage the model's flat outputs, a single one
+            by itself.
         """
         plan = self._plan
         token, inputs = _received(plan, arrived)

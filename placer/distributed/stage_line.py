@@ -44,10 +44,12 @@ class LineStage:
 class Line:
     """A model as stages in a line.
 
-    Attributes: devices: in the order of the line: stage ``i`` is on ``devices[i % len(devices)]``.
-        stages: from the inputs to the outputs. reordered: whether layers run in another order than
-        in the model, so that a value that is written to in place
-            might be sent only afterwards: what is sent must then be copied when it is made.
+    Attributes:
+        devices: in the order of the line: stage ``i`` is on ``devices[i % len(devices)]``.
+        stages: from the inputs to the outputs.
+        reordered: whether layers run in another order than in the model, so that a value that is
+            written to in place might be sent only afterwards: what is sent must then be copied when
+            it is made.
     """
 
     devices: tuple[str, ...]

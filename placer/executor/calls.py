@@ -28,11 +28,14 @@ def call_captured(
 ) -> list[list[Any]]:
     """Run every micro-batch through its segments.
 
-    Args: plans: the graph and the segments of each (a last, smaller one may have been captured
-        apart). parts: the flattened inputs of each. target: where results go. deferred_batch_norm:
-        whether running statistics follow the whole batch. returned: how many of the outputs the
-        model returns; those behind them, which it leaves in its inputs, stay
-            where they were made. If None all are brought to where results go.
+    Args:
+        plans: the graph and the segments of each (a last, smaller one may have been captured
+        apart).
+        parts: the flattened inputs of each.
+        target: where results go.
+        deferred_batch_norm: whether running statistics follow the whole batch.
+        returned: how many of the outputs the model returns; those behind them, which it leaves in
+            its inputs, stay where they were made. If None all are brought to where results go.
 
     Returns:
         The flattened results of each.

@@ -54,9 +54,10 @@ class DataFlow(PlacedCalls):
     The module's source is never rewritten. Its Parameters stay the same objects, so an optimizer
     made before stays valid, and the keys of its ``state_dict`` never change.
 
-    Args: module: the model. device_ids: devices that layers may run on: indices, strings or
-        ``torch.device``; all that are available if
-            None. What a map or a placement names beside them is added.
+    Args:
+        module: the model.
+        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that
+            are available if None. What a map or a placement names beside them is added.
         output_device: where results go; the first of ``device_ids`` if None.
         inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
         clear_cache: give cached device memory back after layers were moved.
@@ -67,9 +68,12 @@ class DataFlow(PlacedCalls):
             each once, as on the unsplit model; else every micro-batch updates them. Normalised is
             by micro-batch either way.
 
-    Attributes: module: the model. device_ids: the index of each device. layer_gpus: layer name ->
-        device index (or anything that names a device); ordered, free to be edited. A later
-            call of a module follows the first one, unless it is named itself: ``relu@1``.
+    Attributes:
+        module: the model.
+        device_ids: the index of each device.
+        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to
+            be edited. A later call of a module follows the first one, unless it is named itself:
+            ``relu@1``.
         chunks: micro-batches that a call is cut into when it does not say.
         batch_options: where the samples of a batch lie, how results are joined and how the loss is
             reduced, for calls and steps that do not say; see ``BatchOptions``. Free to be edited.
@@ -158,17 +162,17 @@ class DataFlow(PlacedCalls):
         After an error everything is as before the call: the model and its optimizers, the map and
         the other settings.
 
-        Args: placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
-            schedule, ``recompute``,
-                ``in_flight``, and the links over which copies go through the host's memory. None
-                leaves them as they are.
+        Args:
+            placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
+                schedule, ``recompute``, ``in_flight``, and the links over which copies go through
+                the host's memory. None leaves them as they are.
             optimizer: one that already holds state for the parameters, or a list of them; its state
                 moves with them, now and later, as the state of the optimizers of training steps
                 does.
 
-        Raises: PlacementError: the placement has no layers, or names layers or devices that are not
-            there, or there is no
-                room.
+        Raises:
+            PlacementError: the placement has no layers, or names layers or devices that are not
+                there, or there is no room.
             InputError: ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizers_of(optimizer)
@@ -282,8 +286,9 @@ class DataFlow(PlacedCalls):
             layer_gpus: its map; this flow's if None.
             module: a copy of the model whose attributes it is to show; this flow's module if None.
 
-        Returns: A module that runs like this one, with its own ``layer_gpus``; weights are shared
-            with this flow's clones.
+        Returns:
+            A module that runs like this one, with its own ``layer_gpus``; weights are shared with
+            this flow's clones.
 
         Raises:
             InputError: this flow was made without ``enable_clone``.
@@ -342,8 +347,10 @@ class DataFlow(PlacedCalls):
     def captured(self, part: Part, needed: bool = True) -> Capture | None:
         """The capture for inputs like these; None where the model runs through hooks.
 
-        Args: part: the inputs. needed: False lets it run so, too, where call after call would need
-            a capture of its own.
+        Args:
+            part: the inputs.
+            needed: False lets it run so, too, where call after call would need a capture of its
+                own.
         """
         captures = self._program.captures([part], needed or self._needs_captures)
         return None if captures is None else captures[0]

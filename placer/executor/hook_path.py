@@ -53,8 +53,9 @@ class HookPath:
             parts: the inputs of each.
             target: where results go; where the last module ran if None.
 
-        Returns: The flattened results of each, their structures, what the last one was given, as
-            the model left it, and where its results are.
+        Returns:
+            The flattened results of each, their structures, what the last one was given, as the
+            model left it, and where its results are.
 
         Raises:
             CaptureError: a module allows no hooks.
@@ -83,10 +84,12 @@ class HookPath:
     ) -> tuple[Any, torch.device]:
         """Run the model, in ``standing``, on the caller's own lists and objects.
 
-        Args: assignment: the devices of the modules, whose state is there. args: what it takes.
-            kwargs: the same. target: where results go, but for what it was given: a cache has its
-            tensors where they are needed. Where
-                the last module ran if None.
+        Args:
+            assignment: the devices of the modules, whose state is there.
+            args: what it takes.
+            kwargs: the same.
+            target: where results go, but for what it was given: a cache has its tensors where they
+                are needed. Where the last module ran if None.
 
         Returns:
             What the model returns, and where its tensors are.

@@ -55,8 +55,9 @@ def measure_step(
         chunks: as for a step.
         profile: the prediction is made from it.
 
-    Raises: InputError: the model runs through hooks, the profile is of other layers, or gradients
-        of an earlier step wait.
+    Raises:
+        InputError: the model runs through hooks, the profile is of other layers, or gradients of an
+            earlier step wait.
     """
     if step.flow.gradients_wait:
         raise InputError(
@@ -109,8 +110,9 @@ def measure_stream(
         profile: the prediction is made from it.
         backend: of ``torch.compile``; None to leave segments as they are.
 
-    Raises: InputError: the flow is not placed, the model runs through hooks, or the profile is of
-        other layers.
+    Raises:
+        InputError: the flow is not placed, the model runs through hooks, or the profile is of other
+            layers.
     """
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")

@@ -83,10 +83,14 @@ class Cutter:
     ) -> MicroBatches:
         """Cut a call, once it is seen that calls of its kind may be cut.
 
-        Args: call: positional and keyword arguments. options: what was declared of the batch.
-            sizes_of: from the number of samples to those of each micro-batch. weigh: from the
-            number of samples to the weight of each in a mean; None if all weigh alike. needed:
-            whether to capture the model in any case where that tells what is no part of the batch.
+        Args:
+            call: positional and keyword arguments.
+            options: what was declared of the batch.
+            sizes_of: from the number of samples to those of each micro-batch.
+            weigh: from the number of samples to the weight of each in a mean; None if all weigh
+            alike.
+            needed: whether to capture the model in any case where that tells what is no part of the
+                batch.
 
         Raises:
             BatchError: micro-batches give something else than the batch.

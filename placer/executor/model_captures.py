@@ -61,9 +61,10 @@ class Capture:
 class Program:
     """What is known of a model's graph so far.
 
-    Attributes: module: the user's model. compare: given a new capture and inputs that it holds for,
-        tells in what the graph differs from the model; an
-            empty string if it does not.
+    Attributes:
+        module: the user's model.
+        compare: given a new capture and inputs that it holds for, tells in what the graph differs
+            from the model; an empty string if it does not.
         refused: why torch.export refused it, or in what the graph differs, by mode; those modes run
             through hooks.
     """
@@ -110,9 +111,12 @@ class Program:
         """Return the captures that cover the micro-batches of one call, for which the model is
         looked at once.
 
-        Args: parts: the inputs of each micro-batch. needed: whether to capture in any case; else
-            not if call after call would need a capture of its own. waits: whether to capture only
-            when calls of the kind have spent as long on hooks as that takes.
+        Args:
+            parts: the inputs of each micro-batch.
+            needed: whether to capture in any case; else not if call after call would need a capture
+            of its own.
+            waits: whether to capture only when calls of the kind have spent as long on hooks as
+                that takes.
 
         Returns:
             The capture of each, or None if the model must, or had better, run through hooks.

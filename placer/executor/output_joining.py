@@ -102,8 +102,9 @@ def join(
         joining: the rules.
         weights: of each in a mean; ``sizes`` if None.
 
-    Raises: InputError: a value cannot be joined; the message names it and the declaration that says
-        how.
+    Raises:
+        InputError: a value cannot be joined; the message names it and the declaration that says
+            how.
     """
     return parts[0] if len(parts) == 1 else _Walk(sizes, joining, weights).over([*parts], "")
 
@@ -126,9 +127,9 @@ def find_rules(
         equal: whether two values are equal up to rounding.
         weights: of each micro-batch in a mean; ``sizes`` if None.
 
-    Returns: The joining with the rules that were found; the values for which no rule holds; and
-        whether another batch has to decide between several rules that hold, as where all values are
-        zero.
+    Returns:
+        The joining with the rules that were found; the values for which no rule holds; and whether
+        another batch has to decide between several rules that hold, as where all values are zero.
     """
     walk = _Search(sizes, joining, equal, weights)
     walk.over([*parts, whole], "")

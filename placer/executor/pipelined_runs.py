@@ -59,13 +59,13 @@ class PipelinedRuns(nn.Module):
     ) -> TrainStep:
         """A training step of the whole pipeline: forwards, backwards, and the optimizer.
 
-        Args: loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless
-            ``batch_options`` say
-                otherwise; or that and a dict of further values, ``(loss, {"accuracy": accuracy})``.
-                It runs on the device of the last layer, where tensors of its own belong; its
-                buffers are brought. It becomes a part of the passes when they are made: what
-                changes from step to step, such as a weight, has to be in the target. For a loss
-                that does something else from now on, make another step.
+        Args:
+            loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless
+                ``batch_options`` say otherwise; or that and a dict of further values, ``(loss,
+                {"accuracy": accuracy})``. It runs on the device of the last layer, where tensors of
+                its own belong; its buffers are brought. It becomes a part of the passes when they
+                are made: what changes from step to step, such as a weight, has to be in the target.
+                For a loss that does something else from now on, make another step.
             optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or
                 a list of them, stepped in its order; None to leave that to the caller, who finds
                 the gradients in place. Their state moves with the parameters, wherever the flow
@@ -87,7 +87,8 @@ class PipelinedRuns(nn.Module):
             batch_options: where the samples of the batch lie, whether the loss is a mean or a sum,
                 how results are joined; the flow's own if None.
 
-        Returns: ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last
+        Returns:
+            ``step(inputs, target) -> loss``, the loss of the batch, on the device of the last
             layer. ``inputs`` is one tensor, a tuple of positional or a dict of keyword arguments.
             With ``update=False`` a step leaves its gradients to the next one; with ``outputs=True``
             it returns the model's result as well.
@@ -142,10 +143,10 @@ class PipelinedRuns(nn.Module):
 
         Do not change the model or its map while a stream is open; close it, or exhaust it, before.
 
-        Args: batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
-            dict of keyword
-                arguments. Their shapes may differ; a shape is recorded as CUDA graphs when it comes
-                for the second time.
+        Args:
+            batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
+                dict of keyword arguments. Their shapes may differ; a shape is recorded as CUDA
+                graphs when it comes for the second time.
             in_flight: batches that are taken from the source before the first result is handed out,
                 and so the most that take memory; two more than there are segments if None. 1 takes
                 none ahead.
@@ -157,12 +158,15 @@ class PipelinedRuns(nn.Module):
             batch_options: where the samples of a batch lie, so that batches of other sizes need no
                 capture of their own; the flow's if None. Batches are not cut.
 
-        Returns: A generator of what the model returns for each batch, in their order, on
+        Returns:
+            A generator of what the model returns for each batch, in their order, on
             ``output_device``.
 
-        Raises: InputError: these are no batches, ``in_flight`` is no count, or torch knows no such
-            backend. StageError: from the generator, when it comes to a batch on which a layer
-            failed; results before are whole.
+        Raises:
+            InputError: these are no batches, ``in_flight`` is no count, or torch knows no such
+            backend.
+            StageError: from the generator, when it comes to a batch on which a layer failed;
+                results before are whole.
         """
         return self._streams.open(batches, in_flight, backend_of(compile), batch_options)
 
@@ -188,11 +192,11 @@ class PipelinedRuns(nn.Module):
         It runs the batch three times and changes nothing but gradients: the optimizer rests,
         buffers are put back.
 
-        Args: inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
-            target: the target of a training step; None where its loss needs none. step: from
-            ``train_step``: its forward and backward passes are measured. None measures inference,
-            the
-                micro-batches streamed.
+        Args:
+            inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
+            target: the target of a training step; None where its loss needs none.
+            step: from ``train_step``: its forward and backward passes are measured. None measures
+                inference, the micro-batches streamed.
             chunks: micro-batches; what the placement says if None.
             profile: what the placement was solved from, for the prediction; None leaves that out.
             compile: in inference, as for ``stream``; a step runs as it was made.
@@ -202,10 +206,10 @@ class PipelinedRuns(nn.Module):
         Returns:
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
 
-        Raises: InputError: the flow is not placed, or the model runs through hooks, or the profile
-            is of other layers; or
-                there is a target without a step, or ``step`` is none; ``chunks`` is more than the
-                samples; or torch knows no such backend.
+        Raises:
+            InputError: the flow is not placed, or the model runs through hooks, or the profile is
+                of other layers; or there is a target without a step, or ``step`` is none;
+                ``chunks`` is more than the samples; or torch knows no such backend.
         """
         if step is None and target is not None:
             raise InputError(

@@ -42,10 +42,14 @@ from placer.schema import BatchOptions
 class PlacedCalls(PipelinedRuns):
     """The part of a ``DataFlow`` that runs calls of the model.
 
-    Attributes: module: the model. lock: held while a call runs. output_device: where results go.
-        enable_clone: whether the weights are on every device. deferred_batch_norm: whether running
-        statistics follow whole batches. batch_options: where the samples of a batch lie, and how
-        results are joined, for calls that do not say.
+    Attributes:
+        module: the model.
+        lock: held while a call runs.
+        output_device: where results go.
+        enable_clone: whether the weights are on every device.
+        deferred_batch_norm: whether running statistics follow whole batches.
+        batch_options: where the samples of a batch lie, and how results are joined, for calls that
+            do not say.
     """
 
     module: nn.Module
@@ -79,9 +83,11 @@ class PlacedCalls(PipelinedRuns):
     ) -> Any:
         """Run the model; before the first ``update_flow``, just as it is.
 
-        Args: args: as the model takes them, on any device. chunks: cut the batch into so many
-            micro-batches, which follow one another through the devices; what the
-                placement says if None. Batch norm then sees micro-batches, as in any pipeline.
+        Args:
+            args: as the model takes them, on any device.
+            chunks: cut the batch into so many micro-batches, which follow one another through the
+                devices; what the placement says if None. Batch norm then sees micro-batches, as in
+                any pipeline.
             batch_options: where the samples of the batch lie, and how results are joined; the
             flow's own if None.
             kwargs: as the model takes them.

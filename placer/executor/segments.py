@@ -40,12 +40,17 @@ MakeCopy = Callable[[Tensor, torch.device], StateCopy]
 class Step:
     """One layer on its device.
 
-    Attributes: layer: what runs. device: where. state: its parameters, buffers and constants; one
-        that is elsewhere is moved for every micro-batch. foreign: positions in ``state`` of those
-        that are elsewhere. make_copy: copies state that is elsewhere to the device, once; None to
-        move it for every micro-batch. private: positions of buffers that the layer changes and may
-        read again in its backward pass, when later
-            micro-batches will have changed them further: each micro-batch has a copy.
+    Attributes:
+        layer: what runs.
+        device: where.
+        state: its parameters, buffers and constants; one that is elsewhere is moved for every
+        micro-batch.
+        foreign: positions in ``state`` of those that are elsewhere.
+        make_copy: copies state that is elsewhere to the device, once; None to move it for every
+        micro-batch.
+        private: positions of buffers that the layer changes and may read again in its backward
+            pass, when later micro-batches will have changed them further: each micro-batch has a
+            copy.
         forget: values that nothing reads after this step.
     """
 
@@ -214,9 +219,12 @@ def segments(
 ) -> list[Segment]:
     """Cut a layer graph into segments.
 
-    Args: graph: the layers, in execution order. places: the device of each. lookup: gives the
-        tensors of a layer's state. make_copy: copies state that is elsewhere to a device, once;
-        None to move it for every micro-batch.
+    Args:
+        graph: the layers, in execution order.
+        places: the device of each.
+        lookup: gives the tensors of a layer's state.
+        make_copy: copies state that is elsewhere to a device, once; None to move it for every
+            micro-batch.
     """
     last_read = {
         name: index
@@ -319,8 +327,9 @@ def borders(
         parts: the segments of a graph.
         outputs: names of the values that the model returns.
 
-    Returns: For each segment the names that it reads and others made, and, by name that it makes,
-        the segments that read it.
+    Returns:
+        For each segment the names that it reads and others made, and, by name that it makes, the
+        segments that read it.
     """
     made_by = {
         name: index

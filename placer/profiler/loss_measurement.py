@@ -80,8 +80,10 @@ class Loss:
             device: where it runs.
             repeats: how often each pass is timed.
 
-        Raises: InputError: it fails on such results and this target, gives no number, or one that
-            depends on no result. ProfilingError: memory ran out.
+        Raises:
+            InputError: it fails on such results and this target, gives no number, or one that
+            depends on no result.
+            ProfilingError: memory ran out.
         """
         try:
             with devices.current(device):
@@ -148,9 +150,9 @@ def given_loss(
         batch: samples in the example inputs.
         options: what was declared of the batch.
 
-    Raises: InputError: one of the two is missing, or the loss has parameters, or no training step
-        is measured, or the
-            target is of another batch.
+    Raises:
+        InputError: one of the two is missing, or the loss has parameters, or no training step is
+            measured, or the target is of another batch.
     """
     refuse_half_a_loss(loss_fn, target)
     if loss_fn is None:

@@ -47,12 +47,17 @@ def measure_layers(
     The device holds one layer's state at a time, and the values that later layers still read. What
     is remembered is not measured again; a layer whose results nobody needs then does not even run.
 
-    Args: graph: the layers. inputs: what the model is given, in the order of ``graph.inputs``;
-        those on ``meta`` become random tensors. device: where the layers run. training: whether
-        backward passes are measured. repeats: how often each pass is timed. step: told the name of
-        each layer that is measured as it begins. optimizer: whose step is measured, in training;
-        None for none. remembered: what is known of the layers; each measurement is added to it as
-        soon as it is there.
+    Args:
+        graph: the layers.
+        inputs: what the model is given, in the order of ``graph.inputs``; those on ``meta`` become
+        random tensors.
+        device: where the layers run.
+        training: whether backward passes are measured.
+        repeats: how often each pass is timed.
+        step: told the name of each layer that is measured as it begins.
+        optimizer: whose step is measured, in training; None for none.
+        remembered: what is known of the layers; each measurement is added to it as soon as it is
+            there.
 
     Returns:
         One measurement for each layer, in their order.

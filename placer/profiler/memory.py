@@ -37,9 +37,9 @@ GPT."""
 class LayerMemory:
     """The memory of one layer for one micro-batch.
 
-    Attributes: saved_bytes: storages made inside the layer and kept for its backward pass, each
-        counted once, without those of
-            values that it reads or writes, and without its state.
+    Attributes:
+        saved_bytes: storages made inside the layer and kept for its backward pass, each counted
+            once, without those of values that it reads or writes, and without its state.
         saved_reads: positions, among the layer's reads, of the values that it keeps for its
         backward pass.
         saved_writes: the same among its writes.
@@ -98,9 +98,9 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
         trial: the layer; it must have run before, so that libraries hold what they hold for good.
         training: whether a backward pass follows.
 
-    Returns: Bytes for one micro-batch. Tensors are followed one by one; on CUDA, what the
-        allocator's peak shows beyond them (workspaces of libraries, rounding) is added to the
-        workspaces.
+    Returns:
+        Bytes for one micro-batch. Tensors are followed one by one; on CUDA, what the allocator's
+        peak shows beyond them (workspaces of libraries, rounding) is added to the workspaces.
     """
     trial.writes = trial.gradients = ()
     log = StorageLog(trial.device, trial.state, trial.reads)

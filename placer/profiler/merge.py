@@ -37,16 +37,17 @@ def merge_profiles(
     its slowest stage. What differs in memory counts as the larger. Devices of several hosts are
     named ``HOST/cuda:0``.
 
-    Args: profiles: of the same layers, micro-batch, optimizer and mode; two or more. network: the
-        way between the memories of two hosts, the same for all or by source and target host;
-        without it,
-            devices of different hosts have no link, so that no value can cross.
+    Args:
+        profiles: of the same layers, micro-batch, optimizer and mode; two or more.
+        network: the way between the memories of two hosts, the same for all or by source and target
+            host; without it, devices of different hosts have no link, so that no value can cross.
 
     Returns:
         One profile, its cluster that of all.
 
-    Raises: ProfileError: one is no profile, or they are not of the same model, or one device is
-        described in two ways.
+    Raises:
+        ProfileError: one is no profile, or they are not of the same model, or one device is
+            described in two ways.
     """
     if not profiles:
         raise ProfileError("there is no profile to merge")

@@ -107,13 +107,17 @@ def profile(
     device, or on ``meta``, profiles too. The model is left as it was: parameters, gradients,
     buffers and modes; so are the random number generators.
 
-    Args: model: any module, on any device. example_inputs: of one micro-batch: one argument, a
-        tuple of positional or a dict of keyword arguments. devices: a count, a list of devices, or
-        None for all that are available. Each type of device is measured once. training: whether to
-        measure a training step; the model is profiled in training mode, else in evaluation mode.
+    Args:
+        model: any module, on any device.
+        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword
+        arguments.
+        devices: a count, a list of devices, or None for all that are available. Each type of device
+        is measured once.
+        training: whether to measure a training step; the model is profiled in training mode, else
+        in evaluation mode.
         optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an
-        optimizer, a list of
-            optimizers, a function of a list of parameters that makes one, or None.
+            optimizer, a list of optimizers, a function of a list of parameters that makes one, or
+            None.
         granularity: how the model is cut into layers, see ``capture``.
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
         repeats: how often each pass is timed at most; medians are kept.
@@ -135,12 +139,15 @@ def profile(
             reduced; the profile and its placements carry them. The first dimension is the batch if
             None.
 
-    Returns: The profile, with its cluster; for several batch sizes a list of profiles, the smallest
-        size first.
+    Returns:
+        The profile, with its cluster; for several batch sizes a list of profiles, the smallest size
+        first.
 
-    Raises: InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes
-        or loss cannot be used. CaptureError: the model's layers could not be had. ProfilingError: a
-        layer, a link or the loss could not be measured.
+    Raises:
+        InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes or
+        loss cannot be used.
+        CaptureError: the model's layers could not be had.
+        ProfilingError: a layer, a link or the loss could not be measured.
     """
     refuse_no_module(model)
     refuse_no_flags(training=training)

@@ -66,8 +66,9 @@ def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -
         layout: where their samples lie.
         sizes: samples in each batch.
 
-    Raises: InputError: there is no size, or one is below 1 or listed twice, or the inputs have no
-        batch dimension.
+    Raises:
+        InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch
+            dimension.
     """
     wanted = _in_order(layout, sizes)
     each = list(zip(tensors, layout.dims, strict=True))

@@ -36,10 +36,14 @@ def write(
 ) -> schema.Profile:
     """Write down what was measured.
 
-    Args: graph: the layers. measured: by device type, one measurement for each layer. training:
-        whether backward passes were measured. optimizer: whose state counts. cluster: the devices
-        and links. places: by device type, a device on which the optimizer's step may be tried;
-        without it, the host.
+    Args:
+        graph: the layers.
+        measured: by device type, one measurement for each layer.
+        training: whether backward passes were measured.
+        optimizer: whose state counts.
+        cluster: the devices and links.
+        places: by device type, a device on which the optimizer's step may be tried; without it, the
+            host.
     """
     saved = {
         layer.name: _saved(layer, [rows[index] for rows in measured.values()])

@@ -44,9 +44,10 @@ _WARM_S = 0.1
 class LayerTime:
     """Times of one layer for one micro-batch, medians in milliseconds.
 
-    Attributes: forward_ms: device time of the forward pass. backward_ms: device time of the
-        backward pass, which adds to gradients that are there; 0 in inference, and where
-            no gradient flows.
+    Attributes:
+        forward_ms: device time of the forward pass.
+        backward_ms: device time of the backward pass, which adds to gradients that are there; 0 in
+            inference, and where no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
         weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble
             schedules leave for later: of linear layers and convolutions, see

@@ -22,12 +22,17 @@ from placer.devices.allocator.storage_watch import key_of
 class Trial:
     """One layer on one device, for repeated forward and backward passes.
 
-    Attributes: device: where it runs. state: the layer's parameters and buffers, copied. reads: the
-        values that it reads, copied. writes: the result of the last forward pass. gradients: the
-        result of the last backward pass, in the order of ``parameters`` and the reads after them.
-        parameters: those of ``state`` that take a gradient. deferred: what the last backward pass
-        left to ``accumulate_later``. arrived: by position among the writes, the storage of the
-        gradient that came to it in the last such pass.
+    Attributes:
+        device: where it runs.
+        state: the layer's parameters and buffers, copied.
+        reads: the values that it reads, copied.
+        writes: the result of the last forward pass.
+        gradients: the result of the last backward pass, in the order of ``parameters`` and the
+        reads after them.
+        parameters: those of ``state`` that take a gradient.
+        deferred: what the last backward pass left to ``accumulate_later``.
+        arrived: by position among the writes, the storage of the gradient that came to it in the
+            last such pass.
     """
 
     def __init__(
@@ -147,8 +152,9 @@ class Trial:
             left_out: the ``id`` of each parameter that has no gradient yet.
             again: whether another backward pass may follow.
 
-        Returns: The gradients that came to the edges, and then those of the other parameters and of
-            the reads.
+        Returns:
+            The gradients that came to the edges, and then those of the other parameters and of the
+            reads.
         """
         leaves = [get_gradient_edge(leaf) for leaf in self._leaves if id(leaf) not in left_out]
         wanted = [*edges, *leaves]

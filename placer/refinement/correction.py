@@ -89,9 +89,11 @@ def improve(
 def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[StageTime]) -> Profile:
     """The profile in which the layers of each stage take together what was measured.
 
-    Args: profile: what is corrected: layers of no stage, and times on other types of device, stay.
+    Args:
+        profile: what is corrected: layers of no stage, and times on other types of device, stay.
         request: its profile says how a stage's time is shared among its layers; its devices, of
-        which type they are. stages: what was measured.
+        which type they are.
+        stages: what was measured.
     """
     shares = {layer.name: layer for layer in request.profile.layers}
     types = {device.name: device.type for device in request.devices}

@@ -51,13 +51,16 @@ def refine(
     The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the
     random number generators.
 
-    Args: placement: of the model, as ``suggest`` or ``solve`` gave it. model: the model.
-        example_inputs: of one micro-batch, as for ``profile``. profile: the one that the placement
-        rests on; the request's, or a new one of the placement's layers, if None. request: the
-        question that the placement answers, for its constraints; one like the placement if None.
+    Args:
+        placement: of the model, as ``suggest`` or ``solve`` gave it.
+        model: the model.
+        example_inputs: of one micro-batch, as for ``profile``.
+        profile: the one that the placement rests on; the request's, or a new one of the placement's
+        layers, if None.
+        request: the question that the placement answers, for its constraints; one like the
+        placement if None.
         loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it.
-        If None, a mean of
-            the outputs, which takes next to no time.
+            If None, a mean of the outputs, which takes next to no time.
         target: of one micro-batch, for ``loss_fn``.
         rounds: the most placements that are measured.
         tolerance: a gain below this share of the objective is not worth another round.
@@ -67,13 +70,14 @@ def refine(
         timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU
             stand-in.
 
-    Returns: The best placement that was measured, the corrected profile, and every round's
-        prediction and measurement.
+    Returns:
+        The best placement that was measured, the corrected profile, and every round's prediction
+        and measurement.
 
-    Raises: InputError: there is no placement, or rounds or repeats are below 1; the profile is of
-        other layers, another
-            model or another batch; the inputs hold no tensor; a loss or a target is given without
-            the other; or torch knows no such backend.
+    Raises:
+        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other
+            layers, another model or another batch; the inputs hold no tensor; a loss or a target is
+            given without the other; or torch knows no such backend.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):

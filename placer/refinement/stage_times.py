@@ -83,9 +83,10 @@ class Stages:
     def measure(self, placement: Placement) -> list[StageTime]:
         """The time of each stage for one micro-batch.
 
-        Raises: InputError: the inputs are not what the model takes, or its parameters not as large
-            as the profile's. ProfilingError: the model cannot be captured, so its stages cannot be
-            run.
+        Raises:
+            InputError: the inputs are not what the model takes, or its parameters not as large as
+            the profile's.
+            ProfilingError: the model cannot be captured, so its stages cannot be run.
         """
         model = self._model
         places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]

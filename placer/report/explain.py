@@ -55,10 +55,10 @@ def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
 def table(subject: Placement | Profile | Cluster) -> RenderableType:
     """What rich prints for people.
 
-    Args: subject: a placement (per device: layers, compute, transfers, memory, the bottleneck
-        marked; then what is
-            proven), a profile (per layer: times and memory; then the devices) or a cluster (devices
-            and links).
+    Args:
+        subject: a placement (per device: layers, compute, transfers, memory, the bottleneck marked;
+            then what is proven), a profile (per layer: times and memory; then the devices) or a
+            cluster (devices and links).
     """
     if isinstance(subject, Placement):
         return _placement(subject)

@@ -45,10 +45,11 @@ def html_report(
 ) -> str:
     """A report for people: figures, pictures of time and memory, and every layer.
 
-    Args: subject: what to show; of a request its profile. profile: the one that a placement was
-        made from; then its layers are shown in their devices' colours. Times of
-            another micro-batch size are not the placement's: they are left out, and the report says
-            so.
+    Args:
+        subject: what to show; of a request its profile.
+        profile: the one that a placement was made from; then its layers are shown in their devices'
+            colours. Times of another micro-batch size are not the placement's: they are left out,
+            and the report says so.
 
     Returns:
         One HTML document, which refers to nothing outside itself.

@@ -96,10 +96,12 @@ def plan(
     those in which devices take what is ready, and what has come; ``interleaved`` also of the one in
     which passes with the longest way to the end of the step go first.
 
-    Args: schedule: the schedule. places: by stage in pipeline order, the index of its device.
-        chunks: micro-batches in a batch, at least 1. forward_ms: by stage; asked by ``zero-bubble``
-        and ``interleaved``, whose orders follow unlike stages. All equal
-            if left out.
+    Args:
+        schedule: the schedule.
+        places: by stage in pipeline order, the index of its device.
+        chunks: micro-batches in a batch, at least 1.
+        forward_ms: by stage; asked by ``zero-bubble`` and ``interleaved``, whose orders follow
+            unlike stages. All equal if left out.
         backward_ms: by stage, both halves; twice the forward pass if left out.
         weights_ms: by stage, the weight half; half of the backward pass if left out.
         transfers: between the stages, for ``zero-bubble`` and ``interleaved``; none if left out.
@@ -108,9 +110,9 @@ def plan(
             says, or as the order needs.
         training: without it there are forward passes alone, in the order of micro-batches.
 
-    Raises: InputError: no stages, no micro-batches, times or room for another number of stages, or
-        what is no time or no
-            room.
+    Raises:
+        InputError: no stages, no micro-batches, times or room for another number of stages, or what
+            is no time or no room.
 
     Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan
     et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2;

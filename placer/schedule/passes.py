@@ -73,12 +73,14 @@ class Pipeline:
     """The stages of a step in pipeline order, what each takes for one micro-batch, and what passes
     between them.
 
-    Attributes: places: by stage, the index of its device; a device may have several. forward_ms: by
-        stage. backward_ms: by stage, both halves. weights_ms: by stage, the part of ``backward_ms``
-        that gradients of parameters take. transfers: between stages of different devices; each
-        source comes before its target. optimizer_ms: by stage, its part of the optimizer's step,
-        which follows the last pass of its device; empty where
-            there is none.
+    Attributes:
+        places: by stage, the index of its device; a device may have several.
+        forward_ms: by stage.
+        backward_ms: by stage, both halves.
+        weights_ms: by stage, the part of ``backward_ms`` that gradients of parameters take.
+        transfers: between stages of different devices; each source comes before its target.
+        optimizer_ms: by stage, its part of the optimizer's step, which follows the last pass of its
+            device; empty where there is none.
     """
 
     places: tuple[int, ...]
@@ -155,13 +157,16 @@ class Pipeline:
 class Plan:
     """In which order passes run, the same for the solver and for execution.
 
-    Attributes: places: by stage, the index of its device. chunks: micro-batches in a batch. issue:
-        every pass, after all that it waits for; each device runs its own in this order. in_flight:
-        by stage, for how many micro-batches it has room: begun forwards, not yet done backwards.
-        split: whether backward passes are in two halves, ``backward`` and ``weights``. training:
-        whether there are backward passes. sharing: by stage, how many of the micro-batches in
-        flight share the memory in which a backward pass works; all
-            of them if left out. See ``orders.sharing``.
+    Attributes:
+        places: by stage, the index of its device.
+        chunks: micro-batches in a batch.
+        issue: every pass, after all that it waits for; each device runs its own in this order.
+        in_flight: by stage, for how many micro-batches it has room: begun forwards, not yet done
+        backwards.
+        split: whether backward passes are in two halves, ``backward`` and ``weights``.
+        training: whether there are backward passes.
+        sharing: by stage, how many of the micro-batches in flight share the memory in which a
+            backward pass works; all of them if left out. See ``orders.sharing``.
     """
 
     places: tuple[int, ...]
@@ -197,11 +202,14 @@ class Plan:
 class Timeline:
     """A simulated step, or several in a row.
 
-    Attributes: step_ms: from the first start to the last end of a pass. tasks: the passes, by
-        start, then stage. transfers: what passed between devices, by start. busy_ms: by device, the
-        time that it computes; devices without stages are left out. in_flight: by stage, the most
-        micro-batches that it holds at once: run forwards, not yet backwards. ends_ms: by step, when
-        its last pass or optimizer ends.
+    Attributes:
+        step_ms: from the first start to the last end of a pass.
+        tasks: the passes, by start, then stage.
+        transfers: what passed between devices, by start.
+        busy_ms: by device, the time that it computes; devices without stages are left out.
+        in_flight: by stage, the most micro-batches that it holds at once: run forwards, not yet
+        backwards.
+        ends_ms: by step, when its last pass or optimizer ends.
     """
 
     step_ms: float

@@ -63,11 +63,11 @@ class BatchOptions(Wire):
         BatchOptions(inputs={"table": None}, outputs={"hidden": 1})   # not cut; joined along dimension 1
         BatchOptions(reduction="sum")                                 # the loss is a sum over samples
 
-    Attributes: inputs: the dimension that is the batch, 0 by default; ``"items"`` for a list with
-        one item for each sample;
-            None for what every micro-batch is given whole; or one of these for each name. The first
-            value that is cut gives the number of samples. Tensors without an entry of their own
-            that have another size there go whole.
+    Attributes:
+        inputs: the dimension that is the batch, 0 by default; ``"items"`` for a list with one item
+            for each sample; None for what every micro-batch is given whole; or one of these for
+            each name. The first value that is cut gives the number of samples. Tensors without an
+            entry of their own that have another size there go whole.
         target: the same for the target of a training step. ``"auto"``: along the dimension of
             ``inputs``, if that is one number and the target has as many samples there, and else
             along the first dimension.
@@ -132,8 +132,9 @@ def rule_for(name: str, rules: Mapping[str, Rule], default: Rule) -> tuple[Rule,
         rules: by name; an entry holds for all that is below it.
         default: the rule of a value without an entry, if ``"*"`` has none.
 
-    Returns: The rule of the longest name that the value is or is below; and that name, ``"*"`` for
-        any other value.
+    Returns:
+        The rule of the longest name that the value is or is below; and that name, ``"*"`` for any
+        other value.
     """
     while name:
         if name in rules:

@@ -30,12 +30,14 @@ class Rate(Wire):
 class Device(Wire):
     """One accelerator, or one CPU stand-in.
 
-    Attributes: name: as torch names it: ``cuda:0``, ``cpu:1``. type: the key into a layer's times:
-        ``NVIDIA H200``, ``cpu``. memory_bytes: the limit; what a placement may use is this less the
-        reserve. reserve_bytes: kept free of the placement: context, library workspaces, other
-        programs. host: the machine that the device is in. to_host: how fast bytes flow from the
-        device to its host's memory; None where it was not measured, and for
-            stand-ins, which are in that memory.
+    Attributes:
+        name: as torch names it: ``cuda:0``, ``cpu:1``.
+        type: the key into a layer's times: ``NVIDIA H200``, ``cpu``.
+        memory_bytes: the limit; what a placement may use is this less the reserve.
+        reserve_bytes: kept free of the placement: context, library workspaces, other programs.
+        host: the machine that the device is in.
+        to_host: how fast bytes flow from the device to its host's memory; None where it was not
+            measured, and for stand-ins, which are in that memory.
         from_host: the same from there to the device.
     """
 
@@ -65,12 +67,17 @@ class Link(Wire):
     """A directed way between two devices: a transfer of n bytes takes ``latency_s + n /
     bandwidth_bytes_per_s``.
 
-    Attributes: source: the device that sends. target: the device that receives.
-        bandwidth_bytes_per_s: of one transfer alone. latency_s: of one transfer alone. both_ways:
-        while as much flows the other way; None where it was not measured. computing: while both
-        devices compute. both_ways_computing: while both is the case. route: ``direct``; or
-        ``host``: by way of the host's memory, where a direct copy would change bytes. fault: what
-        was found wrong with the direct way; empty where nothing was.
+    Attributes:
+        source: the device that sends.
+        target: the device that receives.
+        bandwidth_bytes_per_s: of one transfer alone.
+        latency_s: of one transfer alone.
+        both_ways: while as much flows the other way; None where it was not measured.
+        computing: while both devices compute.
+        both_ways_computing: while both is the case.
+        route: ``direct``; or ``host``: by way of the host's memory, where a direct copy would
+        change bytes.
+        fault: what was found wrong with the direct way; empty where nothing was.
     """
 
     source: Name

@@ -22,12 +22,14 @@ Place = int | str
 def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str, Place]:
     """Return where each module goes, in execution order; see ``Placement.device_map``.
 
-    Args: layer_devices: layer -> device. model: the ``nn.Module`` that was placed; None for the
-        modules that layers name, as they are.
+    Args:
+        layer_devices: layer -> device.
+        model: the ``nn.Module`` that was placed; None for the modules that layers name, as they
+            are.
 
-    Raises: PlacementError: there is no layer, the devices are of several hosts, it is not a model
-        of these layers, or the
-            map would not run.
+    Raises:
+        PlacementError: there is no layer, the devices are of several hosts, it is not a model of
+            these layers, or the map would not run.
     """
     hosts = sorted({device.partition("/")[0] for device in layer_devices.values() if "/" in device})
     if len(hosts) > 1 or not layer_devices:

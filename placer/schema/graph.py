@@ -134,9 +134,12 @@ class Operation(Wire):
     """One operation: an ATen operator by its full name, a function of numbers, or the border of a
     region.
 
-    Attributes: op: such as ``aten.linear.default``; which are allowed is in
-        ``placer.profiler.remote.allowed_ops``. out: the name of its result in the layer. args:
-        positional, see above. kwargs: by keyword, see above.
+    Attributes:
+        op: such as ``aten.linear.default``; which are allowed is in
+        ``placer.profiler.remote.allowed_ops``.
+        out: the name of its result in the layer.
+        args: positional, see above.
+        kwargs: by keyword, see above.
     """
 
     op: Annotated[str, StringConstraints(min_length=1, max_length=128)]

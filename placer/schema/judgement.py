@@ -45,14 +45,20 @@ class Fault(Wire):
 class Evaluation(Wire):
     """A map as the cost model sees it.
 
-    Attributes: valid: whether it meets every requirement of the request. faults: those that it does
-        not meet. objective: what the request makes small. objective_value: its value, ms or bytes;
-        None where it cannot be had: a layer, device or link is missing. stages: the devices that
-        hold layers, in pipeline order. devices: the load of each device. single_device: the best
-        that one device does. best_id: of the placement that the service has for the request, if
-        any. best_value: its objective value. bound: its proven bound: no map is better than this.
+    Attributes:
+        valid: whether it meets every requirement of the request.
+        faults: those that it does not meet.
+        objective: what the request makes small.
+        objective_value: its value, ms or bytes; None where it cannot be had: a layer, device or
+        link is missing.
+        stages: the devices that hold layers, in pipeline order.
+        devices: the load of each device.
+        single_device: the best that one device does.
+        best_id: of the placement that the service has for the request, if any.
+        best_value: its objective value.
+        bound: its proven bound: no map is better than this.
         above_best: by how much the map is worse, as a share of the best value; below 0 if it is
-        better.
+            better.
     """
 
     valid: bool

@@ -26,10 +26,14 @@ from placer.schema.device_map import Place, device_map
 class MemoryUse(Wire):
     """What a device holds at its worst moment, by kind, in bytes.
 
-    Attributes: param_bytes: parameters. grad_bytes: their gradients. optimizer_bytes: the
-        optimizer's state. buffer_bytes: buffers. activation_bytes: values and, in training, all
-        that micro-batches in flight keep for their backward pass; at the
-            worst moment, also values and gradients that wait for another layer.
+    Attributes:
+        param_bytes: parameters.
+        grad_bytes: their gradients.
+        optimizer_bytes: the optimizer's state.
+        buffer_bytes: buffers.
+        activation_bytes: values and, in training, all that micro-batches in flight keep for their
+            backward pass; at the worst moment, also values and gradients that wait for another
+            layer.
         workspace_bytes: of the layer that runs then.
     """
 
@@ -82,11 +86,13 @@ class DeviceLoad(Wire):
 class SingleDevice(Wire):
     """The best that one device alone does: the answer to whether to split at all.
 
-    Attributes: device: the fastest device on which the model fits, or, where it fits on none, the
-        fastest. objective_value: the objective there, in the objective's unit. fits: whether it
-        fits there. short_bytes: what is missing if it does not. load_ms: under objective
-        ``devices``, how long it is busy for one micro-batch: it will do where that is within
-            ``bottleneck_ms``. None under the others.
+    Attributes:
+        device: the fastest device on which the model fits, or, where it fits on none, the fastest.
+        objective_value: the objective there, in the objective's unit.
+        fits: whether it fits there.
+        short_bytes: what is missing if it does not.
+        load_ms: under objective ``devices``, how long it is busy for one micro-batch: it will do
+            where that is within ``bottleneck_ms``. None under the others.
     """
 
     device: Name
@@ -99,9 +105,10 @@ class SingleDevice(Wire):
 class Ties(Wire):
     """How ties were broken: what was made small among the placements with as small an objective.
 
-    Attributes: transfer_ms: time of all transfers, at both of their ends. spread_ms: of those that
-        transfer as little: the largest compute time of a device less the smallest, of the
-            devices that hold layers.
+    Attributes:
+        transfer_ms: time of all transfers, at both of their ends.
+        spread_ms: of those that transfer as little: the largest compute time of a device less the
+            smallest, of the devices that hold layers.
         proven: whether none transfers less, and none of those is better balanced.
     """
 
@@ -113,11 +120,14 @@ class Ties(Wire):
 class Infeasibility(Wire):
     """Requirements that cannot hold together.
 
-    Attributes: reason: in words, with the values. layers: the layers concerned. devices: the
-        devices concerned. short_bytes: the bytes missing, where memory is the reason. requirements:
-        in words, a group of requirements that cannot hold together. Empty where none was found in
-        time. smallest: whether there is no smaller group; else the time ended before that was
-        known.
+    Attributes:
+        reason: in words, with the values.
+        layers: the layers concerned.
+        devices: the devices concerned.
+        short_bytes: the bytes missing, where memory is the reason.
+        requirements: in words, a group of requirements that cannot hold together. Empty where none
+        was found in time.
+        smallest: whether there is no smaller group; else the time ended before that was known.
     """
 
     reason: str
@@ -153,9 +163,10 @@ class Help(Wire):
 class Limits(Wire):
     """What limits a placement.
 
-    Attributes: kind: ``memory``: without its limits the answer is better; else what keeps the
-        busiest device busy: its ``link``
-            (transfers, more than it computes), one ``layer``, or the ``work`` of several.
+    Attributes:
+        kind: ``memory``: without its limits the answer is better; else what keeps the busiest
+            device busy: its ``link`` (transfers, more than it computes), one ``layer``, or the
+            ``work`` of several.
         what: in words, with the values.
         helps: what would help, the most first; only what was solved in time, and is better.
     """
@@ -189,10 +200,11 @@ class StepChoice(Wire):
 class Step(Wire):
     """What objective ``step`` says beside the placement.
 
-    Attributes: batch_size: samples in a whole batch. samples_per_s: that, over the step. bubble:
-        the share of the used devices' time that is idle, from 0 to 1: of a step alone while
-        micro-batches run,
-            of one in a row from its begin to that of the next.
+    Attributes:
+        batch_size: samples in a whole batch.
+        samples_per_s: that, over the step.
+        bubble: the share of the used devices' time that is idle, from 0 to 1: of a step alone while
+            micro-batches run, of one in a row from its begin to that of the next.
         optimizer_ms: of a step alone, the optimizer's part at its end.
         steps: which step was made short, and is the objective: alone, or in a row.
         alone_ms: what the step takes alone, from idle devices to idle devices.
@@ -215,9 +227,10 @@ class Step(Wire):
 class Placement(Wire):
     """The answer: where each layer runs, what that predicts, and what is proven about it.
 
-    Attributes: id: the content hash of the request. status: ``optimal``: proven; ``feasible``: the
-        best found in time; ``infeasible``: proven to be none;
-            ``unknown``: none found in time.
+    Attributes:
+        id: the content hash of the request.
+        status: ``optimal``: proven; ``feasible``: the best found in time; ``infeasible``: proven to
+            be none; ``unknown``: none found in time.
         objective: what was made small.
         objective_value: its value, ms or bytes; None without a placement.
         bound: a proven lower bound on it.
@@ -299,17 +312,18 @@ class Placement(Wire):
 
         A module that is called several times goes where its first call is.
 
-        Args: model: the ``nn.Module`` that was placed, on meta too. With it the map covers all
-            parameters and buffers,
-                names modules that are on one device as a whole, and is known to run: without it, it
-                names the layers of the placement and nothing else.
+        Args:
+            model: the ``nn.Module`` that was placed, on meta too. With it the map covers all
+                parameters and buffers, names modules that are on one device as a whole, and is
+                known to run: without it, it names the layers of the placement and nothing else.
 
-        Returns: Paths of modules, or of parameters of the model itself, to GPUs by their index, or
-            to ``"cpu"``; in execution order.
+        Returns:
+            Paths of modules, or of parameters of the model itself, to GPUs by their index, or to
+            ``"cpu"``; in execution order.
 
-        Raises: PlacementError: there is no placement, its devices are of several hosts, or it is of
-            another model; or
-                accelerate could not run it: it cuts inside a module that
+        Raises:
+            PlacementError: there is no placement, its devices are of several hosts, or it is of
+                another model; or accelerate could not run it: it cuts inside a module that
                 ``model._no_split_modules`` keeps whole (``granularity="blocks"`` does not), or
                 splits a tied parameter.
         """

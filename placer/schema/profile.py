@@ -35,12 +35,15 @@ usual, and half or more where other programs run on all cores of a CPU."""
 class Layer(Wire):
     """One layer, measured alone on one micro-batch.
 
-    Attributes: name: the layer's name, unique in its profile: a module path, with ``@1``, ``@2``
-        for later calls. module: the class of the module, for people. forward_ms: device time of the
-        forward pass by device type. backward_ms: device time of the backward pass by device type;
-        empty in an inference profile. weights_ms: the part of ``backward_ms`` that gradients of
-        parameters take, and nobody waits for, by device type:
-            the half that zero-bubble schedules do later; see ``weight_half_ms``.
+    Attributes:
+        name: the layer's name, unique in its profile: a module path, with ``@1``, ``@2`` for later
+        calls.
+        module: the class of the module, for people.
+        forward_ms: device time of the forward pass by device type.
+        backward_ms: device time of the backward pass by device type; empty in an inference profile.
+        weights_ms: the part of ``backward_ms`` that gradients of parameters take, and nobody waits
+            for, by device type: the half that zero-bubble schedules do later; see
+            ``weight_half_ms``.
         optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by
             device type; left out where it is nothing.
         spread: how far timings of one pass forwards and backwards were apart, by device type: half
@@ -119,14 +122,16 @@ class Layer(Wire):
 class Edge(Wire):
     """One value and the layers that read it; it is sent once to each device that reads it.
 
-    Attributes: source: the layer that makes the value. targets: the layers that read it. bytes: its
-        size for one micro-batch. gradient_bytes: the size of its gradient, sent back from each
-        reading device in training. saved_by: those of the source and the targets that keep the
-        value for their backward pass. rest_bytes: the gradient that the last target returns may be
-        a slice of a larger storage, as those of what is
-            concatenated are. As long as it waits for the target before the last to add its own, all
-            of the storage is
-            held: so much besides, of which no other gradient that waits is a part.
+    Attributes:
+        source: the layer that makes the value.
+        targets: the layers that read it.
+        bytes: its size for one micro-batch.
+        gradient_bytes: the size of its gradient, sent back from each reading device in training.
+        saved_by: those of the source and the targets that keep the value for their backward pass.
+        rest_bytes: the gradient that the last target returns may be a slice of a larger storage, as
+            those of what is concatenated are. As long as it waits for the target before the last to
+            add its own, all of the storage is held: so much besides, of which no other gradient
+            that waits is a part.
         rest_until: the layer that is the last, backwards, to use that rest: it counts from there
             on, no sooner than after the last target, which it is if empty.
         deferred: whether the source's half by weight needs the gradient of the value, which is then
@@ -148,10 +153,11 @@ class Edge(Wire):
 class TiedParameters(Wire):
     """Parameters that the same layers share, such as tied embeddings.
 
-    Attributes: layers: two or more. They share a device unless ``split``. gradient_bytes: the
-        gradients of these parameters, in training. In a backward pass each layer's gradient is
-            added to the gradient of the layer after it, so that one waits from the last layer to
-            the first.
+    Attributes:
+        layers: two or more. They share a device unless ``split``.
+        gradient_bytes: the gradients of these parameters, in training. In a backward pass each
+            layer's gradient is added to the gradient of the layer after it, so that one waits from
+            the last layer to the first.
         param_bytes: the parameters themselves. They count in the layer that runs first. If 0, as in
             profiles that do not tell, they take what their gradients take.
         split: whether the layers may be on several devices. Then each device that holds some of
@@ -174,13 +180,15 @@ class Profile(Wire):
     """What was measured of one model: its layers in execution order, the values between them, and
     the devices.
 
-    Attributes: model: the name of the model's class. graph_hash: the same for the same graph,
-        shapes and types. training: whether backward times and training memory were measured.
-        optimizer: the optimizer whose state was measured, in training. optimizer_step_share: what
-        the optimizer's step makes and frees again, in bytes per byte of the gradients of a
-            device: on GPUs torch steps all parameters of a device together. Where passes keep their
-            memory, under ``zero-bubble``, it is there beside them; else the step has the memory
-            that they are done with.
+    Attributes:
+        model: the name of the model's class.
+        graph_hash: the same for the same graph, shapes and types.
+        training: whether backward times and training memory were measured.
+        optimizer: the optimizer whose state was measured, in training.
+        optimizer_step_share: what the optimizer's step makes and frees again, in bytes per byte of
+            the gradients of a device: on GPUs torch steps all parameters of a device together.
+            Where passes keep their memory, under ``zero-bubble``, it is there beside them; else the
+            step has the memory that they are done with.
         with_loss: whether the layer that makes the model's result has the loss, too, in its times
         and memory.
         batch_size: samples in the micro-batch that was measured.
@@ -250,8 +258,9 @@ class Profile(Wire):
         time is not counted in which copies are brought up to date and gradients are added up, once
         a step.
 
-        Returns: The profile. Layers stay together that also share other state, or that
-            ``colocated`` names for another reason.
+        Returns:
+            The profile. Layers stay together that also share other state, or that ``colocated``
+            names for another reason.
         """
         groups = [set(tie.layers) for tie in self.tied]
         changed = {

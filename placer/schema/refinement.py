@@ -18,13 +18,18 @@ class StageTime(Wire):
     """One stage for one micro-batch: what the profile said, and what its passes took when they ran
     as a whole.
 
-    Attributes: device: where it runs. layers: its layers, in execution order. predicted_forward_ms:
-        by the profile of the round. predicted_backward_ms: both halves. forward_ms: measured, with
-        the loss in the last stage. backward_ms: measured, both halves, with that of the loss in the
-        last stage. weights_ms: the part of ``backward_ms`` that gradients of parameters take; None
-        where it was not told apart. loss_forward_ms: the part of ``forward_ms`` that is the loss.
-        loss_backward_ms: the part of ``backward_ms`` that is the loss. compiled: what
-        ``torch.compile`` gained; empty where the stage was measured without it.
+    Attributes:
+        device: where it runs.
+        layers: its layers, in execution order.
+        predicted_forward_ms: by the profile of the round.
+        predicted_backward_ms: both halves.
+        forward_ms: measured, with the loss in the last stage.
+        backward_ms: measured, both halves, with that of the loss in the last stage.
+        weights_ms: the part of ``backward_ms`` that gradients of parameters take; None where it was
+        not told apart.
+        loss_forward_ms: the part of ``forward_ms`` that is the loss.
+        loss_backward_ms: the part of ``backward_ms`` that is the loss.
+        compiled: what ``torch.compile`` gained; empty where the stage was measured without it.
         not_compiled_because: why so, where it was asked for.
     """
 
@@ -70,11 +75,12 @@ class Round(Wire):
 class Refinement(Wire):
     """What ``placer.refine`` found.
 
-    Attributes: placement: the best of those measured, with the loads and the objective that were
-        measured. profile: the profile, corrected by the last measurements. rounds: one for each
-        placement that was measured. ended: ``settled``: solving again moves no layer, or gains too
-        little; ``repeated``: it leads back to a
-            placement that was measured before; ``rounds``: as many as were allowed.
+    Attributes:
+        placement: the best of those measured, with the loads and the objective that were measured.
+        profile: the profile, corrected by the last measurements.
+        rounds: one for each placement that was measured.
+        ended: ``settled``: solving again moves no layer, or gains too little; ``repeated``: it
+            leads back to a placement that was measured before; ``rounds``: as many as were allowed.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION

@@ -31,12 +31,12 @@ from placer.utils.units import count_text
 class Constraints(Wire):
     """What a placement must respect, beside memory.
 
-    Attributes: contiguous: each stage is a set of layers with no path that leaves it and comes back
-        (the quotient graph over
-            devices is acyclic). None: contiguous, unless a group of colocated layers would then
-            pull the whole model onto one device, as tied embeddings do. Then all other layers are
-            contiguous under objective ``throughput``, where that fits into memory, and else the
-            placement is free.
+    Attributes:
+        contiguous: each stage is a set of layers with no path that leaves it and comes back (the
+            quotient graph over devices is acyclic). None: contiguous, unless a group of colocated
+            layers would then pull the whole model onto one device, as tied embeddings do. Then all
+            other layers are contiguous under objective ``throughput``, where that fits into memory,
+            and else the placement is free.
         recompute: whether a device that holds layers keeps, in training, of micro-batches in flight
             only the values that come from other devices, and runs forwards once more before each
             backward pass: ``never``, ``always``, or ``auto``, if memory would not do otherwise. One
@@ -73,12 +73,14 @@ MOST_CHUNKS_OF_A_STEP = 10_000
 class PlacementRequest(Wire):
     """A question: where should the layers of this profile run?
 
-    Attributes: profile: what was measured. cluster: the devices to place on; the profile's own if
-        None. objective: what is made small, see ``Objective``. constraints: what must be respected.
-        training: whether a training step or inference is placed; as profiled if None. profiles:
-        objective ``step``: what was measured of the same layers at further micro-batch sizes, of
-        which the
-            answer takes one.
+    Attributes:
+        profile: what was measured.
+        cluster: the devices to place on; the profile's own if None.
+        objective: what is made small, see ``Objective``.
+        constraints: what must be respected.
+        training: whether a training step or inference is placed; as profiled if None.
+        profiles: objective ``step``: what was measured of the same layers at further micro-batch
+            sizes, of which the answer takes one.
         batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of
         ``profile`` if None.
         chunks: micro-batches in a batch; chosen under objective ``step``, which simulates each pass

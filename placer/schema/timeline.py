@@ -60,9 +60,12 @@ class TimelineCopy(Wire):
 class DeviceTime(Wire):
     """How a device spends a batch.
 
-    Attributes: device: its name. busy_ms: it computes passes. idle_ms: it waits, from the first
-        pass of the batch to the last one on any device: the bubble. optimizer_ms: its optimizer's
-        step, after the last pass on any device.
+    Attributes:
+        device: its name.
+        busy_ms: it computes passes.
+        idle_ms: it waits, from the first pass of the batch to the last one on any device: the
+        bubble.
+        optimizer_ms: its optimizer's step, after the last pass on any device.
     """
 
     device: Name
@@ -74,11 +77,16 @@ class DeviceTime(Wire):
 class Timeline(Wire):
     """A batch as the schedule has it, simulated from the profile's times.
 
-    Attributes: id: of the placement. schedule: the order of micro-batches. training: whether there
-        are backward passes. chunks: micro-batches in a batch. shown_chunks: micro-batches in the
-        batch that is simulated: fewer, where all are too many to be shown. step_ms: from the start
-        of the first pass to the end of the last optimizer's step. Of objective ``step`` it is
-            the placement's ``step.alone_ms``, unless fewer micro-batches are shown.
+    Attributes:
+        id: of the placement.
+        schedule: the order of micro-batches.
+        training: whether there are backward passes.
+        chunks: micro-batches in a batch.
+        shown_chunks: micro-batches in the batch that is simulated: fewer, where all are too many to
+        be shown.
+        step_ms: from the start of the first pass to the end of the last optimizer's step. Of
+            objective ``step`` it is the placement's ``step.alone_ms``, unless fewer micro-batches
+            are shown.
         single_device_ms: the shown micro-batches one after another and the optimizer's step, on the
             best single device; None if the placement names no such device.
         bubble: the share of the devices' time that is idle while micro-batches run, from 0 to 1.

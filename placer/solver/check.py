@@ -32,9 +32,10 @@ Where = Mapping[str, str]
 def check(request: PlacementRequest, placement: Placement) -> None:
     """Raise on the first contradiction between a request and its placement.
 
-    Args: request: the question. placement: the answer. Of one without layers, only that no single
-        device, and where there are few assignments no
-            assignment at all, would have answered.
+    Args:
+        request: the question.
+        placement: the answer. Of one without layers, only that no single device, and where there
+            are few assignments no assignment at all, would have answered.
 
     Raises:
         PlacementError: what is claimed, and what is true.

@@ -49,8 +49,9 @@ def strong_components(
         arcs: pairs of vertices.
         groups: disjoint sets of vertices that count as one.
 
-    Returns: The vertices of each component, ascending; of the topological orders the one that
-        follows their first vertices.
+    Returns:
+        The vertices of each component, ascending; of the topological orders the one that follows
+        their first vertices.
 
     Source: Tarjan, "Depth-first search and linear graph algorithms", 1972.
     """

@@ -128,10 +128,12 @@ class Recorded:
     """What a device holds of recorded passes, which keep their memory, whatever its place in the
     pipeline.
 
-    Attributes: each_bytes: each micro-batch in flight. shared_bytes: the last passes of all of
-        them, and the optimizer's step, which finds nothing free. backward_bytes: each backward pass
-        that has memory of its own, where weight passes run apart: what it works in,
-            or leaves to them.
+    Attributes:
+        each_bytes: each micro-batch in flight.
+        shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing
+        free.
+        backward_bytes: each backward pass that has memory of its own, where weight passes run
+            apart: what it works in, or leaves to them.
         landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out
             of it.
     """
@@ -153,12 +155,13 @@ class Recorded:
 class Footprint:
     """The memory of a device, whatever its place in the pipeline.
 
-    Attributes: one: with one micro-batch in flight, all of whose backward pass runs at once.
+    Attributes:
+        one: with one micro-batch in flight, all of whose backward pass runs at once.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other
-        devices. recorded: what it holds without recomputing where passes are recorded; None where a
-        device may have several
-            stages.
+        devices.
+        recorded: what it holds without recomputing where passes are recorded; None where a device
+            may have several stages.
     """
 
     one: MemoryUse

@@ -77,10 +77,12 @@ def plan_of(
 ) -> Plan:
     """The order of a pipeline's passes, by the problem's schedule.
 
-    Args: problem: what is asked. pipeline: its stages. has_room: where micro-batches in flight are
-        counted segment by segment, whether devices have memory for so many:
-            the shortest order for which they have is taken, and where they have for none the one of
-            ``schedule.plan``.
+    Args:
+        problem: what is asked.
+        pipeline: its stages.
+        has_room: where micro-batches in flight are counted segment by segment, whether devices have
+            memory for so many: the shortest order for which they have is taken, and where they have
+            for none the one of ``schedule.plan``.
         room: by stage, for how many micro-batches it has room under zero-bubble; the most of use if
             left out.
     """

@@ -22,12 +22,14 @@ class Value:
     """One edge of the profile, by index; or the gradients of tied parameters, from the first layer
     to the last.
 
-    Attributes: source: the layer that makes it. readers: the layers that read it, ascending, each
-        once. bytes: its size for one micro-batch. gradient_bytes: the size of its gradient; 0 in
-        inference. keepers: the layers that keep it for their backward pass; none in inference.
+    Attributes:
+        source: the layer that makes it.
+        readers: the layers that read it, ascending, each once.
+        bytes: its size for one micro-batch.
+        gradient_bytes: the size of its gradient; 0 in inference.
+        keepers: the layers that keep it for their backward pass; none in inference.
         rest_bytes: what is held beside the gradient of the last reader, as long as that waits for
-        the one before; or of
-            tied parameters, that gradient.
+            the one before; or of tied parameters, that gradient.
         rest_from: the layer until which, backwards, it waits.
         rest_until: the layer from which on, backwards, it waits.
         arriving_bytes: of its gradient, what has a place beside passes where it comes from another
@@ -111,10 +113,14 @@ class SharedState:
 class Problem:
     """A placement request by index: ``[layer]``, ``[layer][device]`` and ``[device][device]``.
 
-    Attributes: request: where it came from. layers: in execution order. devices: in the cluster's
-        order. values: one per edge, and per tie. forward_ms: by layer and device. backward_ms: by
-        layer and device, with one more forward pass on devices that always recompute; zeros in
-            inference.
+    Attributes:
+        request: where it came from.
+        layers: in execution order.
+        devices: in the cluster's order.
+        values: one per edge, and per tie.
+        forward_ms: by layer and device.
+        backward_ms: by layer and device, with one more forward pass on devices that always
+            recompute; zeros in inference.
         links: by source and target device; None where no value may pass.
         allowed: by layer, the devices that it may be on.
         groups: layers that must share a device, two or more each; layers pinned to one device are
@@ -154,8 +160,9 @@ class Problem:
     def from_request(cls, request: PlacementRequest) -> Self:
         """Index a request.
 
-        Raises: InputError: its sums are larger than any memory figure may be, or a transfer longer
-            than any time.
+        Raises:
+            InputError: its sums are larger than any memory figure may be, or a transfer longer than
+                any time.
         """
         layers, devices = request.profile.layers, request.devices
         place = {layer.name: index for index, layer in enumerate(layers)}

@@ -17,9 +17,9 @@ SLACK = 1e-9
 class Reduction:
     """The layers in nodes; all layers of a node share a device in every placement that is allowed.
 
-    Attributes: nodes: the layers of each node, ascending; in a topological order if contiguity is
-        asked for, else by first
-            layer.
+    Attributes:
+        nodes: the layers of each node, ascending; in a topological order if contiguity is asked
+            for, else by first layer.
         node_of: by layer, its node.
         allowed: by node, the devices that it may be on.
     """

@@ -27,10 +27,12 @@ SAME = 1e-12
 class Incumbent:
     """The best placement so far.
 
-    Attributes: objective_value: in the objective's unit. bound: the proven lower bound at that
-        time. time_s: since the solve began. placement: makes it as ``solve`` would return it had it
-        ended then, but not checked; called where it is wanted,
-            from any thread, as that takes a while.
+    Attributes:
+        objective_value: in the objective's unit.
+        bound: the proven lower bound at that time.
+        time_s: since the solve began.
+        placement: makes it as ``solve`` would return it had it ended then, but not checked; called
+            where it is wanted, from any thread, as that takes a while.
     """
 
     objective_value: float
@@ -43,12 +45,17 @@ class Incumbent:
 class Search:
     """One solve: the incumbent, the bound and the time.
 
-    Attributes: problem: what is asked. progress: as ``solve`` takes it. stop: as ``solve`` takes
-        it. best: by layer, the device in the best placement so far. value: its objective. rank: its
-        transfer and spread, which break ties. bound: the proven lower bound. method: what found the
-        best. enough: a bottleneck that will do: the search ends with a placement within it, or the
-        proof that none is; None
-            for the smallest.
+    Attributes:
+        problem: what is asked.
+        progress: as ``solve`` takes it.
+        stop: as ``solve`` takes it.
+        best: by layer, the device in the best placement so far.
+        value: its objective.
+        rank: its transfer and spread, which break ties.
+        bound: the proven lower bound.
+        method: what found the best.
+        enough: a bottleneck that will do: the search ends with a placement within it, or the proof
+            that none is; None for the smallest.
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
         merged: the layers in the nodes of the threshold that was last asked for, and that

@@ -91,8 +91,9 @@ def solve(
         progress: called with each better placement, maybe from another thread.
         stop: set it to end the search at any moment with the best so far.
 
-    Returns: A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop``
-        was set), ``infeasible`` with the reason, or ``unknown`` (the time ran out before any was
+    Returns:
+        A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was
+        set), ``infeasible`` with the reason, or ``unknown`` (the time ran out before any was
         found). The same for the same request unless the time runs out, or the share of it that
         local search may use. Every placement has passed ``check``.
 

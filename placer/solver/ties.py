@@ -123,9 +123,12 @@ def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:
 class _TieModel(PlacementModel):
     """Placements that are as good as one that is known.
 
-    Args: problem: what is asked. nodes: its layers, joined where they must be together. most: the
-        objective of that placement. most_ms: transfers may take no more than this, and the spread
-        is made small; None: transfers are.
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together.
+        most: the objective of that placement.
+        most_ms: transfers may take no more than this, and the spread is made small; None: transfers
+            are.
     """
 
     def __init__(

@@ -34,8 +34,9 @@ def write_whole(path: Path, text: str) -> None:
         path: of the file, in UTF-8.
         text: all that it shall hold.
 
-    Raises: OSError: it cannot be written; what was there still is, unless that had to be written in
-        place.
+    Raises:
+        OSError: it cannot be written; what was there still is, unless that had to be written in
+            place.
     """
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         path.write_text(text, encoding="utf-8")

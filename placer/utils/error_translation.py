@@ -15,8 +15,9 @@ class ErrorTranslation:
     Only a garbage collection would free the tensors of all calls that the error has passed through,
     and no device that runs out of memory asks for one.
 
-    Args: translate: from the error inside to the error to raise, its ``__cause__`` set; the same
-        error goes on as it is.
+    Args:
+        translate: from the error inside to the error to raise, its ``__cause__`` set; the same
+            error goes on as it is.
     """
 
     def __init__(self, translate: Callable[[BaseException], BaseException]) -> None:

@@ -17,11 +17,13 @@ MOUNT = Path("/sys/fs/cgroup")
 def total_bytes(container_limit: Path = MOUNT / "memory.max") -> int:
     """Return the bytes that this process and all others of its container may take together.
 
-    Args: container_limit: the file that has the limit of a container which sees itself alone
-        (cgroup version 2).
+    Args:
+        container_limit: the file that has the limit of a container which sees itself alone (cgroup
+            version 2).
 
-    Returns: The smallest of the machine's memory and the limits of this process's cgroup and those
-        above it, of version 1 or 2; 0 if the system does not say.
+    Returns:
+        The smallest of the machine's memory and the limits of this process's cgroup and those above
+        it, of version 1 or 2; 0 if the system does not say.
     """
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -88,8 +88,9 @@ def parse_bytes(text: str) -> int:
 def parse_bandwidth(text: str) -> float:
     """A bandwidth in bytes per second from what a person types: ``12GB/s``, ``100Gbit/s``.
 
-    Args: text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per
-        second.
+    Args:
+        text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per
+            second.
 
     Raises:
         InputError: it is no bandwidth, or none at all.

@@ -23,20 +23,32 @@ State = Literal["queued", "running", "done", "failed"]
 class Job:
     """One question on its way to an answer.
 
-    Attributes: question: what is asked. payload: the request as it was sent. client: who asked
-        first. state: how far it is. incumbent: the best objective value so far. bound: the proven
-        bound so far. stopped: whether it was told to end with the best so far. handed_on: whether
-        the service stops and the next start goes on with it. rescued: whether its worker was
-        killed, and the answer is the best that it had told. elsewhere: whether another replica
-        answered it just before a worker here began. wanted: whether it goes on when nobody waits
-        for it. waiting: how many wait for it. left_waiting_s: when somebody who waited was last
-        told that it goes on, by the monotonic clock. starts: how often a worker began with it.
-        created_s: when it was asked, by the monotonic clock. started_s: when a worker took it, by
-        the monotonic clock. best: the Placement as JSON that a worker told of last before it was
-        killed. answer: the Placement as JSON, once done. asked: the question in the parts in which
-        it is kept, once solved. problem: why there is none, once failed. finished: set when nothing
-        more is to be waited for. context: of the request that asked, for OpenTelemetry. written:
-        done when the request is in the store; the exception is why it could not be written.
+    Attributes:
+        question: what is asked.
+        payload: the request as it was sent.
+        client: who asked first.
+        state: how far it is.
+        incumbent: the best objective value so far.
+        bound: the proven bound so far.
+        stopped: whether it was told to end with the best so far.
+        handed_on: whether the service stops and the next start goes on with it.
+        rescued: whether its worker was killed, and the answer is the best that it had told.
+        elsewhere: whether another replica answered it just before a worker here began.
+        wanted: whether it goes on when nobody waits for it.
+        waiting: how many wait for it.
+        left_waiting_s: when somebody who waited was last told that it goes on, by the monotonic
+        clock.
+        starts: how often a worker began with it.
+        created_s: when it was asked, by the monotonic clock.
+        started_s: when a worker took it, by the monotonic clock.
+        best: the Placement as JSON that a worker told of last before it was killed.
+        answer: the Placement as JSON, once done.
+        asked: the question in the parts in which it is kept, once solved.
+        problem: why there is none, once failed.
+        finished: set when nothing more is to be waited for.
+        context: of the request that asked, for OpenTelemetry.
+        written: done when the request is in the store; the exception is why it could not be
+            written.
     """
 
     question: Question

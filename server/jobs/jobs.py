@@ -108,9 +108,9 @@ class Jobs:
     def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
         """The job that answers the question: one that is on its way already, else a new one.
 
-        Raises: Problem: the question asks for more than a solve may take here, the queue is full,
-            or the service is
-                stopping.
+        Raises:
+            Problem: the question asks for more than a solve may take here, the queue is full, or
+                the service is stopping.
         """
         job = self.find(question.id)
         if job is not None and job.state != "failed" and not job.stopped:

@@ -135,10 +135,12 @@ def compare(
 ) -> Comparison:
     """Judge maps by one request and list where they differ.
 
-    Args: request: the question. maps: name -> layer -> device. placements: by name, the placement
-        that a map is from. Objective ``step`` judges that map with the placement's
-            micro-batches and schedule, where the request allows them; it judges other maps with the
-            best choice.
+    Args:
+        request: the question.
+        maps: name -> layer -> device.
+        placements: by name, the placement that a map is from. Objective ``step`` judges that map
+            with the placement's micro-batches and schedule, where the request allows them; it
+            judges other maps with the best choice.
     """
     if len(maps) < 2:
         raise InputError(
@@ -174,10 +176,13 @@ def judge(
 ) -> Evaluation:
     """Return what a map costs, and what is wrong with it.
 
-    Args: request: the question that it answers. where: layer -> device. best: the placement that is
-        known for the request. chosen_by: the placement that the map is from. Objective ``step``
-        takes over its micro-batches and schedule,
-            where the request allows them, and else the best for the map.
+    Args:
+        request: the question that it answers.
+        where: layer -> device.
+        best: the placement that is known for the request.
+        chosen_by: the placement that the map is from. Objective ``step`` takes over its
+            micro-batches and schedule, where the request allows them, and else the best for the
+            map.
     """
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device

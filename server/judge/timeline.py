@@ -98,8 +98,9 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         request: the question that the placement answers.
         placement: with a map.
 
-    Raises: InputError: the placement has no map, one that cannot run, or a choice that the request
-        does not allow.
+    Raises:
+        InputError: the placement has no map, one that cannot run, or a choice that the request does
+            not allow.
     """
     from placer import schedule
     from placer.solver import costs, pipelines

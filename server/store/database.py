@@ -113,8 +113,9 @@ class Database(ABC):
 def open_database(name: str) -> Database:
     """The database of that name, its tables made or migrated.
 
-    Args: name: an SQLite file, made if missing; ``:memory:``; or
-        ``postgresql://user:password@host/database``.
+    Args:
+        name: an SQLite file, made if missing; ``:memory:``; or
+            ``postgresql://user:password@host/database``.
 
     Raises:
         InputError: the URL cannot be read.

@@ -44,9 +44,11 @@ next start."""
 class Answer:
     """One placement as it was sent.
 
-    Attributes: placement: the Placement as JSON. complete: whether the solver had all the time that
-        the request gave it. An answer that was stopped early is kept
-            and can be read, but the same question asked again is solved again.
+    Attributes:
+        placement: the Placement as JSON.
+        complete: whether the solver had all the time that the request gave it. An answer that was
+            stopped early is kept and can be read, but the same question asked again is solved
+            again.
         version: of the Placer that made it; another version solves the question again.
     """
 
@@ -186,8 +188,9 @@ class Store:
         Returns:
             The better of the two, which is kept.
 
-        Raises: StoreError: it could not be written; it is kept in memory all the same, and ``mend``
-            tries again.
+        Raises:
+            StoreError: it could not be written; it is kept in memory all the same, and ``mend``
+                tries again.
         """
         write = partial(
             self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled

@@ -29,8 +29,9 @@ class Intake:
             request: whose body it is.
             optional: whether there may be none, without a content type.
 
-        Raises: Problem: it is no JSON by its content type, too large, too slow, or more than fits
-            beside the others.
+        Raises:
+            Problem: it is no JSON by its content type, too large, too slow, or more than fits
+                beside the others.
         """
         declared = request.headers.get("content-length", "0")
         if not (optional and declared == "0" and "transfer-encoding" not in request.headers):

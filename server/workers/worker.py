@@ -131,9 +131,12 @@ class Worker(Generic[T]):
     def run(self) -> T:
         """Run the task to its end, in the calling thread.
 
-        Raises: Refused: the task found a fault in its payload. Missing: the task needs a package
-            that is not installed. Crashed: it failed; Died: its process died; OverMemory: it needs
-            more memory than it may take. Killed: it had to be killed.
+        Raises:
+            Refused: the task found a fault in its payload.
+            Missing: the task needs a package that is not installed.
+            Crashed: it failed; Died: its process died; OverMemory: it needs more memory than it may
+            take.
+            Killed: it had to be killed.
         """
         pipe, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(

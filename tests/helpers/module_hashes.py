@@ -48,10 +48,13 @@ _SHARE = 16
 class Module:
     """What one source file says.
 
-    Attributes: digest: changes when, and only when, the code without comments, docstrings and
-        formatting does. imports: dotted names that the file imports when it runs, in functions too:
-        ``from a import b`` gives ``a.b``. type_imports: the names that it imports under ``if
-        TYPE_CHECKING``, each with what it stands for.
+    Attributes:
+        digest: changes when, and only when, the code without comments, docstrings and formatting
+        does.
+        imports: dotted names that the file imports when it runs, in functions too: ``from a import
+        b`` gives ``a.b``.
+        type_imports: the names that it imports under ``if TYPE_CHECKING``, each with what it stands
+            for.
     """
 
     digest: str

@@ -126,9 +126,14 @@ def assert_split_equals_unsplit(
 ) -> None:
     """Run a model on four stand-ins under random maps, and compare with the unsplit model.
 
-    Args: make: builds the model; it is run in float64. args: positional arguments. kwargs: keyword
-        arguments. training: the mode. kinds: of maps: ``fine`` and ``submodule`` name those layers,
-        ``placement`` the ``auto`` layers. captured: whether the model can be captured.
+    Args:
+        make: builds the model; it is run in float64.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        training: the mode.
+        kinds: of maps: ``fine`` and ``submodule`` name those layers, ``placement`` the ``auto``
+        layers.
+        captured: whether the model can be captured.
     """
     both = CapturedOnce(make, training)
     whole = step(both.reference, both.reference, args, kwargs or {})

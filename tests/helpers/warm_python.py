@@ -44,8 +44,9 @@ _LONGEST = 1 << 20
 class WarmPython:
     """A server and its shim.
 
-    Attributes: path: of an executable that takes what ``python`` takes: ``-c``, ``-m`` or a script;
-        ``-P`` is as if given.
+    Attributes:
+        path: of an executable that takes what ``python`` takes: ``-c``, ``-m`` or a script; ``-P``
+            is as if given.
     """
 
     def __init__(self) -> None:

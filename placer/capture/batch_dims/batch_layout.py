@@ -54,10 +54,14 @@ class Part(NamedTuple):
 class BatchLayout:
     """Where the samples of inputs, or of a target, lie.
 
-    Attributes: size: number of samples. dims: of each tensor, the dimension that is the batch;
-        None: every micro-batch has all of it. names: of the tensors. declared: of each tensor,
-        whether the options name it. lists: the names of lists whose items are samples. packed: the
-        name of a PackedSequence that would be cut; None if there is none.
+    Attributes:
+        size: number of samples.
+        dims: of each tensor, the dimension that is the batch; None: every micro-batch has all of
+        it.
+        names: of the tensors.
+        declared: of each tensor, whether the options name it.
+        lists: the names of lists whose items are samples.
+        packed: the name of a PackedSequence that would be cut; None if there is none.
     """
 
     size: int
@@ -236,8 +240,9 @@ def layout_of_inputs(
         options: what was declared.
         parameters: of the model's forward method.
 
-    Raises: InputError: the options name an input that the model does not have, or inputs of unlike
-        batches.
+    Raises:
+        InputError: the options name an input that the model does not have, or inputs of unlike
+            batches.
     """
     rules = {parameters.renamed(name): rule for name, rule in _rules(options.inputs).items()}
     names = [_input_name(path, parameters) for path in inputs.paths]
@@ -292,8 +297,9 @@ def layout_of_target(
         options: what was declared.
         size: number of samples in the inputs.
 
-    Raises: InputError: the options name a part that is not there, or a part is of another batch
-        than the inputs.
+    Raises:
+        InputError: the options name a part that is not there, or a part is of another batch than
+            the inputs.
     """
     names = [name_of(path) for path in structure.paths]
     rules: dict[str, Cut] = {}

@@ -72,17 +72,24 @@ PREFIX = "module."
 class Exported:
     """A captured model.
 
-    Attributes: module: the graph; its ``get_attr`` targets are the user's names behind ``PREFIX``,
-        or constants. inputs: structure of ``(args, kwargs)``. outputs: structure of the result.
+    Attributes:
+        module: the graph; its ``get_attr`` targets are the user's names behind ``PREFIX``, or
+        constants.
+        inputs: structure of ``(args, kwargs)``.
+        outputs: structure of the result.
         device: the device that the graph was captured on; other devices take its place when a layer
-        runs. batch_symbols: those of the batch size; none where it is fixed. batch_size: of the
-        example. checkpoints: the modules that ran under ``torch.utils.checkpoint``. attributes: the
-        modules and other objects, and names, of the attributes whose values the graph holds.
+        runs.
+        batch_symbols: those of the batch size; none where it is fixed.
+        batch_size: of the example.
+        checkpoints: the modules that ran under ``torch.utils.checkpoint``.
+        attributes: the modules and other objects, and names, of the attributes whose values the
+        graph holds.
         looked_at: the plain tensors whose values Python code asked for, so that the graph holds
-        what followed. left: what forward leaves in what it is given; None where that is nothing
-        new. is_closed: whether more sizes were to be open and could not be, or not in time.
+        what followed.
+        left: what forward leaves in what it is given; None where that is nothing new.
+        is_closed: whether more sizes were to be open and could not be, or not in time.
         stops_gradients: whether the class of a weight stops gradients that the graph would let
-        through.
+            through.
     """
 
     module: fx.GraphModule
@@ -207,17 +214,20 @@ def export(
 ) -> Exported:
     """Capture the module in its present mode (train or eval).
 
-    Args: module: any module, its state on any devices. args: example positional arguments. kwargs:
-        example keyword arguments. dims: for each tensor in them the batch dimension, or None if it
-        has none; by convention, without options, if
-            None.
+    Args:
+        module: any module, its state on any devices.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        dims: for each tensor in them the batch dimension, or None if it has none; by convention,
+            without options, if None.
         free: for each tensor in them, the dimensions whose size is to be left open where the model
             allows it, as that of the batch always is.
         patience: for how many seconds the model may be traced with these dimensions open; longer,
             and they are not.
 
-    Raises: CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph
-        would not run.
+    Raises:
+        CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph
+            would not run.
     """
     refuse_hooks(module)
     refuse_weights(module)
@@ -289,12 +299,17 @@ def _exported(
 class _Traced(NamedTuple):
     """A graph as torch.export makes it, and what was seen meanwhile.
 
-    Attributes: module: the graph. outputs: structure of the result. left: what forward leaves in
-        its inputs. looked_at: the plain tensors whose values Python code asked for. counted: the
-        attributes that it sets. stops_gradients: whether the class of a weight stops gradients that
-        the graph would let through. drawn: the host's generators that were drawn from, in words.
-        checkpointed: the modules that run under checkpoints. notes: the attributes that were read
-        and written.
+    Attributes:
+        module: the graph.
+        outputs: structure of the result.
+        left: what forward leaves in its inputs.
+        looked_at: the plain tensors whose values Python code asked for.
+        counted: the attributes that it sets.
+        stops_gradients: whether the class of a weight stops gradients that the graph would let
+        through.
+        drawn: the host's generators that were drawn from, in words.
+        checkpointed: the modules that run under checkpoints.
+        notes: the attributes that were read and written.
     """
 
     module: fx.GraphModule
@@ -452,9 +467,10 @@ def _one_node_a_tensor(graph_module: fx.GraphModule, module: nn.Module) -> set[i
     Returns:
         The identities of the tensors that the graph writes to.
 
-    Raises: CaptureError: forward writes to a tensor that shares memory with another one. On another
-        device each would have
-            a copy of its own, and the write to the one would not be seen in the other.
+    Raises:
+        CaptureError: forward writes to a tensor that shares memory with another one. On another
+            device each would have a copy of its own, and the write to the one would not be seen in
+            the other.
     """
     first: dict[int, fx.Node] = {}
     sharing: dict[int, set[fx.Node]] = {}

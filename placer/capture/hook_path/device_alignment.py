@@ -67,8 +67,10 @@ Renewal = Callable[[], AbstractContextManager["Alignment"]]
 class Alignment(WideMode):
     """Moves the tensors of one operation to one device.
 
-    Args: observer: sees every function. renewal: where operations are to be aligned too that a
-        checkpoint runs again in the backward pass.
+    Args:
+        observer: sees every function.
+        renewal: where operations are to be aligned too that a checkpoint runs again in the backward
+            pass.
 
     Attributes:
         place: the device of the latest module; None before the first.

@@ -18,8 +18,10 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 def lengths_of(name: str, args: Any) -> int | None:
     """Which argument of a function must be on the host; None where there is none.
 
-    Args: name: of the function. args: its positional arguments. Of a packed sequence, a recurrent
-        layer takes the state third; else the weights.
+    Args:
+        name: of the function.
+        args: its positional arguments. Of a packed sequence, a recurrent layer takes the state
+            third; else the weights.
     """
     packed = (
         name in _RECURRENT

@@ -26,9 +26,9 @@ _READS = frozenset(
 def given_back(among_threads: bool = False) -> Iterator[list[str]]:
     """Give the generators of the host the states back that they had.
 
-    Args: among_threads: other threads may draw meanwhile: what the code of this one does is
-        watched, which makes it
-            several times slower. (What numpy's generator is asked for cannot be.)
+    Args:
+        among_threads: other threads may draw meanwhile: what the code of this one does is watched,
+            which makes it several times slower. (What numpy's generator is asked for cannot be.)
 
     Yields:
         What has been drawn or seeded inside, in words; complete afterwards.

@@ -51,10 +51,12 @@ _NONE = object()
 class Leftovers:
     """What has changed on a model's modules, and on objects that these have, since this was made.
 
-    Attributes: changed: whether anything had, when it was put back. tensors: the attributes and
-        variables that tensors of the pass were left in, in words. counted: the holders and names of
-        the attributes that another number, flag or word was left in, or other items. replaced: the
-        names of the buffers whose new values were written into them.
+    Attributes:
+        changed: whether anything had, when it was put back.
+        tensors: the attributes and variables that tensors of the pass were left in, in words.
+        counted: the holders and names of the attributes that another number, flag or word was left
+        in, or other items.
+        replaced: the names of the buffers whose new values were written into them.
     """
 
     def __init__(self, model: nn.Module) -> None:

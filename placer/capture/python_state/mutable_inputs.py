@@ -35,10 +35,12 @@ class Left:
     """What forward left in what it was given, where that is something else: its tensors come behind
     the results.
 
-    Attributes: structure: of ``(args, kwargs)`` afterwards. sources: for each tensor in it, its
-        place among those given and then those made. written: places of tensors that were given and
-        written to, with the places of their values among those made. paths: where each that was
-        made stands, for messages.
+    Attributes:
+        structure: of ``(args, kwargs)`` afterwards.
+        sources: for each tensor in it, its place among those given and then those made.
+        written: places of tensors that were given and written to, with the places of their values
+        among those made.
+        paths: where each that was made stands, for messages.
     """
 
     structure: Structure
@@ -114,7 +116,8 @@ def give_back(nest: Any, after: Any) -> Any:
         nest: what a caller gave.
         after: a copy of it, into which forward may have written.
 
-    Returns: The nest, or what stands for it: of tuples another one, of anything else what is there
+    Returns:
+        The nest, or what stands for it: of tuples another one, of anything else what is there
         after.
     """
     if (

@@ -47,9 +47,9 @@ class PlainTensors(TorchFunctionMode):
     Args:
         device: that of the capture.
 
-    Attributes: untracked: the shapes of plain tensors that require a gradient and are computed
-        with. A graph would lose their
-            gradients, because torch.export detaches them.
+    Attributes:
+        untracked: the shapes of plain tensors that require a gradient and are computed with. A
+            graph would lose their gradients, because torch.export detaches them.
         looked_at: the plain tensors whose values Python code asked for, by identity; a graph holds
             what followed.
     """

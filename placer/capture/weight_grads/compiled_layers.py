@@ -65,9 +65,9 @@ class Product:
 def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple[Product, ...]]:
     """A layer as a function with an opening for each of its products.
 
-    Args: layer: one whose weight gradients are computed at once is as it was, without products: one
-        that calls modules,
-            or has regions without gradients or under an autocast of its own.
+    Args:
+        layer: one whose weight gradients are computed at once is as it was, without products: one
+            that calls modules, or has regions without gradients or under an autocast of its own.
         state: what it is to use; which of it is trained decides.
     """
     products: list[Product] = []

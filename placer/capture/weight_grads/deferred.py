@@ -132,9 +132,9 @@ class DeferWeights(TorchFunctionMode):
     """Inside, the backward passes of linear layers and convolutions put their weight gradients into
     a queue.
 
-    Args: queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the
-        weight, which must
-            be there.
+    Args:
+        queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the
+            weight, which must be there.
     """
 
     def __init__(self, queue: Queue) -> None:

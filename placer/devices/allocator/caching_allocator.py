@@ -73,9 +73,11 @@ def most_at_once(requests: Iterable[Request]) -> int:
 def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
     """Bytes of all pieces.
 
-    Args: requests: in the order in which they come; what goes without having come is not of this
-        memory. rooms: pieces that are there, and free, when the first comes; each at least
-        ``LEAST_ROOM_BYTES``.
+    Args:
+        requests: in the order in which they come; what goes without having come is not of this
+        memory.
+        rooms: pieces that are there, and free, when the first comes; each at least
+            ``LEAST_ROOM_BYTES``.
     """
     memory = _Memory()
     for room in rooms:

@@ -141,10 +141,11 @@ def peak_bytes(device: torch.device, log: StorageLog, run: Callable[[], object])
     """What a run holds at its peak beyond what was there: tensors, and what libraries take on a
     device beside them.
 
-    Args: device: where it runs. log: begins where the run does, and is in force where no allocator
-        counts. Elsewhere it is not: torch adds a
-            second gradient of a value to the first in place, but into memory of its own while such
-            a log is in force.
+    Args:
+        device: where it runs.
+        log: begins where the run does, and is in force where no allocator counts. Elsewhere it is
+            not: torch adds a second gradient of a value to the first in place, but into memory of
+            its own while such a log is in force.
         run: is run once.
     """
     if not devices.counts_bytes(device):

@@ -98,8 +98,9 @@ def _on_host(part: Tensor) -> Tensor:
 def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Load this process's part of a whole model's state.
 
-    Raises: InputError: keys are missing or not known, or a tensor has another shape. Nothing was
-        loaded then.
+    Raises:
+        InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded
+            then.
     """
     missing, unknown = (
         [key for key in keys if key not in state],

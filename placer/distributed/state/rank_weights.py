@@ -68,10 +68,10 @@ class Sharing:
             cut: the stages that they run in.
             chunks: micro-batches in a batch.
 
-        Raises: PlacementError: layers on several devices use a buffer or plain tensor that one of
-            them changes; or layers
-                in several stages of one device do, where the next micro-batch is in the first while
-                one is on its way to the last.
+        Raises:
+            PlacementError: layers on several devices use a buffer or plain tensor that one of them
+                changes; or layers in several stages of one device do, where the next micro-batch is
+                in the first while one is on its way to the last.
         """
         stage_of = {
             layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers
@@ -115,8 +115,9 @@ class Sharing:
             known: the global rank of the owner of each tensor, by name.
             ranks: of each position.
 
-        Raises: InputError: an owner is not part of the pipeline, or has a buffer that layers
-            elsewhere change.
+        Raises:
+            InputError: an owner is not part of the pipeline, or has a buffer that layers elsewhere
+                change.
         """
         users, kept = dict(self.users), set()
         for name, used in self.users.items():
@@ -167,9 +168,11 @@ class Weights:
         group: the processes of the pipeline.
         lost: the names of buffers that are part of no state_dict.
 
-    Attributes: own: tensors by the model's names for them, moved here; the same objects, unless the
-        model was on meta. copies: of parameters that belong to other processes. empty: whether the
-        model was on meta, so that what is here has no values yet.
+    Attributes:
+        own: tensors by the model's names for them, moved here; the same objects, unless the model
+        was on meta.
+        copies: of parameters that belong to other processes.
+        empty: whether the model was on meta, so that what is here has no values yet.
     """
 
     def __init__(

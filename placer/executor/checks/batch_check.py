@@ -101,11 +101,17 @@ class BatchChecks:
         """Return how the results of these micro-batches are joined, once it is seen that they give
         the batch's.
 
-        Args: call: the arguments of the batch. parameters: of the model's forward method. layout:
-            where their samples lie. sizes: samples in each micro-batch. options: what was declared.
-            mode: what else tells batches apart, such as whether the model trains. run: runs the
-            model. weigh: from the number of samples to the weight of each in a mean; None if all
-            weigh alike. can_be_run: whether the model can run where its operations are watched.
+        Args:
+            call: the arguments of the batch.
+            parameters: of the model's forward method.
+            layout: where their samples lie.
+            sizes: samples in each micro-batch.
+            options: what was declared.
+            mode: what else tells batches apart, such as whether the model trains.
+            run: runs the model.
+            weigh: from the number of samples to the weight of each in a mean; None if all weigh
+            alike.
+            can_be_run: whether the model can run where its operations are watched.
 
         Raises:
             BatchError: the micro-batches give something else than the batch.
@@ -255,8 +261,9 @@ class BatchChecks:
     ) -> tuple[Any, list[Any], list[list[float]]]:
         """Run the first samples of a batch, whole and cut.
 
-        Returns: The result of the whole; those of the parts; and the labels that count in means of
-            the whole and each part.
+        Returns:
+            The result of the whole; those of the parts; and the labels that count in means of the
+            whole and each part.
         """
         total, draws = sum(sizes), Draws()
         rest = [layout.size - total] if layout.size > total else []

@@ -29,8 +29,9 @@ from placer.executor.stage_errors import Trail
 class CheckpointedSegment(Segment):
     """A segment some of whose layers run again in the backward pass.
 
-    Attributes: groups: the steps in order, those of one checkpoint together; alone, or with
-        ``again``, what runs again.
+    Attributes:
+        groups: the steps in order, those of one checkpoint together; alone, or with ``again``, what
+            runs again.
     """
 
     groups: list[Group] = field(default_factory=list)

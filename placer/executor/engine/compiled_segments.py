@@ -67,8 +67,11 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
 class Border:
     """What a segment is given and what it makes for others, by name.
 
-    Attributes: reads: what it is given. writes: what others read. unawaited: of these, what no
-        gradient comes for: a compiled backward pass would take zeros for it.
+    Attributes:
+        reads: what it is given.
+        writes: what others read.
+        unawaited: of these, what no gradient comes for: a compiled backward pass would take zeros
+            for it.
     """
 
     reads: tuple[str, ...] = ()

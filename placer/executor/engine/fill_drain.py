@@ -45,9 +45,11 @@ def run(
 ) -> None:
     """Run every micro-batch through its segments; all have as many segments.
 
-    Args: pipeline: the segments of each micro-batch (a last, smaller one may have been captured
-        apart). batches: the values of each, which hold the outputs afterwards. gather: enters what
-        a segment of this number runs in.
+    Args:
+        pipeline: the segments of each micro-batch (a last, smaller one may have been captured
+        apart).
+        batches: the values of each, which hold the outputs afterwards.
+        gather: enters what a segment of this number runs in.
 
     Raises:
         StageError: a layer failed.

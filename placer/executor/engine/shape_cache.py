@@ -21,10 +21,10 @@ Made = TypeVar("Made")
 class LatestShapes(OrderedDict[Hashable, Made]):
     """What was made for the shapes that were used last, the latest last.
 
-    Args: places: of something that was made, the devices that may still be at work with it; what is
-        let go of is waited
-            for. It should not hold the owner of these: they would live until Python looks for
-            cycles.
+    Args:
+        places: of something that was made, the devices that may still be at work with it; what is
+            let go of is waited for. It should not hold the owner of these: they would live until
+            Python looks for cycles.
     """
 
     def __init__(self, places: Callable[[Made], Iterable[torch.device]]) -> None:

@@ -21,8 +21,10 @@ from placer.executor.inference.stream_stage import Stage
 def compile_stage(stage: Stage, backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster.
 
-    Args: stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays
-        as it is. backend: of ``torch.compile``.
+    Args:
+        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as
+        it is.
+        backend: of ``torch.compile``.
     """
     stage.not_compiled_because = stage.obstacle or obstacle(stage.segment)
     if stage.not_compiled_because:

@@ -67,8 +67,9 @@ class RepeatedCalls:
             weights: samples in each.
             is_unchanged: whether it is.
 
-        Returns: The flattened results of each. None if the call is not recorded, or the model is
-            another now.
+        Returns:
+            The flattened results of each. None if the call is not recorded, or the model is another
+            now.
         """
         call = _call(captures, parts, weights)
         if call in self._refused or call not in self._seen:
@@ -89,9 +90,10 @@ class RepeatedCalls:
             parts: the flattened inputs of each.
             weights: samples in each.
 
-        Returns: The flattened results of each. None for a call that comes for the first time, and
-            for one that was tried and is not tried again: there was no memory for the recordings,
-            or a layer failed, which an eager run names better.
+        Returns:
+            The flattened results of each. None for a call that comes for the first time, and for
+            one that was tried and is not tried again: there was no memory for the recordings, or a
+            layer failed, which an eager run names better.
         """
         call = _call(captures, parts, weights)
         if call in self._refused:

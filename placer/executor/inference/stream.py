@@ -133,8 +133,9 @@ class Streams:
         """A stream over these batches, by a backend of torch.compile if one is given; see
         ``DataFlow.stream``.
 
-        Raises: InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is
-            no count.
+        Raises:
+            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no
+                count.
         """
         if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise InputError(

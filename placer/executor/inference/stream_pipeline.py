@@ -59,11 +59,16 @@ class Passage:
 class InferencePipeline:
     """The stages of one capture, for batches of one shape.
 
-    Args: graph: of the model. places: the device of every layer. outputs: structure of the model's
-        result. target: where results go. lookup: the tensors of a layer's state, as the model has
-        them. lanes: of every device; those that are missing are added. courier: for the copies.
+    Args:
+        graph: of the model.
+        places: the device of every layer.
+        outputs: structure of the model's result.
+        target: where results go.
+        lookup: the tensors of a layer's state, as the model has them.
+        lanes: of every device; those that are missing are added.
+        courier: for the copies.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them
-        as they are.
+            as they are.
 
     Attributes:
         graph: of the model.

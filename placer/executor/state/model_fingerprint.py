@@ -49,12 +49,13 @@ class Census:
     Args:
         module: the model.
 
-    Attributes: members: its modules, their code, parameters and buffers, the same objects as long
-        as none was replaced. state: its parameters and buffers; those of a module that is used
-        twice are listed twice. dtypes: of its parameters and buffers, which ``model.to`` changes in
-        the same objects. modes: of every module, whether it trains, and whether it has hooks that a
-        captured graph would not run; at the
-            end, whether all have.
+    Attributes:
+        members: its modules, their code, parameters and buffers, the same objects as long as none
+        was replaced.
+        state: its parameters and buffers; those of a module that is used twice are listed twice.
+        dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
+        modes: of every module, whether it trains, and whether it has hooks that a captured graph
+            would not run; at the end, whether all have.
         constants: what torch's own modules declare as constants of their code, such as ``p`` of a
             dropout: a captured graph holds their values. Of other modules ``Attributes`` looks at
             what captures read.

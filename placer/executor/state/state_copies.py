@@ -27,8 +27,9 @@ class Copy:
         original: the tensor.
         place: the device.
 
-    Attributes: tensor: the copy. It stays the same tensor, at the same address, so that recorded
-        passes may read it.
+    Attributes:
+        tensor: the copy. It stays the same tensor, at the same address, so that recorded passes may
+            read it.
     """
 
     @torch.inference_mode(False)  # training could not use a tensor that is made inside it

@@ -217,9 +217,12 @@ def settle(
     """Move state whose layer was not known before the capture (a root's own parameters) to its
     first layer.
 
-    Args: graph: the layers. places: the device of each. optimizers: those that may hold state for
-        the parameters. settled: names of what stays, as another graph of the model has it where it
-        is; this graph's are added.
+    Args:
+        graph: the layers.
+        places: the device of each.
+        optimizers: those that may hold state for the parameters.
+        settled: names of what stays, as another graph of the model has it where it is; this graph's
+            are added.
     """
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:

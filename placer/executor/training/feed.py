@@ -21,12 +21,17 @@ class Feed:
     would otherwise wait until the pipeline has come to the last micro-batch, and could not begin
     the next step meanwhile.
 
-    Args: given: what the caller gave. sizes: samples in each micro-batch. courier: for the copies.
-        ready: by device, when what the caller gave is there. dims: of each tensor, the dimension
-        that it is cut along; None where every micro-batch has all of it.
+    Args:
+        given: what the caller gave.
+        sizes: samples in each micro-batch.
+        courier: for the copies.
+        ready: by device, when what the caller gave is there.
+        dims: of each tensor, the dimension that it is cut along; None where every micro-batch has
+            all of it.
 
-    Attributes: read: for each device that has a part of the batch, and each that reads it, when the
-        last copy is done.
+    Attributes:
+        read: for each device that has a part of the batch, and each that reads it, when the last
+            copy is done.
     """
 
     def __init__(

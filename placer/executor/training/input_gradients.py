@@ -67,9 +67,12 @@ def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None
 class InputGradients:
     """Those of one batch.
 
-    Args: given: inputs and targets by name or position; those that require a gradient are meant.
-        sizes: samples in each micro-batch. courier: for the copies. dims: of each, the dimension
-        that it is cut along; None where every micro-batch has all of it.
+    Args:
+        given: inputs and targets by name or position; those that require a gradient are meant.
+        sizes: samples in each micro-batch.
+        courier: for the copies.
+        dims: of each, the dimension that it is cut along; None where every micro-batch has all of
+            it.
     """
 
     def __init__(

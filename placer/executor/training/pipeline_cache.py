@@ -106,10 +106,11 @@ class Pipelines:
 
         A shape beside others is recorded when it comes for the second time.
 
-        Args: batch: what is to be trained on. outputs: whether the caller wants the model's
-            results. is_compared: whether the loss is to be compared with that of the whole batch:
-            results are collected this
-                once, by passes that are not recorded.
+        Args:
+            batch: what is to be trained on.
+            outputs: whether the caller wants the model's results.
+            is_compared: whether the loss is to be compared with that of the whole batch: results
+                are collected this once, by passes that are not recorded.
             has_waiting: whether gradients of earlier batches wait: to record passes is to run them,
                 which would add to the gradients. They are recorded in a later step.
         """
@@ -162,8 +163,10 @@ class Pipelines:
         would not run; where the loss reads some by itself, whose gradients such passes would not
         find; and where a list has samples for items.
 
-        Args: batch: what is to be trained on, or one like it. needed: False lets it run so, too,
-            where call after call would need a capture of its own.
+        Args:
+            batch: what is to be trained on, or one like it.
+            needed: False lets it run so, too, where call after call would need a capture of its
+                own.
         """
         flow, sizes = self._flow, batch.sizes
         if flow.assignment is not self._placed:

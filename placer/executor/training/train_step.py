@@ -94,9 +94,10 @@ class TrainStep:
         options: of the batch; the flow's, as they are now, if None.
         weigh: ``BatchOptions.weigh``, where it is given apart.
 
-    Raises: InputError: the loss is no function, or has parameters of its own; the schedule is not
-        known; the optimizer
-            is of another model; or DistributedDataParallel is around the model or in it.
+    Raises:
+        InputError: the loss is no function, or has parameters of its own; the schedule is not
+            known; the optimizer is of another model; or DistributedDataParallel is around the model
+            or in it.
     """
 
     def __init__(
@@ -137,10 +138,10 @@ class TrainStep:
     ) -> Any:
         """Train on one batch; afterwards every parameter's ``grad`` is that of the batch's loss.
 
-        Args: inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch
-            first. Those that
-                require a gradient are given theirs, and what they were made of, as by the unsplit
-                model.
+        Args:
+            inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch
+                first. Those that require a gradient are given theirs, and what they were made of,
+                as by the unsplit model.
             target: what the loss compares with, the batch first; likewise. None where the inputs
             have it.
             chunks: micro-batches; what the placement says if None. Where the batch does not divide,
@@ -152,15 +153,17 @@ class TrainStep:
             outputs: whether to return the model's result for the batch as well, on
                 ``flow.output_device``.
 
-        Returns: The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and
-            these values, joined over the micro-batches. With ``outputs`` the model's result stands
-            at the end of the tuple.
+        Returns:
+            The loss, detached. If ``loss_fn`` gives further values, a tuple of the loss and these
+            values, joined over the micro-batches. With ``outputs`` the model's result stands at the
+            end of the tuple.
 
-        Raises: BatchError: micro-batches give another result or loss than the batch; nothing was
-            trained then. InputError: the flow is not placed yet, or keeps clones, or its module is
-            in eval mode, or the target is of
-                another size than the batch, or ``update`` or ``flow.in_flight`` is not what it can
-                be.
+        Raises:
+            BatchError: micro-batches give another result or loss than the batch; nothing was
+            trained then.
+            InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode,
+                or the target is of another size than the batch, or ``update`` or ``flow.in_flight``
+                is not what it can be.
         """
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
@@ -295,7 +298,8 @@ class TrainStep:
             target: as for a step.
             chunks: as for a step.
 
-        Returns: The stages, None where the model runs through hooks; and the flattened inputs and
+        Returns:
+            The stages, None where the model runs through hooks; and the flattened inputs and
             target.
         """
         batch = self._taken(inputs, target, chunks).without_gradients()
@@ -383,8 +387,9 @@ class TrainStep:
     def _through_hooks(self, batch: Batch, keep: Keep, outputs: bool) -> tuple[Tensor, list[Any]]:
         """Run the micro-batches of a model that could not be captured one after another.
 
-        Returns: The loss, and by micro-batch the model's result, if that is asked for, and the
-            further values of the loss.
+        Returns:
+            The loss, and by micro-batch the model's result, if that is asked for, and the further
+            values of the loss.
         """
         module = self.flow.module
         if self.flow.deferred_batch_norm and len(batch.sizes) > 1:

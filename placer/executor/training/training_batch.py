@@ -19,10 +19,16 @@ from placer.executor.training.loss.loss_weights import Goals
 class Batch:
     """What a step takes, flattened.
 
-    Attributes: tensors: the inputs. inputs: their structure. layout: where their samples lie.
+    Attributes:
+        tensors: the inputs.
+        inputs: their structure.
+        layout: where their samples lie.
         open_dims: of each input, the dimension that a graph leaves open, also of one that is not
-        cut after all. goals: the target. sizes: samples in each micro-batch. joining: how results
-        of micro-batches are joined. parameters: of the model's forward method.
+        cut after all.
+        goals: the target.
+        sizes: samples in each micro-batch.
+        joining: how results of micro-batches are joined.
+        parameters: of the model's forward method.
     """
 
     tensors: list[Any]

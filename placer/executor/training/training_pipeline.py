@@ -55,17 +55,24 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 class Recipe:
     """What a pipeline is to do with batches of one shape.
 
-    Attributes: loss_fn: the loss of a micro-batch, and its further values. outputs: structure of
-        the model's result. target: structure of the target. schedule: the order of micro-batches.
+    Attributes:
+        loss_fn: the loss of a micro-batch, and its further values.
+        outputs: structure of the model's result.
+        target: structure of the target.
+        schedule: the order of micro-batches.
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
-        deferred_batch_norm: whether running statistics follow whole batches. recompute: devices
-        that run forwards once more in the backward pass, and so keep no activations. compile: the
-        backend of torch.compile, for segments that it makes faster; None to leave them as they are.
-        checkpoints: the modules that the model itself lets run again in the backward pass. dims: of
-        each input, the dimension that it is cut along; None where every micro-batch has all of it.
-        goal_dims: the same of the target. in_flight: for how many micro-batches each segment has
-        room under ``zero-bubble`` and ``interleaved``; as many
-            as the order has a use for where there are other segments than so many.
+        deferred_batch_norm: whether running statistics follow whole batches.
+        recompute: devices that run forwards once more in the backward pass, and so keep no
+        activations.
+        compile: the backend of torch.compile, for segments that it makes faster; None to leave them
+        as they are.
+        checkpoints: the modules that the model itself lets run again in the backward pass.
+        dims: of each input, the dimension that it is cut along; None where every micro-batch has
+        all of it.
+        goal_dims: the same of the target.
+        in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and
+            ``interleaved``; as many as the order has a use for where there are other segments than
+            so many.
     """
 
     loss_fn: Weighing
@@ -107,12 +114,13 @@ class TrainingPipeline:
         places: the device of every layer.
         recipe: what is done with them.
 
-    Attributes: trace: a list that collects every pass of the next batches; None, as it is at first,
-        to collect none. is_prepared: whether its passes are ready, as they are once a batch has
-        gone through. is_recorded: whether they were recorded, too, where they can be. collected: by
-        micro-batch of the latest batch, the model's results and the loss's further values,
-        flattened; as
-            far as ``collect`` asks for them.
+    Attributes:
+        trace: a list that collects every pass of the next batches; None, as it is at first, to
+        collect none.
+        is_prepared: whether its passes are ready, as they are once a batch has gone through.
+        is_recorded: whether they were recorded, too, where they can be.
+        collected: by micro-batch of the latest batch, the model's results and the loss's further
+            values, flattened; as far as ``collect`` asks for them.
     """
 
     def __init__(
@@ -366,8 +374,11 @@ class TrainingPipeline:
         """Make every stage's slots from a batch, once, and record them; buffers and random numbers
         stay.
 
-        Args: batch: the flattened inputs. targets: the flattened target. record: False leaves
-            passes that are not recorded yet as they are: issued operation by operation.
+        Args:
+            batch: the flattened inputs.
+            targets: the flattened target.
+            record: False leaves passes that are not recorded yet as they are: issued operation by
+                operation.
 
         Raises:
             PenaltyError: the loss reads parameters by itself.

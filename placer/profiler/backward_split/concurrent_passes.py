@@ -70,8 +70,9 @@ def measure_share(
         repeats: how often each row is timed.
         before: runs before each row, and is not timed.
 
-    Returns: The time of a round over that of its halves one after another, at most 1; that where
-        there is no memory for copies, or no recording.
+    Returns:
+        The time of a round over that of its halves one after another, at most 1; that where there
+        is no memory for copies, or no recording.
     """
     if not queue or alone_ms <= 0:
         return 1.0

@@ -39,9 +39,10 @@ def beside_slices(
         measured: by device type, one measurement for each layer.
         sizes: the bytes of every value.
 
-    Returns: By layer, what its backward pass finds of storages whose slices wait for layers that
-        made their values; and by value, what is held while its slice waits for a layer that reads
-        it before, which depends on who is where.
+    Returns:
+        By layer, what its backward pass finds of storages whose slices wait for layers that made
+        their values; and by value, what is held while its slice waits for a layer that reads it
+        before, which depends on who is where.
     """
     around, rests = [0] * len(graph.layers), dict[str, Rest]()
     place = {layer.name: index for index, layer in enumerate(graph.layers)}

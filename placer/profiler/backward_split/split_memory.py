@@ -37,12 +37,15 @@ Slices = tuple[int, tuple[int, ...]]
 class Halves:
     """The memory of the two halves, for one micro-batch, in bytes.
 
-    Attributes: deferred: of each storage that the half by input makes and the half by weight needs.
+    Attributes:
+        deferred: of each storage that the half by input makes and the half by weight needs.
         input_workspace_bytes: the most that the half by input holds beyond what was kept; those
-        included. weights_workspace_bytes: the most that the half by weight holds beside them, of
-        two operations like the largest. slices: of each storage of which gradients of reads are
-        slices: its bytes, and the positions of these reads. deferred_writes: the positions of the
-        writes whose gradients are among what is deferred.
+        included.
+        weights_workspace_bytes: the most that the half by weight holds beside them, of two
+        operations like the largest.
+        slices: of each storage of which gradients of reads are slices: its bytes, and the positions
+        of these reads.
+        deferred_writes: the positions of the writes whose gradients are among what is deferred.
     """
 
     deferred: tuple[int, ...] = ()
@@ -55,9 +58,9 @@ class Halves:
 def measure_halves(trial: Trial) -> Halves:
     """Run the layer forwards and, in halves, backwards, and account for the memory of both.
 
-    Args: trial: the layer; it must have run both ways before. If a trained parameter is sparse or a
-        wrapper, its backward
-            pass is not split.
+    Args:
+        trial: the layer; it must have run both ways before. If a trained parameter is sparse or a
+            wrapper, its backward pass is not split.
     """
     if not all(map(devices.is_block, trial.parameters)):
         return Halves()
@@ -127,10 +130,11 @@ def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, .
 class _Operation:
     """An operation whose weight gradients can wait.
 
-    Attributes: edge: where gradients of its result come in. weights: that it has; the weight first.
+    Attributes:
+        edge: where gradients of its result come in.
+        weights: that it has; the weight first.
         in_place_bytes: what its half by weight holds, where it adds to the gradient of the weight
-        without making one;
-            None where it makes one.
+            without making one; None where it makes one.
     """
 
     edge: GradientEdge

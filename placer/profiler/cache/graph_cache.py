@@ -49,10 +49,13 @@ _OF_GRAPH = (
 class KnownGraphs:
     """The graphs of one model at several calls, as earlier runs captured them.
 
-    Args: cache: of earlier runs; None knows nothing. model: in the mode that is profiled. calls:
-        positional and keyword arguments, of one batch size each. granularity: how the layers are
-        cut; a function cannot be told from another one, so nothing is known then. options: what was
-        declared of the batch.
+    Args:
+        cache: of earlier runs; None knows nothing.
+        model: in the mode that is profiled.
+        calls: positional and keyword arguments, of one batch size each.
+        granularity: how the layers are cut; a function cannot be told from another one, so nothing
+        is known then.
+        options: what was declared of the batch.
     """
 
     def __init__(

@@ -34,10 +34,13 @@ def measure_cluster(
     and have no reserve; a copy between two of them is a copy inside the machine's memory, measured
     once and used for all.
 
-    Args: devices: a count, a list of devices, or None for all. memory_bytes: what a placement may
-        use, in bytes, of every device or by device; None for all of its memory. progress: whether
-        to show a bar. cache: whether links that were measured since the machine started are taken
-        from the cache, see ``profile``.
+    Args:
+        devices: a count, a list of devices, or None for all.
+        memory_bytes: what a placement may use, in bytes, of every device or by device; None for all
+        of its memory.
+        progress: whether to show a bar.
+        cache: whether links that were measured since the machine started are taken from the cache,
+            see ``profile``.
 
     Returns:
         The devices, and a link for each directed pair.
@@ -62,9 +65,13 @@ def measure(
 ) -> Cluster:
     """As ``measure_cluster``, on devices that are known to be there.
 
-    Args: found: the devices. limits: what a user lets a placement take, by device. step: told what
-        begins. cache: where links are kept. fragmented_bytes: by device type, what stands empty
-        beside a model's tensors; the reserve has it, too.
+    Args:
+        found: the devices.
+        limits: what a user lets a placement take, by device.
+        step: told what begins.
+        cache: where links are kept.
+        fragmented_bytes: by device type, what stands empty beside a model's tensors; the reserve
+            has it, too.
     """
     with hardware.unobserved(), hardware.keep_random_state(found):
         # first, as access to peers takes memory too

@@ -137,8 +137,9 @@ def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
         sizes: in bytes, at least two different ones.
         times_s: measured, in seconds.
 
-    Returns: Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does
-        not rise, the bandwidth is that of the largest size.
+    Returns:
+        Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does not
+        rise, the bandwidth is that of the largest size.
     """
     weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
     total = sum(weights)

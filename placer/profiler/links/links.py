@@ -91,11 +91,15 @@ def measure_links(
     All pairs of CPU stand-ins are one and the same memory, so their times are measured once; every
     pair is checked.
 
-    Args: found: the devices. step: told what begins. cache: where links without a fault that were
-        measured since the machine started are found, and kept.
+    Args:
+        found: the devices.
+        step: told what begins.
+        cache: where links without a fault that were measured since the machine started are found,
+            and kept.
 
-    Raises: ProfilingError: bytes between a device and its host arrived changed, so that nothing is
-        left to trust.
+    Raises:
+        ProfilingError: bytes between a device and its host arrived changed, so that nothing is left
+            to trust.
     """
     measured, known = Connections(), _Known(cache)
     for device in found:
@@ -112,9 +116,9 @@ def measure_links(
 def evened(links: Sequence[Link], types: Mapping[str, str]) -> list[Link]:
     """Links with the noise of their measurement taken out.
 
-    Args: links: as they were measured; those of one route between the same types of devices are
-        alike where transfers,
-            small and large, differ by no more than the noise.
+    Args:
+        links: as they were measured; those of one route between the same types of devices are alike
+            where transfers, small and large, differ by no more than the noise.
         types: by name, each device's.
 
     Returns:

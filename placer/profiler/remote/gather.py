@@ -40,9 +40,11 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
     Returns:
         The profiles merged, with a link for every pair of devices on different hosts.
 
-    Raises: InputError: torch.distributed was not started. ProfilingError: a host could not measure,
-        or the network changes bytes; the same error in every process. ProfileError: the hosts have
-        measured different models.
+    Raises:
+        InputError: torch.distributed was not started.
+        ProfilingError: a host could not measure, or the network changes bytes; the same error in
+        every process.
+        ProfileError: the hosts have measured different models.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(

@@ -49,8 +49,10 @@ def replay(request: ProfileRequest) -> schema.Profile:
     Returns:
         The profile, as ``profile`` makes it of the model itself, but on random values.
 
-    Raises: InputError: the graph has an operator that is not allowed, or fewer devices are here
-        than asked for. ProfilingError: a layer failed or did not fit; the message names it.
+    Raises:
+        InputError: the graph has an operator that is not allowed, or fewer devices are here than
+        asked for.
+        ProfilingError: a layer failed or did not fit; the message names it.
     """
     graph = rebuild(request.graph)
     found = resolve(request.devices)

@@ -47,8 +47,11 @@ Pins = tuple[int, ...]
 class Knot:
     """A node and what is proven of its device.
 
-    Attributes: node: the node. least_ms: the load of its device is at least this. alone_ms: or the
-        node is on a device that pays for no transfer, and its load is at least this.
+    Attributes:
+        node: the node.
+        least_ms: the load of its device is at least this.
+        alone_ms: or the node is on a device that pays for no transfer, and its load is at least
+            this.
     """
 
     node: int

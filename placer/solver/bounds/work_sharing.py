@@ -53,10 +53,12 @@ def least_work(
     """What some device must do at the least, and wait for, by a time of layer and device, in that
     time's unit.
 
-    Args: problem: what is asked. nodes: its layers, joined where they must be together; each may be
-        on some device. time_ms: of a layer on a device. aside_ms: each device that is used waits
-        for one of these, each for another one; the least first. None where
-            none waits.
+    Args:
+        problem: what is asked.
+        nodes: its layers, joined where they must be together; each may be on some device.
+        time_ms: of a layer on a device.
+        aside_ms: each device that is used waits for one of these, each for another one; the least
+            first. None where none waits.
     """
     columns: Counter[tuple[float, ...]] = Counter()
     for alike in problem.alike_devices():

@@ -46,10 +46,12 @@ ROWS = 64
 class Cut:
     """The best cut of the linear order.
 
-    Attributes: devices: by layer, its device; None if no cut meets the limits. bound: a proven
-        lower bound on the objective of every contiguous placement; 0 where the cut proves none.
+    Attributes:
+        devices: by layer, its device; None if no cut meets the limits.
+        bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut
+        proves none.
         value: what the cut reaches, or about that: it may count every cut value once and over the
-        fastest link.
+            fastest link.
     """
 
     devices: list[int] | None

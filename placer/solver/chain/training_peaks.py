@@ -57,11 +57,13 @@ class TrainingMoments:
         blocks: the layers of each block, in order.
         recorded: whether passes have memory of their own.
 
-    Attributes: kept: what one micro-batch leaves for its backward pass, in bytes. ahead: what it
-        needs at its worst moment forwards; all that it kept until then included. back: the same
-        backwards; of recorded passes without what was kept, or is left to weight passes. moment:
-        the larger of the two. follows: whether the order is the profile's; only then is ``moment``
-        exact.
+    Attributes:
+        kept: what one micro-batch leaves for its backward pass, in bytes.
+        ahead: what it needs at its worst moment forwards; all that it kept until then included.
+        back: the same backwards; of recorded passes without what was kept, or is left to weight
+        passes.
+        moment: the larger of the two.
+        follows: whether the order is the profile's; only then is ``moment`` exact.
     """
 
     def __init__(

@@ -31,8 +31,10 @@ class ClassNets:
         nodes: its layers, joined where they must be together.
         never_ms: what stands for a transfer where there is no link.
 
-    Attributes: pins: by net and node, whether the net has a pin there. costs_ms: by net, the class
-        of its source and that of a reader, what it costs both, at the least.
+    Attributes:
+        pins: by net and node, whether the net has a pin there.
+        costs_ms: by net, the class of its source and that of a reader, what it costs both, at the
+            least.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, never_ms: float) -> None:

@@ -118,9 +118,9 @@ class Stopped(Exception):
 class Chain:
     """What is known of an order.
 
-    Attributes: bound: no placement in this order has a smaller bottleneck, in milliseconds;
-        infinite if none is within what
-            was asked for.
+    Attributes:
+        bound: no placement in this order has a smaller bottleneck, in milliseconds; infinite if
+            none is within what was asked for.
         devices: by layer, its device, for the best chain; None where there is none.
         work: that it took, in the measure of ``cpsat.Meter``.
     """

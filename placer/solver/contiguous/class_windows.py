@@ -166,9 +166,11 @@ class _StageCutter:
         stage: which.
         fixed: the nodes that are there for sure.
 
-    Attributes: held: by node, whether it was in a set that the stage can hold. too_heavy: by node,
-        whether it cannot be there, as what is there with it is more work than may be. cuts: how
-        many minimum cuts were looked at.
+    Attributes:
+        held: by node, whether it was in a set that the stage can hold.
+        too_heavy: by node, whether it cannot be there, as what is there with it is more work than
+        may be.
+        cuts: how many minimum cuts were looked at.
     """
 
     def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:

@@ -90,14 +90,18 @@ def best_chain(
 ) -> Cut | None:
     """The best chain of ideals; None where they are too many.
 
-    Args: problem: what is asked, of the kind that ``applies`` names. nodes: its layers, joined
-        where they must be together. upper: only chains with a bottleneck of no more than this
-        count, in milliseconds. meter: counts the work. over: asked stage by stage; ends the search
-        as if there were too many. loose: nodes that nothing orders and whose place is not looked
-        for, see ``loose.py``: they are at any device.
+    Args:
+        problem: what is asked, of the kind that ``applies`` names.
+        nodes: its layers, joined where they must be together.
+        upper: only chains with a bottleneck of no more than this count, in milliseconds.
+        meter: counts the work.
+        over: asked stage by stage; ends the search as if there were too many.
+        loose: nodes that nothing orders and whose place is not looked for, see ``loose.py``: they
+            are at any device.
 
-    Returns: The placement of the best chain, and a bound that holds for all: it counts of memory
-        the state alone, and, where there are too many ways to send values to several stages, these
+    Returns:
+        The placement of the best chain, and a bound that holds for all: it counts of memory the
+        state alone, and, where there are too many ways to send values to several stages, these
         once. No placement and an infinite bound if no chain counts.
     """
     if not all(nodes.allowed):
@@ -122,11 +126,15 @@ def too_loose(problem: Problem, nodes: Reduction) -> bool:
 class _Class:
     """Devices that may be swapped.
 
-    Attributes: members: the devices. taxed: whether they pay for transfers. work: by node, its time
-        there; infinite if it may not be there. room: what a device holds of state, in bytes. most:
-        the work that a device does within the bottleneck at the most, by each node's fastest class.
-        slope: and by how much less for each millisecond of transfers, at the least. most_bytes: the
-        state that it holds at the most, with what takes no longer.
+    Attributes:
+        members: the devices.
+        taxed: whether they pay for transfers.
+        work: by node, its time there; infinite if it may not be there.
+        room: what a device holds of state, in bytes.
+        most: the work that a device does within the bottleneck at the most, by each node's fastest
+        class.
+        slope: and by how much less for each millisecond of transfers, at the least.
+        most_bytes: the state that it holds at the most, with what takes no longer.
     """
 
     members: list[int]

@@ -52,9 +52,12 @@ def merged(
     """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more
     than ``upper``.
 
-    Args: problem: what is asked, contiguous, by objective ``throughput``. nodes: its layers, joined
-        where they must be together. upper: only placements whose bottleneck is no more than this
-        are looked for, in milliseconds. over: asked now and then; ends the search for more.
+    Args:
+        problem: what is asked, contiguous, by objective ``throughput``.
+        nodes: its layers, joined where they must be together.
+        upper: only placements whose bottleneck is no more than this are looked for, in
+        milliseconds.
+        over: asked now and then; ends the search for more.
     """
     if (
         problem.request.transfers != "added"

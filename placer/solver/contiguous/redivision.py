@@ -105,10 +105,12 @@ def divide_anew(
 ) -> None:
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
-    Args: search: with a placement, of a problem that ``stage_scope.bounds``. nodes: its layers,
-        joined where they may as well be together. work: of each group, in the measure of
-        ``cpsat.Meter``; all groups get ``IN_ALL`` times as much. busiest_alone: to end where the
-        busiest stage gets no quicker.
+    Args:
+        search: with a placement, of a problem that ``stage_scope.bounds``.
+        nodes: its layers, joined where they may as well be together.
+        work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as
+        much.
+        busiest_alone: to end where the busiest stage gets no quicker.
     """
     if search.best is None:
         return

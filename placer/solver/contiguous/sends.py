@@ -57,11 +57,14 @@ class Stages(NamedTuple):
 class Labels(NamedTuple):
     """Ways to divide what ideals of a front leave.
 
-    Attributes: ideal: by label, the place of its ideal in the front. sent: by label and value, how
-        many later stages read it; 0 where it is not made in the ideal. busiest_ms: by label, what
-        the busiest of these stages takes. kind: by label, the class of the device of the next
-        stage. then: by label, the one that is left behind that stage, of those with a device of
-        that class more.
+    Attributes:
+        ideal: by label, the place of its ideal in the front.
+        sent: by label and value, how many later stages read it; 0 where it is not made in the
+        ideal.
+        busiest_ms: by label, what the busiest of these stages takes.
+        kind: by label, the class of the device of the next stage.
+        then: by label, the one that is left behind that stage, of those with a device of that class
+            more.
     """
 
     ideal: Ints
@@ -133,7 +136,8 @@ class Sends:
         Args:
             reached: by devices of each class and ideal, the smallest bottleneck on the way to it.
 
-        Returns: Infinity and no stages if no chain is within the bottleneck; None if labels are too
+        Returns:
+            Infinity and no stages if no chain is within the bottleneck; None if labels are too
             many.
         """
         counts: Counts = ()

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 class StageLinks:
     """The links as the stages see them.
 
-    Attributes: quickest: no transfer takes less than over this. between: nor any between two
-        classes of devices less than over this; None where that is the same.
+    Attributes:
+        quickest: no transfer takes less than over this.
+        between: nor any between two classes of devices less than over this; None where that is the
+            same.
     """
 
     quickest: Link

@@ -101,8 +101,10 @@ def _worth_chains(search: Search, threshold: float) -> bool:
 def sweep(search: Search, *, parts: bool = True) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
-    Args: search: with a placement, or with a bottleneck that will do; of a problem that
-        ``stage_scope.applies`` to. parts: whether some stages are looked at alone, too.
+    Args:
+        search: with a placement, or with a bottleneck that will do; of a problem that
+        ``stage_scope.applies`` to.
+        parts: whether some stages are looked at alone, too.
     """
     if search.best is not None and search.enough is None:
         _ideals_but_for_loose_nodes(search)

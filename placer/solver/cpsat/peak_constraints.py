@@ -81,8 +81,9 @@ class Moments:
 
         Arguments are those of ``of_training``.
 
-        Returns: What each micro-batch has for itself; what it has beside where there are several;
-            what they share.
+        Returns:
+            What each micro-batch has for itself; what it has beside where there are several; what
+            they share.
         """
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))

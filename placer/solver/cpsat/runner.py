@@ -55,11 +55,16 @@ class Meter:
 class Limits:
     """What a search may use.
 
-    Attributes: time_s: the longest that it may take. workers: cores. seed: of its random choices;
-        the same seed gives the same answer while the time does not run out. stop: ends the search
-        from another thread. progress: called with each better placement and the bound at that time.
-        work: ends the search as well, in the measure of ``Meter``. meter: counts the work of this
-        search and of others; ends it when they have done all that they may.
+    Attributes:
+        time_s: the longest that it may take.
+        workers: cores.
+        seed: of its random choices; the same seed gives the same answer while the time does not run
+        out.
+        stop: ends the search from another thread.
+        progress: called with each better placement and the bound at that time.
+        work: ends the search as well, in the measure of ``Meter``.
+        meter: counts the work of this search and of others; ends it when they have done all that
+            they may.
     """
 
     time_s: float

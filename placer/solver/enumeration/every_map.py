@@ -19,7 +19,8 @@ METHOD = "every map"
 def try_all(search: Search) -> list[int] | None:
     """Offer every map where they are few, and prove the best of them.
 
-    Returns: Where none is a placement the one that comes closest to the memory limits, by layer its
+    Returns:
+        Where none is a placement the one that comes closest to the memory limits, by layer its
         device; empty if none meets all else. None where there is a placement, or none is proven.
     """
     problem, proven = search.problem, True

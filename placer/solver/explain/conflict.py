@@ -51,9 +51,10 @@ Search = Callable[[PlacementModel], Answer]
 class Requirement:
     """One thing that is asked of a placement.
 
-    Attributes: words: it, for people. kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``,
-        ``most``, ``least``, ``layers``, ``links`` or
-            ``bottleneck``.
+    Attributes:
+        words: it, for people.
+        kind: ``pin``, ``ban``, ``group``, ``limit``, ``contiguous``, ``most``, ``least``,
+            ``layers``, ``links`` or ``bottleneck``.
         layers: the layers that it is about.
         device: the device that it is about; -1 for none.
     """

@@ -115,10 +115,10 @@ def share_bound(
 class _Tried:
     """Prices, and what a search by them says.
 
-    Attributes: prices: by node; a set is worth about one, on average of all devices. count: sets of
-        the load allowed that are needed to hold all nodes, as far as is known; no more than there
-        are
-            devices prove nothing.
+    Attributes:
+        prices: by node; a set is worth about one, on average of all devices.
+        count: sets of the load allowed that are needed to hold all nodes, as far as is known; no
+            more than there are devices prove nothing.
         sets: those that are worth most, and for each device that pays for no transfer what it would
             hold.
     """

@@ -30,9 +30,11 @@ def whole_prices(
     """Prices rounded in several ways, and by kind what a device holds of them at the least, of some
     kind.
 
-    Args: prices: by node; a set of the most load is worth about one. shares: by kind of the devices
-        that pay for transfers, how many there are, and what each holds at the most. free: what the
-        other devices hold of whole prices at the most.
+    Args:
+        prices: by node; a set of the most load is worth about one.
+        shares: by kind of the devices that pay for transfers, how many there are, and what each
+        holds at the most.
+        free: what the other devices hold of whole prices at the most.
     """
     for scale in range(1, MOST_SCALE + 1):
         scaled = np.maximum(0.0, np.array(prices) * scale)

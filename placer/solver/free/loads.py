@@ -24,9 +24,12 @@ class Loads:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
 
-    Attributes: nets: what nodes exchange, with the times over some link. nets_of: by node, the nets
-        that begin or end there, by their places in ``nets``. each_ms: by net, device of its source
-        and another one, what a copy for that one costs both of them. work_ms: by node and device.
+    Attributes:
+        nets: what nodes exchange, with the times over some link.
+        nets_of: by node, the nets that begin or end there, by their places in ``nets``.
+        each_ms: by net, device of its source and another one, what a copy for that one costs both
+        of them.
+        work_ms: by node and device.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:

@@ -25,10 +25,12 @@ class Covering:
     the whole of it; or a slack adds to it at the upper end of the group's box, or takes off at the
     lower end. So duals lie in the box.
 
-    Args: groups: the nodes of each. prices: by node, above 0; of the groups they are the middle of
-        the box. counts: how many devices there are of each kind. All kinds grow alike: sets of one
-        come to its share of all. free: how many devices pay for no transfer: each holds one set at
-        no cost.
+    Args:
+        groups: the nodes of each.
+        prices: by node, above 0; of the groups they are the middle of the box.
+        counts: how many devices there are of each kind. All kinds grow alike: sets of one come to
+        its share of all.
+        free: how many devices pay for no transfer: each holds one set at no cost.
     """
 
     def __init__(

@@ -43,10 +43,12 @@ Row = NDArray[np.float64]
 class Found:
     """What a search through all sets says of those that are worth enough and are light enough.
 
-    Attributes: least_ms: none is lighter; the most load that was allowed, if there is none at all.
+    Attributes:
+        least_ms: none is lighter; the most load that was allowed, if there is none at all.
         most_worth: none is worth more; the least worth that was asked for, if there is none at all.
         nodes: the one that is worth most, if labels were not made one on the way to it; else near
-        that. labels: how many were looked at.
+        that.
+        labels: how many were looked at.
     """
 
     least_ms: float
@@ -95,11 +97,14 @@ class Subsets:
     ) -> Found:
         """Look for sets whose prices come to ``enough``.
 
-        Args: prices: by node; about 1 or less in all for a set of the most load, as they are
-            rounded to 2**-30. enough: the least worth. most_labels: where there are more at a step,
-            neighbours become one. real: or all of them but the one that is worth most are left out,
-            so that a set is what it seems to be, and
-                what is said of all sets holds for those alone that were looked at.
+        Args:
+            prices: by node; about 1 or less in all for a set of the most load, as they are rounded
+            to 2**-30.
+            enough: the least worth.
+            most_labels: where there are more at a step, neighbours become one.
+            real: or all of them but the one that is worth most are left out, so that a set is what
+                it seems to be, and what is said of all sets holds for those alone that were looked
+                at.
 
         Raises:
             Stopped: it is over.

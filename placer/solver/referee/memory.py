@@ -54,9 +54,12 @@ class Memory:
     ) -> int:
         """Return all bytes on a device at the worst moment.
 
-        Args: device: its name. flight: the micro-batches in flight. again: whether the device
-            recomputes. backwards: for how many of them backward passes have memory of their own;
-            the fewest if None.
+        Args:
+            device: its name.
+            flight: the micro-batches in flight.
+            again: whether the device recomputes.
+            backwards: for how many of them backward passes have memory of their own; the fewest if
+                None.
         """
         mine = self._layers[device]
         state = (

@@ -70,11 +70,13 @@ def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
 class StepReading:
     """One placement's step, event by event.
 
-    Args: request: the question, with all but the map chosen. where: by layer, its device. stages:
-        the devices in pipeline order. held: for how many micro-batches each stage has room, where
-        the schedule leaves a choice: under
-            ``zero-bubble``, and where a device has several stages under ``interleaved``, for the
-            order that holds so many. None for the order of ``placer.schedule.plan``.
+    Args:
+        request: the question, with all but the map chosen.
+        where: by layer, its device.
+        stages: the devices in pipeline order.
+        held: for how many micro-batches each stage has room, where the schedule leaves a choice:
+            under ``zero-bubble``, and where a device has several stages under ``interleaved``, for
+            the order that holds so many. None for the order of ``placer.schedule.plan``.
 
     Raises:
         PlacementError: no order holds so many.

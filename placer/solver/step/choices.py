@@ -39,10 +39,15 @@ speak of."""
 class Choice:
     """One micro-batch size, schedule and kind of placement.
 
-    Attributes: problem: the question with these. nodes: its layers in nodes. bound: no step of it
-        is shorter, in ms. devices: by layer, the device in the best placement found. value: its
-        step, in ms. reason: why there is none, where that is proven. cuts: those of a row that were
-        not looked at yet, with their bounds; None where the model is none.
+    Attributes:
+        problem: the question with these.
+        nodes: its layers in nodes.
+        bound: no step of it is shorter, in ms.
+        devices: by layer, the device in the best placement found.
+        value: its step, in ms.
+        reason: why there is none, where that is proven.
+        cuts: those of a row that were not looked at yet, with their bounds; None where the model is
+            none.
     """
 
     problem: Problem
@@ -63,9 +68,11 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
     """A question by objective ``step`` as one for a small bottleneck, which no less can be placed
     for.
 
-    Args: problem: what is asked. held: where micro-batches in flight are counted segment by
-        segment, how many each is taken to hold. At least
-            one is: what cannot be with one cannot be at all. What can be with all of them can be.
+    Args:
+        problem: what is asked.
+        held: where micro-batches in flight are counted segment by segment, how many each is taken
+            to hold. At least one is: what cannot be with one cannot be at all. What can be with all
+            of them can be.
     """
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
     asked = problem.request.model_copy(update=changed)
@@ -131,8 +138,10 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
     ``best_for`` is no substitute: the search may have stopped before it tried the placement's map
     under other choices, one of which may be shorter.
 
-    Args: request: the question that the placement answers. placement: its micro-batches, schedule
-        and contiguity are the choice. Only objective ``step`` leaves one.
+    Args:
+        request: the question that the placement answers.
+        placement: its micro-batches, schedule and contiguity are the choice. Only objective
+            ``step`` leaves one.
 
     Returns:
         The question, or None if the request does not allow this choice.

@@ -209,9 +209,12 @@ def _from_to(time_ms: Vector) -> Vector:
 class _Row:
     """Stages along the blocks.
 
-    Args: work_ms: by block. way_ms: by block, of a stage that begins there. waits: stage by stage;
-        None if nothing is known of them, so that it is all the same where they end. problem: what
-        is asked.
+    Args:
+        work_ms: by block.
+        way_ms: by block, of a stage that begins there.
+        waits: stage by stage; None if nothing is known of them, so that it is all the same where
+        they end.
+        problem: what is asked.
     """
 
     def __init__(

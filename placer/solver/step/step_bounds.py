@@ -68,9 +68,11 @@ def any_placement(
     """No step is shorter than the busiest device's work, nor than one micro-batch's way, in
     milliseconds.
 
-    Args: problem: what is asked. nodes: its layers in nodes; each may be on some device. over:
-        asked before each part of this; where it is, the step is not shorter than what the parts
-        before tell.
+    Args:
+        problem: what is asked.
+        nodes: its layers in nodes; each may be on some device.
+        over: asked before each part of this; where it is, the step is not shorter than what the
+            parts before tell.
     """
     if over():
         return 0.0
@@ -142,9 +144,12 @@ def is_row(problem: Problem, nodes: Reduction) -> bool:
 class StepTable(CutTable):
     """Lower bounds on the step by how a row is cut, with those cuts below a value.
 
-    Args: problem: what is asked, of a schedule and a number of micro-batches. nodes: its layers in
-        nodes, a row. bottleneck: the same question with objective ``throughput``, by whose memory
-        cuts are judged. classes: devices that may be swapped.
+    Args:
+        problem: what is asked, of a schedule and a number of micro-batches.
+        nodes: its layers in nodes, a row.
+        bottleneck: the same question with objective ``throughput``, by whose memory cuts are
+        judged.
+        classes: devices that may be swapped.
     """
 
     def __init__(
@@ -277,9 +282,10 @@ class StepTable(CutTable):
     def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
         """Every cut, the lowest bound first.
 
-        Yields: Its bound, which is one for all that follow, and by layer its device. None instead
-            while cuts are being put together, so that whoever asks may stop; no devices at all
-            where it gives up, as too many are open.
+        Yields:
+            Its bound, which is one for all that follow, and by layer its device. None instead while
+            cuts are being put together, so that whoever asks may stop; no devices at all where it
+            gives up, as too many are open.
         """
         if not np.isfinite(self.fill()[0]):
             return
@@ -331,10 +337,11 @@ class StepTable(CutTable):
     def _next_stages(self, start: int, counts: Counts, tail: float | None) -> _Options:
         """Bound, end and class of the next stage, by bound; those that lead nowhere left out.
 
-        Args: start: where it begins. counts: by class, the devices that are left. tail: what is
-            known to come on top of the time until the first stage has its last gradients; None if
-            the
-                next is the first.
+        Args:
+            start: where it begins.
+            counts: by class, the devices that are left.
+            tail: what is known to come on top of the time until the first stage has its last
+                gradients; None if the next is the first.
         """
         rows = []
         for kind in optimal_cuts.kinds_left(counts):
@@ -370,11 +377,13 @@ class _Options(NamedTuple):
 class _OpenCut:
     """The first stages of cuts.
 
-    Attributes: start: where the next stage begins. counts: by class, the devices that are left, all
-        of which are used. stages: the end and the class of those that are decided. bound: the
-        largest of theirs. tail: what the first of them does when it has its last gradients, and
-        transfers at cuts before the last one's;
-            None if there is none.
+    Attributes:
+        start: where the next stage begins.
+        counts: by class, the devices that are left, all of which are used.
+        stages: the end and the class of those that are decided.
+        bound: the largest of theirs.
+        tail: what the first of them does when it has its last gradients, and transfers at cuts
+            before the last one's; None if there is none.
         options: for the next stage, by bound.
     """
 

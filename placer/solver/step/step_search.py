@@ -249,8 +249,9 @@ class StepSearch(BestStep):
     def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck, or find the proof that there is none at all.
 
-        Returns: The maps that were tried, by layer the device: none of them may be one where they
-            were taken to hold less.
+        Returns:
+            The maps that were tried, by layer the device: none of them may be one where they were
+            taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
         if found and self._over(choice, share):

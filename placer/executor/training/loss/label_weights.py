@@ -59,8 +59,9 @@ class CountedLabels:
 class LabelWatch(TorchFunctionMode):
     """Sees which labels a loss counts, while it runs on a whole batch.
 
-    Attributes: found: the weights of samples, once ``look`` has seen that the loss is one mean over
-        labels of the target.
+    Attributes:
+        found: the weights of samples, once ``look`` has seen that the loss is one mean over labels
+            of the target.
     """
 
     def __init__(self) -> None:

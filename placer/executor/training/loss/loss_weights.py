@@ -59,12 +59,14 @@ class Goals(NamedTuple):
 class Weighing:
     """The loss of micro-batches, weighted where that is declared or follows from the loss.
 
-    Args: loss_fn: of output and target. options: of the batch. If they do not weigh samples, those
-        of torch's losses of labels are weighed by the
-            labels that the loss counts.
+    Args:
+        loss_fn: of output and target.
+        options: of the batch. If they do not weigh samples, those of torch's losses of labels are
+            weighed by the labels that the loss counts.
 
-    Raises: InputError: a sum is weighed, or the loss says of itself that it is a sum and the
-        options do not.
+    Raises:
+        InputError: a sum is weighed, or the loss says of itself that it is a sum and the options do
+            not.
     """
 
     def __init__(self, loss_fn: LossFunction, options: BatchOptions) -> None:
@@ -141,8 +143,9 @@ class Weighing:
             size: samples in the batch.
             is_cut: whether there are several micro-batches.
 
-        Raises: InputError: the target does not fit the batch, or ``weigh`` does not give a number
-            for each sample.
+        Raises:
+            InputError: the target does not fit the batch, or ``weigh`` does not give a number for
+                each sample.
         """
         leaves, structure = flatten(target)
         if not is_cut:

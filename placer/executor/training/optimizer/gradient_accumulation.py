@@ -21,8 +21,9 @@ _MOST_BYTES = 8 * 2**20
 class Accumulation:
     """Adds to the gradients of some weights; inside it, backward passes do not.
 
-    Args: weights: leaves of autograd; those with a gradient in place are meant, others are left
-        alone.
+    Args:
+        weights: leaves of autograd; those with a gradient in place are meant, others are left
+            alone.
 
     Attributes:
         is_open: whether a backward pass runs inside it.

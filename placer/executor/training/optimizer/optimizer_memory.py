@@ -33,9 +33,12 @@ def warn_of_other_memory(
     Their needs are found by real steps on small tensors, so the warning comes before the first
     training step, which may run out of memory.
 
-    Args: assumed: the placement that the flow has; its profile was measured with some optimizer, or
-        with none. optimizers: those that the training step steps; others than torch's are left out.
-        module: the model. place_of: the device of a parameter, by its name.
+    Args:
+        assumed: the placement that the flow has; its profile was measured with some optimizer, or
+        with none.
+        optimizers: those that the training step steps; others than torch's are left out.
+        module: the model.
+        place_of: the device of a parameter, by its name.
     """
     known = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     if not known or not assumed.training:

@@ -29,19 +29,22 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 class Update:
     """The end of a training step, on whatever devices the parameters are.
 
-    Args: optimizer: is stepped, or each one of a list, in its order; None to leave that to the
-        caller. scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient
-        that is infinite on any
-            device lets its optimizer skip the step on all of them. Each optimizer of a list decides
-            for itself, as in a loop that calls ``scaler.step`` for each.
+    Args:
+        optimizer: is stepped, or each one of a list, in its order; None to leave that to the
+        caller.
+        scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is
+            infinite on any device lets its optimizer skip the step on all of them. Each optimizer
+            of a list decides for itself, as in a loop that calls ``scaler.step`` for each.
         max_norm: the gradients' norm, over all parameters, is clipped to it.
 
-    Attributes: optimizers: those that are stepped. norm: of the gradients of the latest batch
-        before they were clipped; None where they are not.
+    Attributes:
+        optimizers: those that are stepped.
+        norm: of the gradients of the latest batch before they were clipped; None where they are
+            not.
 
-    Raises: InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or
-        ``max_norm`` is not a
-            positive number.
+    Raises:
+        InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or
+            ``max_norm`` is not a positive number.
     """
 
     optimizer: Optimizers = None

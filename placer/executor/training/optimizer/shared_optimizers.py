@@ -101,9 +101,9 @@ class Others:
     def look(self, pipeline: TrainingPipeline | None) -> None:
         """Find them, where the model or the optimizer may have others than at the last look.
 
-        Args: pipeline: what a batch goes through, made anew for a model that is changed; None where
-            it runs through
-                hooks.
+        Args:
+            pipeline: what a batch goes through, made anew for a model that is changed; None where
+                it runs through hooks.
         """
         seen = pipeline and ref(pipeline), self._update.count
         if pipeline is None or seen != self._seen:

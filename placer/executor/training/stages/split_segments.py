@@ -40,8 +40,11 @@ class OpenedSegment(CompiledSegment):
     """A segment as one compiled function, whose backward passes leave the weight gradients of
     products for later.
 
-    Attributes: function: ``function(reads, states, openings) -> (writes, given)``, the latter two
-        by layer and product. as_written: the same, not compiled. products: by layer.
+    Attributes:
+        function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer
+        and product.
+        as_written: the same, not compiled.
+        products: by layer.
     """
 
     as_written: Callable[..., Any] = lambda *given: ()

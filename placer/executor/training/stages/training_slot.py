@@ -56,10 +56,14 @@ def _room(value: Any) -> Any:
 class Head:
     """The loss, computed behind the last segment.
 
-    Attributes: names: the values that the model returns. loss: from those, and the target of the
-        micro-batch, to a number, and further values by name. targets: the static tensors of each
-        slot's target. total: sum over micro-batches of loss times weight. scale: what the gradient
-        of the loss begins with; 1 but for a GradScaler. dtype: of the loss, once it was computed.
+    Attributes:
+        names: the values that the model returns.
+        loss: from those, and the target of the micro-batch, to a number, and further values by
+        name.
+        targets: the static tensors of each slot's target.
+        total: sum over micro-batches of loss times weight.
+        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
+        dtype: of the loss, once it was computed.
         parameters: those that it reads beside result and target, as a penalty of their size does.
         collects: whether the model's results are kept for the caller.
     """
@@ -77,18 +81,23 @@ class Head:
 class Slot:
     """A micro-batch in flight.
 
-    Attributes: inputs: static tensors, or numbers, by name. weight: of its loss in the batch's: its
-        share of the samples. targets: static tensors of the loss's target, in the last stage.
-        gradients: of each output, static: the sum of what its readers send. entering: the inputs
-        and targets that a gradient goes back to. leaves: what the forward pass differentiates by,
-        of these. outputs: what it made, by name. roots: what the backward pass starts from.
-        input_gradients: what it made for those that entered. unreached: those of them that it had
-        no gradient for; zeros stand for it. forward: runs or replays the forward pass. backward:
-        runs or replays the backward pass. weights: runs or replays the weight half of the backward
-        pass, where it is apart. deferred: the weight gradients that the backward pass left to it.
+    Attributes:
+        inputs: static tensors, or numbers, by name.
+        weight: of its loss in the batch's: its share of the samples.
+        targets: static tensors of the loss's target, in the last stage.
+        gradients: of each output, static: the sum of what its readers send.
+        entering: the inputs and targets that a gradient goes back to.
+        leaves: what the forward pass differentiates by, of these.
+        outputs: what it made, by name.
+        roots: what the backward pass starts from.
+        input_gradients: what it made for those that entered.
+        unreached: those of them that it had no gradient for; zeros stand for it.
+        forward: runs or replays the forward pass.
+        backward: runs or replays the backward pass.
+        weights: runs or replays the weight half of the backward pass, where it is apart.
+        deferred: the weight gradients that the backward pass left to it.
         landing: static tensors that input gradients are copied to, where other passes work in the
-        memory in which they
-            are made.
+            memory in which they are made.
         over: when the last pass of the latest micro-batch that it had was done; None before the
         first.
         fetched: when those who read its outputs have copied them.

@@ -94,13 +94,14 @@ class Stage:
         gather: enters what a forward pass runs in, beside: statistics over the whole batch.
         reach: is told the weights whose gradients are left to a pass of their own.
 
-    Attributes: slots: the micro-batches in flight. tail: the last micro-batch of a batch, by its
-        number, where it is smaller than the others. unreached: of what it reads, the values that
-        the loss does not depend on. awaited: by value that is read elsewhere: the stages that send
-        a gradient of it. memories: by slot, the number of the memory in which its recorded
-        input-gradient pass works, where weight
-            gradients are a pass of their own; see ``Plan.backward_memory``. One for each slot if
-            empty.
+    Attributes:
+        slots: the micro-batches in flight.
+        tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
+        unreached: of what it reads, the values that the loss does not depend on.
+        awaited: by value that is read elsewhere: the stages that send a gradient of it.
+        memories: by slot, the number of the memory in which its recorded input-gradient pass works,
+            where weight gradients are a pass of their own; see ``Plan.backward_memory``. One for
+            each slot if empty.
         is_recorded: whether the passes are CUDA graphs.
         not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
         reuses: whether a backward pass may leave its results where the forward pass works, so that
@@ -148,9 +149,12 @@ class Stage:
     ) -> dict[str, Any]:
         """Make the slots like this example, and run the first one forwards once.
 
-        Args: count: micro-batches in flight. inputs: an example of every value that the stage
-            reads; it requires a gradient where one goes back to it. targets: an example of the
-            loss's target, likewise. weight: of each one's loss in the batch's.
+        Args:
+            count: micro-batches in flight.
+            inputs: an example of every value that the stage reads; it requires a gradient where one
+            goes back to it.
+            targets: an example of the loss's target, likewise.
+            weight: of each one's loss in the batch's.
 
         Returns:
             An example of every value that other stages read, on the host.

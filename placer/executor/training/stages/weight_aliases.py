@@ -212,9 +212,11 @@ class Weights:
     ) -> None:
         """Make the gradients ready for a batch, and bring replicas up to date.
 
-        Args: lanes: of each device. begun: by device, also those of ``homes``, when the parameters
-            there are up to date. keep: whether the batch adds to the gradient that a parameter has;
-            else it begins at zero.
+        Args:
+            lanes: of each device.
+            begun: by device, also those of ``homes``, when the parameters there are up to date.
+            keep: whether the batch adds to the gradient that a parameter has; else it begins at
+                zero.
         """
         unreached = (parameter for parameter, alias in self._own if id(alias) not in self._reached)
         for parameter in chain(self._guests, self.idle, unreached):
