@@ -42,12 +42,12 @@ class AsyncClient:
 
     Args:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-        None.
+            None.
         timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too
-        busy for.
+            busy for.
         key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
-        None.
+            None.
         transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:

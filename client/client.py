@@ -46,12 +46,12 @@ class Client:
 
     Args:
         server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-        None.
+            None.
         timeout: how long connecting, sending or an answer that is due may take, in seconds.
         retries: how often a call is repeated that failed on the way, or that the service was too
-        busy for.
+            busy for.
         key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
-        None.
+            None.
         transport: carries the HTTP requests, for tests; the network if None.
 
     Raises:
@@ -88,7 +88,7 @@ class Client:
         Raises:
             InputError: the service finds a fault in the request.
             TimeoutExceeded: it is not there in time; it goes on, and ``placement(id)`` or
-            ``stop(id)`` gets it.
+                ``stop(id)`` gets it.
             UnreachableError: the service cannot be reached.
             ServerError: it cannot answer.
         """
@@ -109,7 +109,7 @@ class Client:
 
         Raises:
             UnreachableError: the service cannot be reached; if that comes after some answers, it is
-            the others' error.
+                the others' error.
             ServerError: it cannot answer; likewise.
         """
         return self._carry_out(self._dialogue.place_many(requests, wait))
@@ -263,7 +263,7 @@ class Client:
 
         Args:
             request: the graph: operations, shapes and dtypes, no weights; see
-            ``placer.profiler.remote.sending.describe``.
+                ``placer.profiler.remote.sending.describe``.
             wait: how long to wait, in seconds; until it is there if None.
 
         Raises:
@@ -292,9 +292,9 @@ class Client:
 
         Args:
             nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own
-            if there are none.
+                if there are none.
             network_bytes_per_s: from one node's memory to another's; needed where there are
-            several.
+                several.
             network_latency_s: of a transfer between nodes.
 
         Raises:

@@ -60,12 +60,12 @@ class Call:
         path: on the service.
         content: the JSON body.
         wait_s: how long the service may take on purpose before it answers, on top of the client's
-        timeout.
+            timeout.
         until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
         repeatable: whether asking twice is asking once. What is not is repeated only where nothing
-        can have come of it.
+            can have come of it.
         accepted: whether the service has said that it works on this; so if nobody answers, it is
-        starting again.
+            starting again.
         again: what is sent instead once the connection has broken while the service could have been
             at work on this; the same call if None.
     """
@@ -98,7 +98,7 @@ class Sender:
     Attributes:
         url: of the service, for messages.
         retries: how often a call is repeated after it failed on the way, or was answered 429 or
-        503.
+            503.
         answered: whether the service has answered before; so if nobody does, it is starting again.
     """
 

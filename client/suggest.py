@@ -87,7 +87,7 @@ def suggest(
             without both, it is solved in this process.
         devices: to place on: a count, a list of devices, or None for all that are available.
         training: whether a training step or inference is placed; a given profile of inference is
-        placed as such.
+            placed as such.
         optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an
             optimizer, a list of optimizers, or None.
         granularity: how the model is cut into layers: ``auto``, ``blocks``, ``submodule``,
@@ -110,20 +110,20 @@ def suggest(
         transfers: whether transfers add to a device's time, or overlap with its compute.
         time_limit_s: after so many seconds the best answer so far is returned.
         work_limit: after so much work in the solver's own measure, too: the same answer on every
-        machine.
+            machine.
         break_ties: whether, of placements as good, the one is looked for with less transfer, then
-        better balance.
+            better balance.
         bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
         explain: whether to find out, too, what limits the placement and what would help most.
         split_tied: whether layers that share parameters may be on several devices; each device but
             that of the first layer then holds a copy, see ``Profile.untied``. They share a device
             otherwise.
         memory_bytes: what a placement may use, in bytes, of each device or by device; None for all
-        of its memory.
+            of its memory.
         profile: an earlier profile of the model, to be placed without measuring again; under
             objective ``step`` also several of different micro-batch sizes.
         cache: whether layers that were measured before are taken from the cache, see
-        ``placer.profile``; or its folder.
+            ``placer.profile``; or its folder.
         progress: whether to show bars on a terminal.
         profile_on_server: whether the server's machine measures the model, on all of its devices,
             or on as many as ``devices`` says; it is sent the operations, shapes and dtypes of the
@@ -142,7 +142,7 @@ def suggest(
 
     Raises:
         InputError: an argument cannot be used; the message says which, before anything is measured
-        where that is known.
+            where that is known.
         MissingExtraError: torch is not installed.
         InfeasibleError: no placement meets the requirements.
         SolveLimitError: none was found in time.

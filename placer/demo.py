@@ -54,7 +54,7 @@ class Job:
         make: the model.
         images: shape of the batch, ``(N, 3, H, W)``.
         labels: shape of the classes that are the target: ``(N,)``, or ``(N, H, W)`` for
-        segmentation.
+            segmentation.
         classes: how many there are.
     """
 

@@ -115,7 +115,7 @@ def rules(
         cluster: whose devices are named.
         pins: ``LAYER=DEVICE`` each: the layer must be there.
         forbidden: ``LAYER=DEVICE`` each: the layer must not be there; a layer of ``*`` stands for
-        every layer.
+            every layer.
         max_devices: use at most so many.
         contiguous: as in ``Constraints``.
         min_devices: use at least so many.

@@ -57,7 +57,7 @@ class Settings(BaseSettings):
             listens on loopback alone.
         rate_per_s: how often a key may ask, where its line does not say.
         tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a
-        proxy.
+            proxy.
         tls_key: the certificate's private key in PEM.
         database: the file that keeps the placements, made if missing; by default ``placements.db``
             in the user's state folder, on Linux ``~/.local/state/placer``. ``:memory:`` keeps them
@@ -68,25 +68,25 @@ class Settings(BaseSettings):
         cache_bytes: what answers that are kept in memory, too, may take; those used last are.
         max_body_bytes: the largest request body.
         max_bodies_bytes: what all bodies that are being read and checked at a time may take
-        together.
+            together.
         body_timeout_s: how long a client may take to send its body.
         workers: solves that run at the same time, one process each.
         queue: solves that may wait for a worker; one more is answered with 429.
         client_share: how much of the queue one client may fill; clients take turns in it.
         max_time_limit_s: the longest time limit that a request may give its solve.
         max_solver_workers: the most cores that a request may have its solve use (the request's
-        ``workers``).
+            ``workers``).
         worker_memory_bytes: what a worker's process may take; no limit if 0.
         default_wait_s: how long a POST waits for its placement before it answers 202.
         overrun_s: how far a solve may overrun its own time limit before it is stopped.
         stop_grace_s: how long a stopped solve may take to hand over its best placement before it is
-        killed.
+            killed.
         measure_timeout_s: how long measuring this node's devices may take.
         profile_timeout_s: how long measuring a graph that a client sent may take.
         profile_memory_bytes: what its process may take of this machine's memory; no limit if 0.
         node_name: this machine's name, where it registers; its host name if not set.
         register_url: the URL of another Placer service that this one tells its devices, so that
-        placements span hosts.
+            placements span hosts.
         register_key: the bearer key for that, with the scope ``solve``.
         log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
         log_format: ``text``, or ``json`` for one object a line; both name the request by its id.

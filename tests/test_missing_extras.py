@@ -60,7 +60,7 @@ def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProc
         "from placer.executor.dataflow import DataFlow",
         "import placer; placer.DataFlow",
         "import placer; placer.profile",
-        "import placer; placer.capture",
+        "import placer; placer.capture_graph",
         "import placer; placer.refine",
         "import placer; placer.gather_profile",
         "import placer; placer.testing",

@@ -37,7 +37,7 @@ class Contender:
         devices: how many it has.
         chunks: micro-batches, or what else was swept.
         turn: times one row; the time of a step in ms. Afterwards the memory that steps need is
-        free.
+            free.
         values: what else was measured of it.
     """
 

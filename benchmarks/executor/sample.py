@@ -24,7 +24,7 @@ class Sample:
         devices: how many it had.
         chunks: micro-batches, or what else was swept.
         values: measure -> what was measured, once a repetition; ``step_ms`` of a run that timed
-        steps.
+            steps.
         failed: why there are no values; empty where there are.
         beside: the number of devices in whose contest it was measured, where a case has several;
             else 0.

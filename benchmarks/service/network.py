@@ -31,7 +31,7 @@ class Through(NamedTuple):
         calls: how many there were.
         answered: of those, the ones that had the right answer.
         unclear: those that had neither it nor a clear error, or gave up although asking again would
-        have helped.
+            have helped.
         twice: those that reached the service more than once although that is not safe.
     """
 

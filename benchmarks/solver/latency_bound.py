@@ -69,12 +69,12 @@ class _PathBound:
         path: its nodes.
         ahead: by node, the last place on the path from which it is reached; -1 if there is none.
         behind: by node, the first place on the path that it reaches; the path's length if there is
-        none.
+            none.
         cost: by the first and last place of a run, no more than what the subgraph takes; infinite
-        if it cannot be.
+            if it cannot be.
         exact: the runs that were cut, and their best subgraphs.
         waiting: by last and first place of those that wait, how long and what they take then, as
-        ``Least.steps``.
+            ``Least.steps``.
         waited: by first place of those to the end that were cut, what they take with all that waits
             for them.
     """

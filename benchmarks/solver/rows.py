@@ -78,7 +78,7 @@ def measured(
         solve: from the input to the checked answer; its time counts.
         wanted: of the answer.
         value: reads the value from the answer by other means than the solver's; the solver's own if
-        left out.
+            left out.
         peers: what others reach; run after the answer, its memory does not count.
     """
     began = perf_counter()

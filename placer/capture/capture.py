@@ -42,7 +42,7 @@ def capture_graph(
             ``"fine"``: every leaf; a depth; or a function of a module's path and the module, True
             for a layer.
         hooks: whether a model that torch.export refuses is traced through forward hooks; that runs
-        the model once.
+            the model once.
         batch_options: where the samples of the inputs lie.
 
     Returns:
@@ -51,7 +51,7 @@ def capture_graph(
 
     Raises:
         CaptureError: torch.export refuses the model, and ``hooks`` is False or the model itself
-        fails.
+            fails.
         InputError: the model is none, the granularity is not known, or a lazy module has not run
             yet.
     """
@@ -84,7 +84,7 @@ def layer_graph(exported: Exported, model: nn.Module, granularity: Granularity) 
 
     Args:
         exported: from ``export``; its graph is changed on the way (writes in place are made
-        explicit).
+            explicit).
         model: the module that was exported.
         granularity: as for ``capture_graph``, or the names of the layers to make.
     """

@@ -33,7 +33,7 @@ class State:
 
     Attributes:
         tensors: the user's parameters and buffers, and the plain tensors that the graph reads, by
-        name.
+            name.
         constants: the names of the plain tensors: those that are neither parameters nor buffers.
         name_of: get_attr node -> name.
     """

@@ -61,7 +61,7 @@ class Layer:
         modules: the module paths that it covers: one, or several where a cycle was merged.
         module_type: the class of the module, for people.
         state: names of the parameters and buffers that it uses, in the order of ``function``'s
-        ``state``.
+            ``state``.
         mutated: those of ``state`` that it changes in place.
         statistics: those of them that are a normalisation's running statistics and their counters,
             and nothing else here: it changes them and does not read them.
@@ -69,7 +69,7 @@ class Layer:
         writes: names of the values that it makes, in the order of ``function``'s result.
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
         signature: equal for two layers that do the same operations on the same shapes, dtypes and
-        state shapes.
+            state shapes.
         random: whether it draws random numbers.
         told_by_signature: whether its signature says all that it does, so that what was measured of
             one such layer holds for every other, also in another run; not where modules, custom
@@ -103,9 +103,9 @@ class LayerGraph:
         inputs: names of the values that the model is given, in the order of its flattened tensors.
         outputs: names of the values that the model returns, in the order of its flattened tensors.
         colocated: groups of layers that share a parameter, or another tensor that one of them
-        changes.
+            changes.
         state: the user's parameters and buffers by name, and the plain tensors that the graph
-        reads.
+            reads.
         constants: the names in ``state`` of plain tensors: attributes that are not registered,
             variables, items of lists. They stay where they are, and layers on other devices read
             copies.

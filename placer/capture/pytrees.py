@@ -66,7 +66,7 @@ def flatten(nest: Any, anew: Collection[int] = ()) -> tuple[list[Any], Structure
 
     Args:
         nest: tensors in any nest of tuples, lists, dicts, named tuples, dataclasses and objects
-        with attributes.
+            with attributes.
         anew: the identities of objects that are made anew where they have no tensors; others pass
             as they are.
 

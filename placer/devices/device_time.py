@@ -68,7 +68,7 @@ def lasting_ms(
 
     Args:
         passes: recorded ones: what the host takes longer to issue than the device to run counts,
-        too.
+            too.
         device: a CUDA device.
         seconds: how long, at least; each runs at least once.
 

@@ -159,7 +159,7 @@ class Courier:
 
         Args:
             key: what the tensor is to the caller, who uses the memory again only when all have read
-            it.
+                it.
             like: of this shape, type and strides.
             place: the device.
         """

@@ -103,7 +103,7 @@ def record(
         passes: work on static tensors, the later on results of the earlier.
         device: where they run.
         pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and
-        theirs alone, if None.
+            theirs alone, if None.
         generators: by pass, those that it draws random numbers from beside the device's.
         rooms: by pass, the pieces of memory that it takes first and works in; see
             ``fitting_rooms``. Without any it takes piece by piece.
@@ -153,7 +153,7 @@ def fitting_rooms(
 
     Args:
         passes: as for ``record``; each is to have memory of its own, or to share it with others as
-        large.
+            large.
         device: where they run.
         shared: the places of those that share it.
 

@@ -171,7 +171,7 @@ def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tenso
     Args:
         tensor: any tensor; it is not changed.
         change: is called once for each plain tensor; views of the same memory remain views of the
-        same memory.
+            same memory.
         known: keeps what ``change`` returned for several calls.
 
     Returns:

@@ -60,7 +60,7 @@ def copy_s(
 
     Args:
         shipments: each goes again and again, in a queue of its own. Between two host memories only
-        one can.
+            one can.
         repeats: how often, at least 3.
         computing: GPUs that multiply matrices meanwhile.
         lasting_s: about how long all of that takes, for how much they multiply.

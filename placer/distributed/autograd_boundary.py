@@ -81,7 +81,7 @@ def enter(
     Args:
         leaves: as they were received, at least one.
         flows: for each whether a gradient flows back through it; the others get a gradient of
-        zeros.
+            zeros.
         marked: whether the last one is the marks: its gradient says for each that flows whether a
             gradient came.
     """

@@ -76,17 +76,17 @@ def build(
             named as ``cuda:0`` or, on several hosts, ``HOST/cuda:0``; as many processes as devices
             must run, see ``placer.distributed. ranks``.
         example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword
-        arguments.
+            arguments.
         loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` say
             otherwise; None to run forwards alone. Further values beside the loss are not returned.
         chunks: micro-batches in a batch; what the placement says if None.
         schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement
-        says if None.
+            says if None.
         recompute: devices that keep of a micro-batch only what entered, and run forwards once more
             in its backward pass; what the placement says if None.
         group: the processes of the pipeline, for those who run several; all if None.
         weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for
-        ``DataFlow.train_step``.
+            ``DataFlow.train_step``.
         batch_options: where the samples of a batch lie, how results are joined and how the loss is
             reduced, as for ``DataFlow``; what the placement says if None. Lists of samples cannot
             be sent from process to process.

@@ -62,7 +62,7 @@ class Pipeline:
 
     Attributes:
         stages: of this process, in the order of the line; more than one where the line goes round
-        more than once.
+            more than once.
         schedule: the library's, over these stages. ``step`` drives it; who drives it alone brings
             copies of tied weights up to date himself.
         module: the parameters and buffers that belong to this process, under the model's own names.

@@ -89,7 +89,7 @@ class Head:
 
         Raises:
             InputError: the loss is no number, no gradient comes from it, or it reads what is
-            trained elsewhere.
+                trained elsewhere.
             StageError: it failed.
         """
         assert self._loss_fn is not None

@@ -66,13 +66,13 @@ class Plan:
         marks_in: whether marks arrive behind that, by which it tells what the loss depends on.
         leaves: what it sends; of the last stage, the model's outputs.
         marks_out: the positions of those whose gradients it is told of by marks that it sends
-        behind; none without.
+            behind; none without.
         is_first: whether it is given the batch.
         is_last: whether it makes the model's outputs.
         copied: whether what is sent is copied as soon as it is made.
         device: where it runs.
         deferred: weight gradients that a backward pass left for later, where the schedule splits
-        it.
+            it.
         recomputes: whether it keeps of a micro-batch only what entered it.
         private: buffers that its layers change, and may read again in their backward passes.
         trail: which of its layers runs.

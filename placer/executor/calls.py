@@ -30,7 +30,7 @@ def call_captured(
 
     Args:
         plans: the graph and the segments of each (a last, smaller one may have been captured
-        apart).
+            apart).
         parts: the flattened inputs of each.
         target: where results go.
         deferred_batch_norm: whether running statistics follow the whole batch.

@@ -87,7 +87,7 @@ class DataFlow(PlacedCalls):
             from 0) in about the memory of 1F1B. Free to be edited.
         gradients_wait: whether the next training step adds to the gradients that are there.
         not_captured_because: why the model runs through hooks in its latest mode; empty where it
-        was captured.
+            was captured.
         lock: held by the thread whose call or stream runs; one for all flows of the model.
         copies: of the model's state, on devices that read it and do not own it.
     """

@@ -88,7 +88,7 @@ class Cutter:
             options: what was declared of the batch.
             sizes_of: from the number of samples to those of each micro-batch.
             weigh: from the number of samples to the weight of each in a mean; None if all weigh
-            alike.
+                alike.
             needed: whether to capture the model in any case where that tells what is no part of the
                 batch.
 

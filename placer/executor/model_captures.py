@@ -114,7 +114,7 @@ class Program:
         Args:
             parts: the inputs of each micro-batch.
             needed: whether to capture in any case; else not if call after call would need a capture
-            of its own.
+                of its own.
             waits: whether to capture only when calls of the kind have spent as long on hooks as
                 that takes.
 

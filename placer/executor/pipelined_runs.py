@@ -164,7 +164,7 @@ class PipelinedRuns(nn.Module):
 
         Raises:
             InputError: these are no batches, ``in_flight`` is no count, or torch knows no such
-            backend.
+                backend.
             StageError: from the generator, when it comes to a batch on which a layer failed;
                 results before are whole.
         """

@@ -89,7 +89,7 @@ class PlacedCalls(PipelinedRuns):
                 devices; what the placement says if None. Batch norm then sees micro-batches, as in
                 any pipeline.
             batch_options: where the samples of the batch lie, and how results are joined; the
-            flow's own if None.
+                flow's own if None.
             kwargs: as the model takes them.
 
         Returns:

@@ -44,10 +44,10 @@ class Step:
         layer: what runs.
         device: where.
         state: its parameters, buffers and constants; one that is elsewhere is moved for every
-        micro-batch.
+            micro-batch.
         foreign: positions in ``state`` of those that are elsewhere.
         make_copy: copies state that is elsewhere to the device, once; None to move it for every
-        micro-batch.
+            micro-batch.
         private: positions of buffers that the layer changes and may read again in its backward
             pass, when later micro-batches will have changed them further: each micro-batch has a
             copy.

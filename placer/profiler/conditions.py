@@ -41,13 +41,13 @@ def conditions(device: torch.device) -> dict[str, Any]:
         "versions": _versions(),
         "settings": {name: _setting(read) for name, read in _settings(device).items()},
         "environment": {name: os.environ.get(name) for name in _ENVIRONMENT},
-        "measured_by": _code("graph", "profiler", "devices"),
+        "measured_by": _code("capture", "profiler", "devices"),
     }
 
 
 def capture_facts() -> dict[str, Any]:
     """What a captured graph depends on beside the model, as facts for a key."""
-    return {"versions": _versions(), "captured_by": _code("graph", "profiler")}
+    return {"versions": _versions(), "captured_by": _code("capture", "profiler")}
 
 
 def _versions() -> dict[str, str]:
@@ -154,9 +154,14 @@ def _option(value: Any) -> str:
 
 @cache
 def _code(*packages: str) -> str:
-    """A hash of sources of Placer: better measuring makes what was measured before out of date."""
-    folders = [Path(__file__).parents[1] / package for package in packages]
+    """Return a hash of Placer's sources: a change in how it measures outdates measurements."""
     total = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+    for path in source_files(*packages):
         total.update(path.name.encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:16]
+
+
+def source_files(*packages: str) -> list[Path]:
+    """Return the source files of packages of Placer, subpackages included, sorted by path."""
+    root = Path(__file__).parents[1]
+    return sorted(path for package in packages for path in (root / package).rglob("*.py"))

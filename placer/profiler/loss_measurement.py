@@ -82,7 +82,7 @@ class Loss:
 
         Raises:
             InputError: it fails on such results and this target, gives no number, or one that
-            depends on no result.
+                depends on no result.
             ProfilingError: memory ran out.
         """
         try:

@@ -50,7 +50,7 @@ def measure_layers(
     Args:
         graph: the layers.
         inputs: what the model is given, in the order of ``graph.inputs``; those on ``meta`` become
-        random tensors.
+            random tensors.
         device: where the layers run.
         training: whether backward passes are measured.
         repeats: how often each pass is timed.

@@ -16,7 +16,7 @@ class Measurement:
         time: of its passes.
         memory: that they need.
         write_bytes: the sizes of what it writes: under autocast not those that the graph was
-        captured with.
+            captured with.
         optimizer_ms: of the optimizer's step on its parameters; None without an optimizer, or where
             the step failed.
     """

@@ -41,7 +41,7 @@ class LayerMemory:
         saved_bytes: storages made inside the layer and kept for its backward pass, each counted
             once, without those of values that it reads or writes, and without its state.
         saved_reads: positions, among the layer's reads, of the values that it keeps for its
-        backward pass.
+            backward pass.
         saved_writes: the same among its writes.
         forward_workspace_bytes: in training: the peak of the forward pass beyond state, reads, and
             all that is kept for the backward pass, plus the reads that are not kept. In inference:

@@ -110,11 +110,11 @@ def profile(
     Args:
         model: any module, on any device.
         example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword
-        arguments.
+            arguments.
         devices: a count, a list of devices, or None for all that are available. Each type of device
-        is measured once.
+            is measured once.
         training: whether to measure a training step; the model is profiled in training mode, else
-        in evaluation mode.
+            in evaluation mode.
         optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an
             optimizer, a list of optimizers, a function of a list of parameters that makes one, or
             None.
@@ -122,7 +122,7 @@ def profile(
         progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
         repeats: how often each pass is timed at most; medians are kept.
         memory_bytes: what a placement may use of each device, in bytes, or by device; None for all
-        of its memory.
+            of its memory.
         cache: whether layers and links that were measured before, under the same conditions, are
             taken from the cache: in the folder that ``PLACER_CACHE`` names or the user's own, in a
             given folder, or not at all. What is measured goes there at once, so that a run that was
@@ -134,7 +134,7 @@ def profile(
             the layer that makes the model's result, as it runs behind that. It is measured on
             random results; without it, a prediction of a training step is of the model alone.
         target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the
-        inputs.
+            inputs.
         batch_options: where the samples of the inputs and the target lie, and how the loss is
             reduced; the profile and its placements carry them. The first dimension is the batch if
             None.
@@ -145,7 +145,7 @@ def profile(
 
     Raises:
         InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes or
-        loss cannot be used.
+            loss cannot be used.
         CaptureError: the model's layers could not be had.
         ProfilingError: a layer, a link or the loss could not be measured.
     """

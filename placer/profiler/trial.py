@@ -28,7 +28,7 @@ class Trial:
         reads: the values that it reads, copied.
         writes: the result of the last forward pass.
         gradients: the result of the last backward pass, in the order of ``parameters`` and the
-        reads after them.
+            reads after them.
         parameters: those of ``state`` that take a gradient.
         deferred: what the last backward pass left to ``accumulate_later``.
         arrived: by position among the writes, the storage of the gradient that came to it in the

@@ -92,7 +92,7 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
     Args:
         profile: what is corrected: layers of no stage, and times on other types of device, stay.
         request: its profile says how a stage's time is shared among its layers; its devices, of
-        which type they are.
+            which type they are.
         stages: what was measured.
     """
     shares = {layer.name: layer for layer in request.profile.layers}

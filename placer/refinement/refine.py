@@ -56,9 +56,9 @@ def refine(
         model: the model.
         example_inputs: of one micro-batch, as for ``profile``.
         profile: the one that the placement rests on; the request's, or a new one of the placement's
-        layers, if None.
+            layers, if None.
         request: the question that the placement answers, for its constraints; one like the
-        placement if None.
+            placement if None.
         loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it.
             If None, a mean of the outputs, which takes next to no time.
         target: of one micro-batch, for ``loss_fn``.

@@ -85,7 +85,7 @@ class Stages:
 
         Raises:
             InputError: the inputs are not what the model takes, or its parameters not as large as
-            the profile's.
+                the profile's.
             ProfilingError: the model cannot be captured, so its stages cannot be run.
         """
         model = self._model

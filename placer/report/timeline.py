@@ -36,7 +36,7 @@ class Row(NamedTuple):
         lane: the device, or ``source → target`` of a transfer.
         kind: a pass's phase, what a transfer carries, or ``optimizer``.
         stage: where a pass runs, or a transfer starts; None for inputs, which come from outside,
-        and the optimizer.
+            and the optimizer.
         target: the stage that a transfer goes to; None for passes, and for results, which leave.
         micro_batch: from 0; 0 for the optimizer.
         start_ms: from the first start of the timeline.

@@ -70,12 +70,12 @@ def greedy(
     Args:
         places: by stage, its device.
         times: by phase, then stage, in milliseconds; with phase ``weights`` backward passes are in
-        two halves.
+            two halves.
         chunks: micro-batches in a batch, at least 1.
         room: by stage, for how many micro-batches at once, at least 1.
         transfers: between the stages; if empty they are a chain, and what passes takes no time.
         longest_first: whether the most urgent pass is the one with the longest way to the end of
-        the step.
+            the step.
         put_off: by stage, how many weight-gradient passes may wait at once; as many as there is
             room for if left out.
     """

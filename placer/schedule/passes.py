@@ -162,7 +162,7 @@ class Plan:
         chunks: micro-batches in a batch.
         issue: every pass, after all that it waits for; each device runs its own in this order.
         in_flight: by stage, for how many micro-batches it has room: begun forwards, not yet done
-        backwards.
+            backwards.
         split: whether backward passes are in two halves, ``backward`` and ``weights``.
         training: whether there are backward passes.
         sharing: by stage, how many of the micro-batches in flight share the memory in which a
@@ -208,7 +208,7 @@ class Timeline:
         transfers: what passed between devices, by start.
         busy_ms: by device, the time that it computes; devices without stages are left out.
         in_flight: by stage, the most micro-batches that it holds at once: run forwards, not yet
-        backwards.
+            backwards.
         ends_ms: by step, when its last pass or optimizer ends.
     """
 

@@ -76,7 +76,7 @@ class Link(Wire):
         computing: while both devices compute.
         both_ways_computing: while both is the case.
         route: ``direct``; or ``host``: by way of the host's memory, where a direct copy would
-        change bytes.
+            change bytes.
         fault: what was found wrong with the direct way; empty where nothing was.
     """
 

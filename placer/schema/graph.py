@@ -136,7 +136,7 @@ class Operation(Wire):
 
     Attributes:
         op: such as ``aten.linear.default``; which are allowed is in
-        ``placer.profiler.remote.allowed_ops``.
+            ``placer.profiler.remote.allowed_ops``.
         out: the name of its result in the layer.
         args: positional, see above.
         kwargs: by keyword, see above.

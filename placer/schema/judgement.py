@@ -50,7 +50,7 @@ class Evaluation(Wire):
         faults: those that it does not meet.
         objective: what the request makes small.
         objective_value: its value, ms or bytes; None where it cannot be had: a layer, device or
-        link is missing.
+            link is missing.
         stages: the devices that hold layers, in pipeline order.
         devices: the load of each device.
         single_device: the best that one device does.

@@ -126,7 +126,7 @@ class Infeasibility(Wire):
         devices: the devices concerned.
         short_bytes: the bytes missing, where memory is the reason.
         requirements: in words, a group of requirements that cannot hold together. Empty where none
-        was found in time.
+            was found in time.
         smallest: whether there is no smaller group; else the time ended before that was known.
     """
 
@@ -242,14 +242,14 @@ class Placement(Wire):
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
         optimizer_step_share: what its step was assumed to make and free again, in bytes per byte of
-        gradients.
+            gradients.
         batch_size: samples in a micro-batch.
         batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
         recompute: the devices that run forwards once more before each backward pass, and keep less
-        meanwhile.
+            meanwhile.
         stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in
             which every value runs forwards, and in which their memory was reckoned; else by their
             first layer.
@@ -261,7 +261,7 @@ class Placement(Wire):
         devices: the load of each device.
         single_device: the best that one device does.
         speedup: single_device.objective_value / objective_value, for times; None without a
-        placement.
+            placement.
         ties: how ties were broken, where the request asks for it.
         infeasible: why there is none.
         limits: what limits it, where the request asks to explain.

@@ -37,7 +37,7 @@ class Layer(Wire):
 
     Attributes:
         name: the layer's name, unique in its profile: a module path, with ``@1``, ``@2`` for later
-        calls.
+            calls.
         module: the class of the module, for people.
         forward_ms: device time of the forward pass by device type.
         backward_ms: device time of the backward pass by device type; empty in an inference profile.
@@ -49,9 +49,9 @@ class Layer(Wire):
         spread: how far timings of one pass forwards and backwards were apart, by device type: half
             of the range that holds their middle half, over their median; left out below 0.01.
         host_ms: time the host takes to launch one forward and backward, by device type; not part of
-        any cost.
+            any cost.
         param_bytes: parameters; a parameter that several layers share counts in the first of them
-        alone.
+            alone.
         grad_bytes: gradients of the parameters that require one.
         optimizer_bytes: the optimizer's state for them.
         buffer_bytes: buffers.
@@ -190,12 +190,12 @@ class Profile(Wire):
             Where passes keep their memory, under ``zero-bubble``, it is there beside them; else the
             step has the memory that they are done with.
         with_loss: whether the layer that makes the model's result has the loss, too, in its times
-        and memory.
+            and memory.
         batch_size: samples in the micro-batch that was measured.
         batch_options: where the samples of a batch lie, and how its loss is reduced; taken over by
-        ``update_flow``.
+            ``update_flow``.
         granularity: how the layers were cut: ``auto``, ``blocks``, ``submodule``, ``fine``, a
-        depth, or ``custom``.
+            depth, or ``custom``.
         captured: whether the graph was captured; if not, execution goes through hooks, and
             ``not_captured_because`` says why.
         layers: in execution order: every edge runs forwards.
@@ -204,7 +204,7 @@ class Profile(Wire):
         tied: the parameters that several layers share. Layers that also share other state, which
             one of them changes, are not among them.
         cluster: the devices and links that were measured; None in a profile that is to be merged
-        with a cluster later.
+            with a cluster later.
         versions: of python, torch and placer.
     """
 

@@ -26,7 +26,7 @@ class StageTime(Wire):
         forward_ms: measured, with the loss in the last stage.
         backward_ms: measured, both halves, with that of the loss in the last stage.
         weights_ms: the part of ``backward_ms`` that gradients of parameters take; None where it was
-        not told apart.
+            not told apart.
         loss_forward_ms: the part of ``forward_ms`` that is the loss.
         loss_backward_ms: the part of ``backward_ms`` that is the loss.
         compiled: what ``torch.compile`` gained; empty where the stage was measured without it.

@@ -82,9 +82,9 @@ class PlacementRequest(Wire):
         profiles: objective ``step``: what was measured of the same layers at further micro-batch
             sizes, of which the answer takes one.
         batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of
-        ``profile`` if None.
+            ``profile`` if None.
         chunks: micro-batches in a batch; chosen under objective ``step``, which simulates each pass
-        of at most 10,000.
+            of at most 10,000.
         schedule: how micro-batches are ordered, which sets how many are in flight at a stage in
             training: all of them for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and
             ``interleaved``, and for ``zero-bubble`` as many as memory allows between that and ``2 *

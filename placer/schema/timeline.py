@@ -64,7 +64,7 @@ class DeviceTime(Wire):
         device: its name.
         busy_ms: it computes passes.
         idle_ms: it waits, from the first pass of the batch to the last one on any device: the
-        bubble.
+            bubble.
         optimizer_ms: its optimizer's step, after the last pass on any device.
     """
 
@@ -83,7 +83,7 @@ class Timeline(Wire):
         training: whether there are backward passes.
         chunks: micro-batches in a batch.
         shown_chunks: micro-batches in the batch that is simulated: fewer, where all are too many to
-        be shown.
+            be shown.
         step_ms: from the start of the first pass to the end of the last optimizer's step. Of
             objective ``step`` it is the placement's ``step.alone_ms``, unless fewer micro-batches
             are shown.

@@ -131,7 +131,7 @@ class Recorded:
     Attributes:
         each_bytes: each micro-batch in flight.
         shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing
-        free.
+            free.
         backward_bytes: each backward pass that has memory of its own, where weight passes run
             apart: what it works in, or leaves to them.
         landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out
@@ -159,7 +159,7 @@ class Footprint:
         one: with one micro-batch in flight, all of whose backward pass runs at once.
         kept_bytes: what each further one adds: all that it leaves for its backward pass.
         entering_bytes: what it adds where the device recomputes: the values that come from other
-        devices.
+            devices.
         recorded: what it holds without recomputing where passes are recorded; None where a device
             may have several stages.
     """

@@ -35,7 +35,7 @@ class Value:
         arriving_bytes: of its gradient, what has a place beside passes where it comes from another
             device: none where the weight pass of its source waits with it anyhow.
         ordered: whether its source must be at its readers' stage or before, where contiguity is
-        asked for.
+            asked for.
         unbound: readers of which this is not asked.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -124,16 +124,16 @@ class Problem:
         links: by source and target device; None where no value may pass.
         allowed: by layer, the devices that it may be on.
         groups: layers that must share a device, two or more each; layers pinned to one device are
-        such a group.
+            such a group.
         contiguous: whether the quotient graph over devices must be acyclic.
         loose: layers that this does not bind, see ``but_for_groups``.
         most_devices: how many devices may be used.
         least_devices: how many must be.
         most_layers: how many layers a device may hold; None: all.
         multicast: whether one sending reaches all devices that read a value; over links that are
-        all alike.
+            all alike.
         untaxed: devices whose transfers cost them nothing; it costs those that they exchange values
-        with.
+            with.
         shared: parameters that devices hold copies of. Bounds may leave them out, as copies only
             add to what is held.
     """

@@ -59,7 +59,7 @@ class Search:
         meter: counts the work, and ends the search when all is done that may be.
         too_many: a bottleneck of which there are too many ideals, as far as is known.
         merged: the layers in the nodes of the threshold that was last asked for, and that
-        threshold.
+            threshold.
         began: when, by the monotonic clock.
         request: that of the problem.
         nodes: what must be on one device, as one node.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def _folders() -> tuple[str, ...]:
     """Where code lies that is not the user's: this package, and torch, whose modules call it."""
-    places = [Path(__file__).parent]
+    places = [Path(__file__).parents[1]]
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
         places.append(Path(torch.origin).parent)

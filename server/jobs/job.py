@@ -37,7 +37,7 @@ class Job:
         wanted: whether it goes on when nobody waits for it.
         waiting: how many wait for it.
         left_waiting_s: when somebody who waited was last told that it goes on, by the monotonic
-        clock.
+            clock.
         starts: how often a worker began with it.
         created_s: when it was asked, by the monotonic clock.
         started_s: when a worker took it, by the monotonic clock.

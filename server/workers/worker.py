@@ -135,7 +135,7 @@ class Worker(Generic[T]):
             Refused: the task found a fault in its payload.
             Missing: the task needs a package that is not installed.
             Crashed: it failed; Died: its process died; OverMemory: it needs more memory than it may
-            take.
+                take.
             Killed: it had to be killed.
         """
         pipe, theirs = CONTEXT.Pipe()

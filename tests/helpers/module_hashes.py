@@ -50,9 +50,9 @@ class Module:
 
     Attributes:
         digest: changes when, and only when, the code without comments, docstrings and formatting
-        does.
+            does.
         imports: dotted names that the file imports when it runs, in functions too: ``from a import
-        b`` gives ``a.b``.
+            b`` gives ``a.b``.
         type_imports: the names that it imports under ``if TYPE_CHECKING``, each with what it stands
             for.
     """

@@ -132,7 +132,7 @@ def assert_split_equals_unsplit(
         kwargs: keyword arguments.
         training: the mode.
         kinds: of maps: ``fine`` and ``submodule`` name those layers, ``placement`` the ``auto``
-        layers.
+            layers.
         captured: whether the model can be captured.
     """
     both = CapturedOnce(make, training)

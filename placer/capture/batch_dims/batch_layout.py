@@ -57,7 +57,7 @@ class BatchLayout:
     Attributes:
         size: number of samples.
         dims: of each tensor, the dimension that is the batch; None: every micro-batch has all of
-        it.
+            it.
         names: of the tensors.
         declared: of each tensor, whether the options name it.
         lists: the names of lists whose items are samples.

@@ -57,7 +57,7 @@ from placer.capture.pytrees import Structure, flatten, flatten_inputs, parts_of_
 from placer.errors import CaptureError
 
 _LIBRARIES = tuple(
-    str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
 """Where code that is not the model's own lies."""
 
@@ -74,18 +74,18 @@ class Exported:
 
     Attributes:
         module: the graph; its ``get_attr`` targets are the user's names behind ``PREFIX``, or
-        constants.
+            constants.
         inputs: structure of ``(args, kwargs)``.
         outputs: structure of the result.
         device: the device that the graph was captured on; other devices take its place when a layer
-        runs.
+            runs.
         batch_symbols: those of the batch size; none where it is fixed.
         batch_size: of the example.
         checkpoints: the modules that ran under ``torch.utils.checkpoint``.
         attributes: the modules and other objects, and names, of the attributes whose values the
-        graph holds.
+            graph holds.
         looked_at: the plain tensors whose values Python code asked for, so that the graph holds
-        what followed.
+            what followed.
         left: what forward leaves in what it is given; None where that is nothing new.
         is_closed: whether more sizes were to be open and could not be, or not in time.
         stops_gradients: whether the class of a weight stops gradients that the graph would let
@@ -306,7 +306,7 @@ class _Traced(NamedTuple):
         looked_at: the plain tensors whose values Python code asked for.
         counted: the attributes that it sets.
         stops_gradients: whether the class of a weight stops gradients that the graph would let
-        through.
+            through.
         drawn: the host's generators that were drawn from, in words.
         checkpointed: the modules that run under checkpoints.
         notes: the attributes that were read and written.

@@ -55,7 +55,7 @@ class Leftovers:
         changed: whether anything had, when it was put back.
         tensors: the attributes and variables that tensors of the pass were left in, in words.
         counted: the holders and names of the attributes that another number, flag or word was left
-        in, or other items.
+            in, or other items.
         replaced: the names of the buffers whose new values were written into them.
     """
 

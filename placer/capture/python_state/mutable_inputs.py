@@ -39,7 +39,7 @@ class Left:
         structure: of ``(args, kwargs)`` afterwards.
         sources: for each tensor in it, its place among those given and then those made.
         written: places of tensors that were given and written to, with the places of their values
-        among those made.
+            among those made.
         paths: where each that was made stands, for messages.
     """
 

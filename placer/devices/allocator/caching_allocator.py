@@ -75,7 +75,7 @@ def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
 
     Args:
         requests: in the order in which they come; what goes without having come is not of this
-        memory.
+            memory.
         rooms: pieces that are there, and free, when the first comes; each at least
             ``LEAST_ROOM_BYTES``.
     """

@@ -170,7 +170,7 @@ class Weights:
 
     Attributes:
         own: tensors by the model's names for them, moved here; the same objects, unless the model
-        was on meta.
+            was on meta.
         copies: of parameters that belong to other processes.
         empty: whether the model was on meta, so that what is here has no values yet.
     """

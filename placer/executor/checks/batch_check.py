@@ -110,7 +110,7 @@ class BatchChecks:
             mode: what else tells batches apart, such as whether the model trains.
             run: runs the model.
             weigh: from the number of samples to the weight of each in a mean; None if all weigh
-            alike.
+                alike.
             can_be_run: whether the model can run where its operations are watched.
 
         Raises:

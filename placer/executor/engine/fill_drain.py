@@ -47,7 +47,7 @@ def run(
 
     Args:
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured
-        apart).
+            apart).
         batches: the values of each, which hold the outputs afterwards.
         gather: enters what a segment of this number runs in.
 

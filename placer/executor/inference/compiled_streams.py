@@ -23,7 +23,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
 
     Args:
         stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as
-        it is.
+            it is.
         backend: of ``torch.compile``.
     """
     stage.not_compiled_because = stage.obstacle or obstacle(stage.segment)

@@ -42,15 +42,15 @@ class Stage:
         segment: its layers.
         reads: names of the values that come from elsewhere.
         writes: for each value that leaves: the stages that read it; none where it is a result
-        alone.
+            alone.
         count: how many slots it has once the shape has come twice.
         slots: those that there are.
         not_recorded_because: why it runs without a CUDA graph; empty where it has one, or may get
-        one.
+            one.
         compiled: what torch.compile gained; empty where it does not run.
         not_compiled_because: why not, where it was asked for.
         number: of what it reads, a number that is another one for every batch; None if there is
-        none.
+            none.
         trail: is told which layer runs.
     """
 

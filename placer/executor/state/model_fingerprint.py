@@ -51,7 +51,7 @@ class Census:
 
     Attributes:
         members: its modules, their code, parameters and buffers, the same objects as long as none
-        was replaced.
+            was replaced.
         state: its parameters and buffers; those of a module that is used twice are listed twice.
         dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
         modes: of every module, whether it trains, and whether it has hooks that a captured graph

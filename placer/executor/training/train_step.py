@@ -143,7 +143,7 @@ class TrainStep:
                 first. Those that require a gradient are given theirs, and what they were made of,
                 as by the unsplit model.
             target: what the loss compares with, the batch first; likewise. None where the inputs
-            have it.
+                have it.
             chunks: micro-batches; what the placement says if None. Where the batch does not divide,
                 the last one is smaller, and its loss counts by its size; if it were less than half
                 as large, there are fewer.
@@ -160,7 +160,7 @@ class TrainStep:
 
         Raises:
             BatchError: micro-batches give another result or loss than the batch; nothing was
-            trained then.
+                trained then.
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode,
                 or the target is of another size than the batch, or ``update`` or ``flow.in_flight``
                 is not what it can be.

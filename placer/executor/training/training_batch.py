@@ -24,7 +24,7 @@ class Batch:
         inputs: their structure.
         layout: where their samples lie.
         open_dims: of each input, the dimension that a graph leaves open, also of one that is not
-        cut after all.
+            cut after all.
         goals: the target.
         sizes: samples in each micro-batch.
         joining: how results of micro-batches are joined.

@@ -63,12 +63,12 @@ class Recipe:
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
         deferred_batch_norm: whether running statistics follow whole batches.
         recompute: devices that run forwards once more in the backward pass, and so keep no
-        activations.
+            activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them
-        as they are.
+            as they are.
         checkpoints: the modules that the model itself lets run again in the backward pass.
         dims: of each input, the dimension that it is cut along; None where every micro-batch has
-        all of it.
+            all of it.
         goal_dims: the same of the target.
         in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and
             ``interleaved``; as many as the order has a use for where there are other segments than
@@ -116,7 +116,7 @@ class TrainingPipeline:
 
     Attributes:
         trace: a list that collects every pass of the next batches; None, as it is at first, to
-        collect none.
+            collect none.
         is_prepared: whether its passes are ready, as they are once a batch has gone through.
         is_recorded: whether they were recorded, too, where they can be.
         collected: by micro-batch of the latest batch, the model's results and the loss's further

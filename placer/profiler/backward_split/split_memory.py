@@ -40,11 +40,11 @@ class Halves:
     Attributes:
         deferred: of each storage that the half by input makes and the half by weight needs.
         input_workspace_bytes: the most that the half by input holds beyond what was kept; those
-        included.
+            included.
         weights_workspace_bytes: the most that the half by weight holds beside them, of two
-        operations like the largest.
+            operations like the largest.
         slices: of each storage of which gradients of reads are slices: its bytes, and the positions
-        of these reads.
+            of these reads.
         deferred_writes: the positions of the writes whose gradients are among what is deferred.
     """
 

@@ -54,7 +54,7 @@ class KnownGraphs:
         model: in the mode that is profiled.
         calls: positional and keyword arguments, of one batch size each.
         granularity: how the layers are cut; a function cannot be told from another one, so nothing
-        is known then.
+            is known then.
         options: what was declared of the batch.
     """
 

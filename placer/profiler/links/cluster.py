@@ -37,7 +37,7 @@ def measure_cluster(
     Args:
         devices: a count, a list of devices, or None for all.
         memory_bytes: what a placement may use, in bytes, of every device or by device; None for all
-        of its memory.
+            of its memory.
         progress: whether to show a bar.
         cache: whether links that were measured since the machine started are taken from the cache,
             see ``profile``.

@@ -43,7 +43,7 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
     Raises:
         InputError: torch.distributed was not started.
         ProfilingError: a host could not measure, or the network changes bytes; the same error in
-        every process.
+            every process.
         ProfileError: the hosts have measured different models.
     """
     if not dist.is_available() or not dist.is_initialized():

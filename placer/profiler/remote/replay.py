@@ -51,7 +51,7 @@ def replay(request: ProfileRequest) -> schema.Profile:
 
     Raises:
         InputError: the graph has an operator that is not allowed, or fewer devices are here than
-        asked for.
+            asked for.
         ProfilingError: a layer failed or did not fit; the message names it.
     """
     graph = rebuild(request.graph)

@@ -49,7 +49,7 @@ class Cut:
     Attributes:
         devices: by layer, its device; None if no cut meets the limits.
         bound: a proven lower bound on the objective of every contiguous placement; 0 where the cut
-        proves none.
+            proves none.
         value: what the cut reaches, or about that: it may count every cut value once and over the
             fastest link.
     """

@@ -61,7 +61,7 @@ class TrainingMoments:
         kept: what one micro-batch leaves for its backward pass, in bytes.
         ahead: what it needs at its worst moment forwards; all that it kept until then included.
         back: the same backwards; of recorded passes without what was kept, or is left to weight
-        passes.
+            passes.
         moment: the larger of the two.
         follows: whether the order is the profile's; only then is ``moment`` exact.
     """

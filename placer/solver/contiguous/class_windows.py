@@ -169,7 +169,7 @@ class _StageCutter:
     Attributes:
         held: by node, whether it was in a set that the stage can hold.
         too_heavy: by node, whether it cannot be there, as what is there with it is more work than
-        may be.
+            may be.
         cuts: how many minimum cuts were looked at.
     """
 

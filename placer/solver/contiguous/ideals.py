@@ -132,7 +132,7 @@ class _Class:
         work: by node, its time there; infinite if it may not be there.
         room: what a device holds of state, in bytes.
         most: the work that a device does within the bottleneck at the most, by each node's fastest
-        class.
+            class.
         slope: and by how much less for each millisecond of transfers, at the least.
         most_bytes: the state that it holds at the most, with what takes no longer.
     """

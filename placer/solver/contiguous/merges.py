@@ -56,7 +56,7 @@ def merged(
         problem: what is asked, contiguous, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
         upper: only placements whose bottleneck is no more than this are looked for, in
-        milliseconds.
+            milliseconds.
         over: asked now and then; ends the search for more.
     """
     if (

@@ -109,7 +109,7 @@ def divide_anew(
         search: with a placement, of a problem that ``stage_scope.bounds``.
         nodes: its layers, joined where they may as well be together.
         work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as
-        much.
+            much.
         busiest_alone: to end where the busiest stage gets no quicker.
     """
     if search.best is None:

@@ -60,7 +60,7 @@ class Labels(NamedTuple):
     Attributes:
         ideal: by label, the place of its ideal in the front.
         sent: by label and value, how many later stages read it; 0 where it is not made in the
-        ideal.
+            ideal.
         busiest_ms: by label, what the busiest of these stages takes.
         kind: by label, the class of the device of the next stage.
         then: by label, the one that is left behind that stage, of those with a device of that class

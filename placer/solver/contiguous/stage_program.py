@@ -49,7 +49,7 @@ class StageModel:
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
         links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower
-        bound.
+            bound.
         any_will_do: with it, there is no objective.
     """
 

@@ -103,7 +103,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
 
     Args:
         search: with a placement, or with a bottleneck that will do; of a problem that
-        ``stage_scope.applies`` to.
+            ``stage_scope.applies`` to.
         parts: whether some stages are looked at alone, too.
     """
     if search.best is not None and search.enough is None:

@@ -68,7 +68,7 @@ class PlacementModel:
         problem: what is asked.
         nodes: its layers, joined where they must be together.
         upper: the objective of a placement that is known; only placements at least as good are
-        searched.
+            searched.
         limited: whether memory limits hold.
         relaxed: with it, limits may be passed, and the objective is the largest excess in bytes.
         any_will_do: with it, there is no objective.

@@ -59,7 +59,7 @@ class Limits:
         time_s: the longest that it may take.
         workers: cores.
         seed: of its random choices; the same seed gives the same answer while the time does not run
-        out.
+            out.
         stop: ends the search from another thread.
         progress: called with each better placement and the bound at that time.
         work: ends the search as well, in the measure of ``Meter``.

@@ -33,7 +33,7 @@ def whole_prices(
     Args:
         prices: by node; a set of the most load is worth about one.
         shares: by kind of the devices that pay for transfers, how many there are, and what each
-        holds at the most.
+            holds at the most.
         free: what the other devices hold of whole prices at the most.
     """
     for scale in range(1, MOST_SCALE + 1):

@@ -28,7 +28,7 @@ class Loads:
         nets: what nodes exchange, with the times over some link.
         nets_of: by node, the nets that begin or end there, by their places in ``nets``.
         each_ms: by net, device of its source and another one, what a copy for that one costs both
-        of them.
+            of them.
         work_ms: by node and device.
     """
 

@@ -29,7 +29,7 @@ class Covering:
         groups: the nodes of each.
         prices: by node, above 0; of the groups they are the middle of the box.
         counts: how many devices there are of each kind. All kinds grow alike: sets of one come to
-        its share of all.
+            its share of all.
         free: how many devices pay for no transfer: each holds one set at no cost.
     """
 

@@ -47,7 +47,7 @@ class Found:
         least_ms: none is lighter; the most load that was allowed, if there is none at all.
         most_worth: none is worth more; the least worth that was asked for, if there is none at all.
         nodes: the one that is worth most, if labels were not made one on the way to it; else near
-        that.
+            that.
         labels: how many were looked at.
     """
 
@@ -99,7 +99,7 @@ class Subsets:
 
         Args:
             prices: by node; about 1 or less in all for a set of the most load, as they are rounded
-            to 2**-30.
+                to 2**-30.
             enough: the least worth.
             most_labels: where there are more at a step, neighbours become one.
             real: or all of them but the one that is worth most are left out, so that a set is what

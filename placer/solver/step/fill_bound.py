@@ -213,7 +213,7 @@ class _Row:
         work_ms: by block.
         way_ms: by block, of a stage that begins there.
         waits: stage by stage; None if nothing is known of them, so that it is all the same where
-        they end.
+            they end.
         problem: what is asked.
     """
 

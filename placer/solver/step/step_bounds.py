@@ -148,7 +148,7 @@ class StepTable(CutTable):
         problem: what is asked, of a schedule and a number of micro-batches.
         nodes: its layers in nodes, a row.
         bottleneck: the same question with objective ``throughput``, by whose memory cuts are
-        judged.
+            judged.
         classes: devices that may be swapped.
     """
 

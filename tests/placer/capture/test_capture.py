@@ -131,11 +131,11 @@ def test_without_the_hook_path_a_refusal_is_an_error() -> None:
 
 _HASH = """
 import torch
-from placer.graph import capture
+from placer.capture import capture_graph
 from placer.zoo import gpt
 def found(width):
     model = gpt(layers=2, width=width, heads=2, context=8, vocabulary=20)
-    return capture(model, torch.randint(0, 20, (2, 8))).hash
+    return capture_graph(model, torch.randint(0, 20, (2, 8))).hash
 """
 
 

@@ -106,10 +106,8 @@ def test_it_is_measured_compiled_where_that_is_asked_for(
     run: Run, placed: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch, training: bool
 ) -> None:
     monkeypatch.setattr("placer.executor.engine.compiled_segments.INDUCTOR", "aot_eager")
-    for kind in ("training", "inference"):
-        monkeypatch.setattr(
-            f"placer.executor.{kind}.compiled.gains", lambda after_ms, before_ms: True
-        )
+    for module in ("training.stages.compiled_stages", "inference.compiled_streams"):
+        monkeypatch.setattr(f"placer.executor.{module}.gains", lambda after_ms, before_ms: True)
     answer = run(*TOY, placed(training), "--input", "8x10", "--compile")
     assert answer.code == 0, answer.err
     notes = json.loads(answer.out)["notes"]

@@ -48,6 +48,12 @@ def test_better_measuring_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed(before, conditions(CPU)) == {"measured_by"}
 
 
+def test_the_code_that_counts_includes_subpackages() -> None:
+    for package in ("capture", "profiler", "devices"):
+        folders = {path.parent.name for path in module.source_files(package)}
+        assert package in folders and len(folders) > 1
+
+
 def test_a_switch_that_torch_does_not_tell_stops_nothing() -> None:
     def refuse() -> None:
         raise RuntimeError("mix of the legacy and new APIs")

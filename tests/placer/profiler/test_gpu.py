@@ -161,7 +161,7 @@ def test_a_second_profile_captures_nothing_and_says_the_same(
     given: dict[str, Any] = {"progress": False, "cache": tmp_path}
     first = profile(model.cuda(), x.cuda(), ["cuda:0"], **given)
     monkeypatch.setattr(
-        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+        profile_module, "capture_graph", lambda *_, **__: pytest.fail("it was captured again")
     )
     assert profile(model, x.cuda(), ["cuda:0"], **given).layers == first.layers
 

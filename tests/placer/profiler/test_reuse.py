@@ -100,7 +100,7 @@ def test_a_second_profile_captures_nothing_and_says_the_same(
     make, inputs = MODELS[name]
     first = take(make(), inputs(), training=training, granularity="fine")
     monkeypatch.setattr(
-        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+        profile_module, "capture_graph", lambda *_, **__: pytest.fail("it was captured again")
     )
     assert take(make(), inputs(), training=training, granularity="fine") == first
 
@@ -126,7 +126,7 @@ def test_layers_that_are_known_in_another_order_are_another_graph(
 def test_several_batch_sizes_are_known_together(take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = take(chain(*SIZES), batch_sizes=(2, 4))
     monkeypatch.setattr(
-        profile_module, "capture", lambda *_, **__: pytest.fail("it was captured again")
+        profile_module, "capture_graph", lambda *_, **__: pytest.fail("it was captured again")
     )
     assert take(chain(*SIZES), batch_sizes=(2, 4)) == first
 

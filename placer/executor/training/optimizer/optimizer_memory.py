@@ -35,7 +35,7 @@ def warn_of_other_memory(
 
     Args:
         assumed: the placement that the flow has; its profile was measured with some optimizer, or
-        with none.
+            with none.
         optimizers: those that the training step steps; others than torch's are left out.
         module: the model.
         place_of: the device of a parameter, by its name.

@@ -31,7 +31,7 @@ class Update:
 
     Args:
         optimizer: is stepped, or each one of a list, in its order; None to leave that to the
-        caller.
+            caller.
         scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is
             infinite on any device lets its optimizer skip the step on all of them. Each optimizer
             of a list decides for itself, as in a loop that calls ``scaler.step`` for each.

@@ -42,7 +42,7 @@ class OpenedSegment(CompiledSegment):
 
     Attributes:
         function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer
-        and product.
+            and product.
         as_written: the same, not compiled.
         products: by layer.
     """

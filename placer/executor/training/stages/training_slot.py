@@ -59,7 +59,7 @@ class Head:
     Attributes:
         names: the values that the model returns.
         loss: from those, and the target of the micro-batch, to a number, and further values by
-        name.
+            name.
         targets: the static tensors of each slot's target.
         total: sum over micro-batches of loss times weight.
         scale: what the gradient of the loss begins with; 1 but for a GradScaler.
@@ -99,7 +99,7 @@ class Slot:
         landing: static tensors that input gradients are copied to, where other passes work in the
             memory in which they are made.
         over: when the last pass of the latest micro-batch that it had was done; None before the
-        first.
+            first.
         fetched: when those who read its outputs have copied them.
         sent: when its input gradients have been copied to where they go.
         collected: in the last stage, static: what the caller is given of the micro-batch.

@@ -152,7 +152,7 @@ class Stage:
         Args:
             count: micro-batches in flight.
             inputs: an example of every value that the stage reads; it requires a gradient where one
-            goes back to it.
+                goes back to it.
             targets: an example of the loss's target, likewise.
             weight: of each one's loss in the batch's.
 
