@@ -10,7 +10,7 @@ asks of its passes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -99,7 +99,7 @@ class Pipelines:
         batch: Batch,
         outputs: bool = False,
         is_compared: bool = False,
-        has_waiting: bool = False,
+        has_waiting: Callable[[], bool] = lambda: False,
     ) -> TrainingPipeline | None:
         """As ``of``, its passes made; where there is no memory for both, without those of other
         shapes and steps.
@@ -127,7 +127,8 @@ class Pipelines:
                     # Recording pays where a shape comes back: the first is taken to, others when
                     # they have.
                     comes_back = pipeline.is_prepared or not others
-                    record = comes_back and not is_compared and not has_waiting
+                    is_done = pipeline.is_prepared and pipeline.is_recorded
+                    record = comes_back and not is_compared and (is_done or not has_waiting())
                     pipeline.prepare(batch.tensors, batch.goals.leaves, record=record)
             return pipeline
         except PenaltyError as error:

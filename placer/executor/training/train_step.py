@@ -209,7 +209,9 @@ class TrainStep:
     def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
         pipeline = None
         try:
-            pipeline = self._pipelines.ready(batch, outputs, is_compared, self._has_waiting(keep))
+            pipeline = self._pipelines.ready(
+                batch, outputs, is_compared, partial(self._has_waiting, keep)
+            )
             self._others.look(pipeline)
             self._others.drop_gradients(keep)
             if pipeline is None:

@@ -430,6 +430,20 @@ def test_a_loss_that_adds_samples_up_is_refused_with_the_way_out() -> None:
     flow.train_step(nn.KLDivLoss(reduction="batchmean"))
 
 
+def test_recorded_steps_do_not_look_for_waiting_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at every parameter costs the host more time than all else in a step of a large model."""
+    flow, looks = DataFlow(nn.Sequential(nn.Linear(4, 2))), []
+    flow.update_flow()
+    step = flow.train_step(functional.mse_loss)
+    has_waiting = type(step)._has_waiting
+    monkeypatch.setattr(
+        type(step), "_has_waiting", lambda self, keep: looks.append(1) or has_waiting(self, keep)
+    )
+    for waits in (False, True, False, False):
+        step(torch.randn(2, 4), torch.randn(2, 2), update=not waits)
+    assert len(looks) == 1  # the first step records its passes
+
+
 def test_a_target_of_another_size_than_the_batch_is_named() -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
     flow.update_flow()
