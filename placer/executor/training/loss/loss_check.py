@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,6 +107,49 @@ class LossChecks:
         self._known[_kind(batch)] = joining, inputs | inputs_before, target | target_before
 
 
+@dataclass(frozen=True)
+class _Comparison:
+    """A batch whose loss is compared with the losses of its micro-batches.
+
+    Attributes:
+        loss_fn: the loss of a micro-batch.
+        goals: the target of the batch.
+        sizes: samples in each micro-batch.
+        joining: how results are joined.
+        results: the model's result for each micro-batch.
+        weights: of each micro-batch in a mean; ``sizes`` if None.
+        place: the device on which the loss runs.
+        closeness: equality up to rounding.
+    """
+
+    loss_fn: Weighing
+    goals: Goals
+    sizes: Sequence[int]
+    joining: Joining
+    results: Sequence[Any]
+    weights: Sequence[Tensor] | None
+    place: torch.device
+    closeness: Closeness
+
+    def parts(self) -> list[Any]:
+        """Return the results of the micro-batches on the device of the loss."""
+        return [_on(result, self.place) for result in self.results]
+
+    def target(self) -> Any:
+        """Return the target, on the device of the loss, as micro-batches take it: with weights, if it has some."""
+        return _on(self.goals.structure.unflatten(self.goals.leaves), self.place)
+
+    def loss_of_batch(self, parts: Sequence[Any], target: Any) -> Tensor:
+        """Return the loss of the batch from the results of its micro-batches and the whole target."""
+        plain = target.target if isinstance(target, Weighed) else target
+        whole = join(parts, self.sizes, self.joining, self.weights)
+        return self.loss_fn.plain(whole, plain)[0]
+
+    def targets(self, target: Any) -> list[Any]:
+        """Return the target of each micro-batch."""
+        return [goal[""] for goal in self.goals.layout.cut_values({"": target}, self.sizes)]
+
+
 def compare_losses(
     loss_fn: Weighing,
     goals: Goals,
@@ -158,13 +202,12 @@ def compare_losses(
         labels.look(expected, goal, goals.layout)
     closeness = Closeness.of([*flatten(whole)[0], loss, expected])
     results = [result for result, _ in made]
-    if not closeness(loss, expected):
-        is_random = _is_random(loss_fn, goals, sizes, joining, results, weights, place, closeness)
-        if not is_random:
-            ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
-            raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
+    comparison = _Comparison(loss_fn, goals, sizes, joining, results, weights, place, closeness)
+    if not closeness(loss, expected) and not _is_random(comparison):
+        ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
+        raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
     with host_rng.given_back(), devices.Lane(place, caller=True):
-        _compare_gradients(loss_fn, goals, sizes, joining, results, weights, place, closeness)
+        _compare_gradients(comparison)
     declared = Joining.of(loss_fn.options)
     found, differences, _ = find_rules(
         values, [one for _, one in made], sizes, declared, closeness, weights
@@ -179,77 +222,47 @@ def compare_losses(
     return found
 
 
-def _is_random(
-    loss_fn: Weighing,
-    goals: Goals,
-    sizes: Sequence[int],
-    joining: Joining,
-    results: Sequence[Any],
-    weights: Sequence[Tensor] | None,
-    place: torch.device,
-    closeness: Closeness,
-) -> bool:
-    """Return whether a loss draws random numbers, and that of the batch is equal where these are
-    the same.
-    """
-    draws, target = Draws(), _on(goals.structure.unflatten(goals.leaves), place)
-    parts = [_on(result, place) for result in results]
-    plain = target.target if isinstance(target, Weighed) else target
+def _is_random(batch: _Comparison) -> bool:
+    """Return whether a loss draws random numbers, and the batch's loss is equal where these are the same."""
+    draws, target, parts = Draws(), batch.target(), batch.parts()
+    shares = batch.loss_fn.shares(batch.sizes)
     found: list[Tensor] = []
     start = 0
     try:
-        with host_rng.given_back(), devices.Lane(place, caller=True), torch.no_grad(), evaluated():
+        with (
+            host_rng.given_back(),
+            devices.Lane(batch.place, caller=True),
+            torch.no_grad(),
+            evaluated(),
+        ):
             with draws.first():
-                expected = loss_fn.plain(join(parts, sizes, joining, weights), plain)[0]
-            cut = goals.layout.cut_values({"": target}, sizes)
+                expected = batch.loss_of_batch(parts, target)
             for part, goal, size, share in zip(
-                parts, cut, sizes, loss_fn.shares(sizes), strict=True
+                parts, batch.targets(target), batch.sizes, shares, strict=True
             ):
-                with draws.again(start, size, sum(sizes)):
-                    found.append(loss_fn(part, goal[""])[0] * share)
+                with draws.again(start, size, sum(batch.sizes)):
+                    found.append(batch.loss_fn(part, goal)[0] * share)
                 start += size
     except Exception:
         # whatever a user's function raises: then the values that it gave before are compared
         return False
-    return closeness(torch.stack(found).sum(), expected)
+    return batch.closeness(torch.stack(found).sum(), expected)
 
 
-def _compare_gradients(
-    loss_fn: Weighing,
-    goals: Goals,
-    sizes: Sequence[int],
-    joining: Joining,
-    results: Sequence[Any],
-    weights: Sequence[Tensor] | None,
-    place: torch.device,
-    closeness: Closeness,
-) -> None:
-    """Compare the gradient of the loss of the batch, by the model's results, with those of
-    micro-batches.
+def _compare_gradients(batch: _Comparison) -> None:
+    """Compare the gradient of the loss of the batch, by the model's results, with those of micro-batches.
 
     Nothing is compared where the gradients cannot be computed apart from the model, or for want of
     memory.
 
-    Args:
-        loss_fn: the loss of a micro-batch.
-        goals: the target of the batch.
-        sizes: samples in each micro-batch.
-        joining: how results are joined.
-        results: of the micro-batches.
-        weights: of each micro-batch in a mean; ``sizes`` if None.
-        place: where the loss runs.
-        closeness: equality up to rounding.
-
     Raises:
         BatchError: a gradient differs.
     """
-    parts = [_on(result, place) for result in results]
+    parts, tolerance = batch.parts(), batch.closeness.tolerance
     leaves = [_differentiable(part) for part in parts]
     try:
         with torch.enable_grad(), evaluated():
-            loss, expected, found = _both_gradients(
-                loss_fn, goals, sizes, joining, parts, leaves, weights, place
-            )
+            loss, expected, found = _both_gradients(batch, parts, leaves)
     except InputError:
         raise
     except (RuntimeError, TypeError, ValueError):
@@ -269,43 +282,40 @@ def _compare_gradients(
     size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
     values = [results_of[number] for number in kept]
     reach = size * max(_norm(values), _FLOOR * math.sqrt(sum(value.numel() for value in values)))
-    matters = reach > closeness.tolerance * sum(sizes) * abs(float(loss))
-    if matters and _norm([one - other for one, other in pairs]) > closeness.tolerance * size:
+    matters = reach > tolerance * sum(batch.sizes) * abs(float(loss))
+    if matters and _norm([one - other for one, other in pairs]) > tolerance * size:
         one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
-        raise difference_error(
-            "the gradient of the loss", one, other, closeness.tolerance, _GENERAL_WAYS_OUT
-        )
+        raise difference_error("the gradient of the loss", one, other, tolerance, _GENERAL_WAYS_OUT)
 
 
 def _both_gradients(
-    loss_fn: Weighing,
-    goals: Goals,
-    sizes: Sequence[int],
-    joining: Joining,
-    parts: Sequence[Any],
-    leaves: Sequence[Sequence[Tensor]],
-    weights: Sequence[Tensor] | None,
-    place: torch.device,
+    batch: _Comparison, parts: Sequence[Any], leaves: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """Return the loss of the batch, its gradients by the results of micro-batches, and those of the
-    parts' losses.
+    """Return the loss of the batch and the gradients of both losses by the results of micro-batches.
+
+    Args:
+        batch: the batch.
+        parts: the results, on the device of the loss.
+        leaves: of each result, the tensors by which to differentiate.
+
+    Returns:
+        The loss of the batch; the gradients of the batch's loss; and those of the losses of the micro-batches.
     """
-    target = _on(goals.structure.unflatten(goals.leaves), place)
+    target, total = batch.target(), sum(batch.sizes)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
-    plain = target.target if isinstance(target, Weighed) else target
     draws = Draws()
     with draws.first():
-        loss = loss_fn.plain(join(whole, sizes, joining, weights), plain)[0]
-    expected = _gradients(loss, [leaf for some in leaves for leaf in some], sum(sizes))
+        loss = batch.loss_of_batch(whole, target)
+    expected = _gradients(loss, [leaf for some in leaves for leaf in some], total)
     found: list[Tensor | None] = []
-    cut = goals.layout.cut_values({"": target}, sizes)
     start = 0
+    shares = batch.loss_fn.shares(batch.sizes)
     for part, some, goal, size, share in zip(
-        parts, leaves, cut, sizes, loss_fn.shares(sizes), strict=True
+        parts, leaves, batch.targets(target), batch.sizes, shares, strict=True
     ):
-        with draws.again(start, size, sum(sizes)):
-            part_loss = loss_fn(_with_copies(part, some), goal[""])[0]
-        found += _gradients(part_loss, some, sum(sizes) * share)
+        with draws.again(start, size, total):
+            part_loss = batch.loss_fn(_with_copies(part, some), goal)[0]
+        found += _gradients(part_loss, some, total * share)
         start += size
     return loss.detach(), expected, found
 
