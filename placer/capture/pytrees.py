@@ -94,6 +94,11 @@ def detached_nest(nest: Any) -> Any:
     )
 
 
+def outline(structure: Structure) -> Any:
+    """Return a nest of this structure, with empty tensors."""
+    return structure.unflatten([torch.empty(0)] * len(structure.paths))
+
+
 def parts_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
     """The identities of all lists, dicts and objects in ``(args, kwargs)``."""
     known: dict[int, int] = {}

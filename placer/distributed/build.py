@@ -21,6 +21,7 @@ from placer.capture.batch_dims.batch_layout import (
     BatchLayout,
     Parameters,
     layout_of,
+    refuse_absent_outputs,
     refuse_no_options,
 )
 from placer.capture.batch_dims.batch_symbols import beside_batch
@@ -28,7 +29,7 @@ from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
 from placer.capture.layers import LayerGraph
 from placer.capture.loss_functions import LossFunction
-from placer.capture.pytrees import flatten_inputs
+from placer.capture.pytrees import flatten_inputs, outline
 from placer.capture.user_objects import refuse_no_loss, refuse_no_module
 from placer.distributed import schedules
 from placer.distributed.collective_errors import gathered, gpus, together
@@ -121,6 +122,10 @@ def build(
         layout = layout_of(model, example_inputs, placed.options, "example_inputs")
         _refuse_lists(layout)
         exported = _captured(model, example_inputs, layout)
+        if (
+            batch_options is not None and loss_fn is None
+        ):  # else the names may be values of the loss
+            refuse_absent_outputs(batch_options, outline(exported.outputs))
         beside = beside_batch(exported.module.graph, layout.dims)
         layout = layout.without(beside.intersection(layout.undeclared()))
         graph = _without_leftovers(

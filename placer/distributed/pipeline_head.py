@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from placer.capture.batch_dims.batch_layout import refuse_absent_outputs
 from placer.capture.loss_functions import refuse_no_number, refuse_untrained
 from placer.capture.pytrees import Structure, detached_nest
 from placer.distributed.tensor_codec import Parcel
@@ -130,6 +131,7 @@ class Head:
             and self._goals is not None
             and self._made is not None
         ):
+            refuse_absent_outputs(self._loss_fn.options, *self._made[0])
             loss = torch.stack([loss.detach() for loss in losses]).sum()
             compare_losses(
                 self._loss_fn,

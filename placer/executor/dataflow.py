@@ -376,6 +376,8 @@ class DataFlow(PlacedCalls):
         layout = self._program.layout(
             call, tensors, inputs, self.batch_options if options is None else options
         )
+        if options is not None and options is not self.batch_options:
+            layout.refuse_misfit()
         return Part(tensors, inputs, layout.dims)
 
     def holds(self, capture: Capture) -> bool:

@@ -28,10 +28,14 @@ from placer.executor.model_captures import Program
 from placer.executor.output_joining import Joining
 from placer.schema import BatchOptions
 
+_MANY = 1 << 20
+"""Samples, more than there are micro-batches in a batch."""
+
 
 class Compared(Protocol):
     """What a comparison of a batch with its micro-batches needs of a flow."""
 
+    batch_options: BatchOptions
     _program: Program
 
     def run_compared(self, call: Call) -> Any:
@@ -101,6 +105,10 @@ class Cutter:
         tensors, inputs = flatten_inputs(*call)
         layout = program.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
+        # The flow's own options describe all its calls, and may fit others of them. Where nothing could be cut, the
+        # layout has a single sample: another number tells whether several micro-batches are wanted.
+        if options is not self._flow.batch_options or len(sizes_of(_MANY)) > 1:
+            layout.refuse_misfit()
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
             return MicroBatches(

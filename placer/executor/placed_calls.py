@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import Call, Part, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    Call,
+    Part,
+    refuse_absent_outputs,
+    refuse_no_options,
+)
 from placer.capture.export import checkpoints
 from placer.capture.layers import LayerGraph
 from placer.capture.python_state.mutable_inputs import give_back
@@ -100,9 +105,11 @@ class PlacedCalls(PipelinedRuns):
             InputError: the options do not fit the call, or it cannot be cut.
         """
         options = self.batch_options if batch_options is None else batch_options
-        return self._call(
-            (args, kwargs), self.chunks if chunks is None else chunks, options, self.output_device
-        )[0]
+        count = self.chunks if chunks is None else chunks
+        result, _ = self._call((args, kwargs), count, options, self.output_device)
+        if options is not self.batch_options:  # the flow's own may name results of its other calls
+            refuse_absent_outputs(options, result)
+        return result
 
     def called_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

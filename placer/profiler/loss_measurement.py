@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from placer.capture.loss_functions import (
     refuse_no_number,
     refuse_untrained,
 )
-from placer.capture.pytrees import Structure, flatten
+from placer.capture.pytrees import Structure, flatten, outline
 from placer.capture.user_objects import refuse_half_a_loss, refuse_no_loss
 from placer.errors import InputError, PlacerError, ProfilingError
 from placer.profiler import profile_inputs
@@ -51,12 +51,14 @@ class Loss:
         target: its tensors, flattened.
         structure: of the target.
         layout: where its samples lie.
+        values: the further values of the loss, by name, with empty tensors; empty before it is measured.
     """
 
     function: LossFunction
     target: Sequence[Any]
     structure: Structure
     layout: BatchLayout
+    values: dict[str, Any] = field(default_factory=dict)
 
     def resized(self, sizes: Sequence[int] | None) -> list[Loss]:
         """For micro-batches of so many samples, the smallest first; itself alone if None."""
@@ -124,11 +126,12 @@ class Loss:
         def run(
             device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
         ) -> tuple[Any, ...]:
-            loss, _ = loss_and_values(
+            loss, values = loss_and_values(
                 function(result.unflatten(reads), self.structure.unflatten(state))
             )
             refuse_no_number(loss)
             refuse_untrained(loss)
+            self.values.update(outline(flatten(values)[1]))
             return (loss,)
 
         return Layer(_NAME, (), "", (), (), graph.outputs, (_NAME,), run, _NAME)

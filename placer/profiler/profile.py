@@ -10,11 +10,17 @@ import torch
 from torch import nn
 
 from placer import schema
-from placer.capture.batch_dims.batch_layout import DEFAULT, Parameters, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    DEFAULT,
+    Parameters,
+    refuse_absent_outputs,
+    refuse_no_options,
+)
 from placer.capture.capture import capture_graph
 from placer.capture.granularity import Granularity
 from placer.capture.layers import LayerGraph
 from placer.capture.loss_functions import LossFunction
+from placer.capture.pytrees import outline
 from placer.capture.user_objects import refuse_no_flags, refuse_no_module
 from placer.devices import (
     CPU,
@@ -193,6 +199,8 @@ def profile(
             graphs = _graphs(
                 model, calls, granularity, folder, rows, step, loss is not None, options
             )
+            if loss is None:
+                refuse_absent_results(options, graphs[0])
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             waits = CoreWaits()
@@ -207,6 +215,8 @@ def profile(
             ]
             waited = waits.share()
             losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
+            if loss is not None:
+                refuse_absent_results(options, graphs[0], loss.values)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [
         sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")
@@ -286,6 +296,20 @@ def _graphs(
     graphs = capture_each(model, calls, granularity, step, options)
     earlier.keep(graphs)
     return graphs
+
+
+def refuse_absent_results(options: BatchOptions, graph: LayerGraph, *values: Any) -> None:
+    """Raise an InputError if ``options.outputs`` names a value that the model does not return.
+
+    Args:
+        options: of the batch.
+        graph: of the model.
+        values: the further values of the loss, if there is one.
+    """
+    if (
+        graph.result is not None
+    ):  # one that was read from the cache: none is read where outputs have names
+        refuse_absent_outputs(options, outline(graph.result), *values)
 
 
 def capture_each(

@@ -50,6 +50,7 @@ def trackable(
     """
     tensors, structure = flatten_inputs(args, kwargs)
     layout = layout_of_inputs((args, kwargs), tensors, structure, options, parameters)
+    layout.refuse_misfit()
     if layout.size < 1:
         raise InputError(
             "the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample"

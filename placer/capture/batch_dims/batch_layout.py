@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from placer.capture import input_forms
-from placer.capture.pytrees import Structure, flatten_inputs, parts_of
+from placer.capture.pytrees import Structure, flatten, flatten_inputs, parts_of
 from placer.errors import InputError, kind_of
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Cut, rule_for
+
+_SHOWN = 12
+"""Names in a message, at most: results such as caches have hundreds of values."""
 
 DEFAULT = BatchOptions()
 """The options of a batch that nothing was declared of."""
@@ -70,6 +73,7 @@ class BatchLayout:
     declared: tuple[bool, ...]
     lists: frozenset[str] = frozenset()
     packed: str | None = None
+    misfit: str = ""
 
     def undeclared(self) -> list[int]:
         """Return the positions of the tensors that are cut although the options do not name them."""
@@ -97,9 +101,10 @@ class BatchLayout:
             sizes: samples in each micro-batch.
 
         Raises:
-            InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence.
+            InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence; or a declaration fits
+                none of the values.
         """
-        self._refuse_packed(sizes)
+        self._refuse_to_cut(sizes)
         columns = [
             cut(*column, sizes) for column in zip(tensors, self.dims, self.names, strict=True)
         ]
@@ -130,7 +135,7 @@ class BatchLayout:
         Raises:
             InputError: as ``cut``.
         """
-        self._refuse_packed(sizes)
+        self._refuse_to_cut(sizes)
         dims = {
             name: dim for name, dim in zip(self.names, self.dims, strict=True) if dim is not None
         }
@@ -153,8 +158,16 @@ class BatchLayout:
             [self._slice(child, below(name, label), dims, start, size) for label, child in each]
         )
 
-    def _refuse_packed(self, sizes: Sequence[int]) -> None:
-        if self.packed is not None and len(sizes) > 1:
+    def refuse_misfit(self) -> None:
+        """Raise an InputError if a declaration fits none of the values."""
+        if self.misfit:
+            raise InputError(self.misfit)
+
+    def _refuse_to_cut(self, sizes: Sequence[int]) -> None:
+        if len(sizes) < 2:
+            return
+        self.refuse_misfit()
+        if self.packed is not None:
             raise InputError(
                 f"{self.packed or 'it'} is a PackedSequence, whose rows are steps of several samples, so that it "
                 "cannot be cut into micro-batches; give the padded tensor and its lengths, or chunks=1"
@@ -183,12 +196,14 @@ class Parameters(NamedTuple):
     """The parameters of a model's forward method.
 
     Attributes:
-        positional: names of those that may be given by position.
-        known: all names; None if forward takes any.
+        positional: names of the parameters that may be given by position.
+        known: names of all parameters, without ``*args`` and ``**kwargs``.
+        is_open: whether forward takes arguments of other names, too.
     """
 
     positional: tuple[str, ...] = ()
-    known: frozenset[str] | None = None
+    known: frozenset[str] = frozenset()
+    is_open: bool = True
 
     @classmethod
     def of(cls, module: nn.Module) -> Parameters:
@@ -198,12 +213,10 @@ class Parameters(NamedTuple):
         except (TypeError, ValueError):  # a scripted one tells no signature
             return cls()
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        is_open = any(
-            one.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-            for one in found
-        )
+        open_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         positional = tuple(one.name for one in found if one.kind in by_position)
-        return cls(positional, None if is_open else frozenset(one.name for one in found))
+        known = frozenset(one.name for one in found if one.kind not in open_kinds)
+        return cls(positional, known, any(one.kind in open_kinds for one in found))
 
     def name_of(self, place: int) -> str:
         """Return the name of an argument that is given by position."""
@@ -247,15 +260,108 @@ def layout_of_inputs(
     rules = {parameters.renamed(name): rule for name, rule in _rules(options.inputs).items()}
     names = [_input_name(path, parameters) for path in inputs.paths]
     values = values_of(call, parameters)
-    if parameters.known is not None:
-        for name in rules:
-            if name != OTHERS and name.partition(".")[0] not in (*parameters.known, *values):
-                known = ", ".join([*values] or sorted(parameters.known))
-                raise InputError(
-                    f"batch_options.inputs names {name!r}, which is not an input; there are {known}"
-                )
+    absent = _absent(rules, values, parameters)
     layout = _layout(values, tensors, names, rules, None, "batch_options.inputs")
-    return replace(layout, packed=_packed(inputs.key, values, layout))
+    return replace(
+        layout, packed=_packed(inputs.key, values, layout), misfit=absent or layout.misfit
+    )
+
+
+def _absent(rules: Mapping[str, Cut], values: Mapping[str, Any], parameters: Parameters) -> str:
+    """Return the message about a declared name that a call's arguments lack; empty if they have all of them.
+
+    Raises:
+        InputError: forward has no such parameter, so that no other call can have the argument either.
+    """
+    for name in rules:
+        first = name.partition(".")[0]
+        if name == OTHERS or has_value(values, name):
+            continue
+        if first in values:
+            if values[first] is not None:
+                parts = names_in(values[first], first)
+                return (
+                    f"batch_options.inputs names {name!r}, which is not a part of {first!r}; there are {parts}. "
+                    "Correct the name, or leave it out for such inputs"
+                )
+        elif first not in parameters.known:
+            known = ", ".join([*values] or sorted(parameters.known))
+            message = (
+                f"batch_options.inputs names {name!r}, which is not an input; there are {known}"
+            )
+            if not parameters.is_open:
+                raise InputError(message)
+            return f"{message}. Correct the name, or leave it out for such inputs"
+    return ""
+
+
+_MISSING = object()
+
+
+def has_value(nest: Any, name: str) -> bool:
+    """Return whether a nest has a value of this name, which may be None.
+
+    Args:
+        nest: tensors in any nest.
+        name: with parts behind dots, as ``targets.0.boxes``.
+    """
+    return _value_in(nest, name) is not _MISSING
+
+
+def _value_in(nest: Any, name: str) -> Any:
+    """Return the value of this name in a nest, or ``_MISSING``."""
+    if isinstance(nest, Tensor):  # its attributes are no parts of it
+        return _MISSING
+    labels, children, _ = parts_of(nest) or ([], [], None)
+    for label, child in zip(labels, children, strict=True):
+        one = name_of(label)
+        if name == one:
+            return child
+        found = _value_in(child, name[len(one) + 1 :]) if name.startswith(f"{one}.") else _MISSING
+        if found is not _MISSING:
+            return found
+    return _MISSING
+
+
+def names_in(nest: Any, name: str = "") -> str:
+    """Return the names of the tensors in a nest, for messages.
+
+    Args:
+        nest: tensors in any nest.
+        name: of the nest itself.
+    """
+    found = [".".join(filter(None, (name, name_of(path)))) for path in flatten(nest)[1].paths]
+    if not any(found):
+        return "no values that have a name"
+    return ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+
+
+def refuse_absent_outputs(options: BatchOptions, *nests: Any) -> None:
+    """Raise an InputError if ``options.outputs`` names a value that does not exist.
+
+    Args:
+        options: of the batch.
+        nests: the model's result, and the further values of the loss, if there is one.
+    """
+    if not isinstance(options.outputs, dict):
+        return
+    for name in options.outputs:
+        if name != OTHERS and not any(has_value(nest, name) for nest in nests):
+            known = [
+                names_in(nest)
+                for nest in nests
+                if flatten(nest)[0] and not isinstance(nest, Tensor)
+            ]
+            there_are = (
+                f"there are {', '.join(known)}"
+                if known
+                else "the result is one tensor, which outputs=0 declares"
+            )
+            raise InputError(
+                f"batch_options.outputs names {name!r}, which is neither in the model's result nor a value of loss_fn; "
+                f"{there_are}. Correct the name, or leave it out; declare a value of loss_fn as "
+                "train_step(loss_fn, batch_options=...)"
+            )
 
 
 def refuse_no_options(options: Any) -> BatchOptions:
@@ -282,7 +388,9 @@ def layout_of(
         InputError: they are no inputs, or the options do not fit them.
     """
     call = input_forms.split(inputs, name)
-    return layout_of_inputs(call, *flatten_inputs(*call), options, Parameters.of(model))
+    layout = layout_of_inputs(call, *flatten_inputs(*call), options, Parameters.of(model))
+    layout.refuse_misfit()
+    return layout
 
 
 def layout_of_target(
@@ -311,11 +419,12 @@ def layout_of_target(
             if isinstance(leaf, Tensor) and leaf.dim() > along and leaf.shape[along] == size:
                 rules[name or OTHERS] = along
     for name in rules:
-        if name != OTHERS and not any(one == name or one.startswith(f"{name}.") for one in names):
+        if name != OTHERS and not has_value(target, name):
             raise InputError(
-                f"batch_options.target names {name!r}, which is not in the target; there are {', '.join(names)}"
+                f"batch_options.target names {name!r}, which is not in the target; there are {names_in(target)}"
             )
     layout = _layout({"": target}, leaves, names, rules, size, "batch_options.target")
+    layout.refuse_misfit()
     for leaf, dim, name in zip(leaves, layout.dims, names, strict=True):
         goes_whole = rule_for(name, rules, 0)[0] is None or any(
             _is_below(name, one) for one in layout.lists
@@ -364,17 +473,7 @@ def _layout(
     found = [rule_for(name, rules, 0) for name in names]
     declared = [entry != OTHERS for _, entry in found]
     lists = {name: len(one) for value in values.items() for name, one in _lists(*value, rules)}
-    for name, rule in rules.items():
-        if rule == "items" and name in values and not any(_is_below(one, name) for one in lists):
-            given = values[name]
-            what = (
-                f"a tensor of shape {tuple(given.shape)}"
-                if isinstance(given, Tensor)
-                else kind_of(given)
-            )
-            raise InputError(
-                f"{where} says that the items of {name!r} are samples; it is {what}, not a list"
-            )
+    misfit = _misfit(values, list(zip(leaves, names, strict=True)), rules, lists, where)
     each = list(zip(leaves, names, (rule for rule, _ in found), declared, strict=True))
     sizes = list(lists.items())
     # what was declared tells the size, wherever it stands
@@ -413,7 +512,88 @@ def _layout(
             )
         else:
             dims.append(None)
-    return BatchLayout(size, tuple(dims), tuple(names), tuple(declared), frozenset(lists))
+    return BatchLayout(
+        size, tuple(dims), tuple(names), tuple(declared), frozenset(lists), misfit=misfit
+    )
+
+
+def _misfit(
+    values: Mapping[str, Any],
+    leaves: Sequence[tuple[Any, str]],
+    rules: Mapping[str, Cut],
+    lists: Collection[str],
+    where: str,
+) -> str:
+    """Return the message about a declaration that fits none of the values; empty if all fit.
+
+    Args:
+        values: nests of tensors, by name.
+        leaves: their tensors, each with its name.
+        rules: the declarations, by name.
+        lists: names of the lists whose items are samples.
+        where: the option that holds the declarations.
+
+    Raises:
+        InputError: a value whose items are declared as samples is a tensor, not a list.
+    """
+    nest = values.get("", values)
+    for name, rule in rules.items():
+        given = _value_in(nest, name) if name != OTHERS else None
+        if given is None or given is _MISSING:
+            continue
+        if rule == "items" and not any(_is_below(one, name) for one in lists):
+            what = (
+                f"a tensor of shape {tuple(given.shape)}"
+                if isinstance(given, Tensor)
+                else kind_of(given)
+            )
+            raise InputError(
+                f"{where} says that the items of {name!r} are samples; it is {what}, not a list"
+            )
+        if isinstance(rule, int) and _is_plain(given):
+            is_nest = isinstance(given, (list, tuple, dict))
+            ways_out = "leave it out, or give None" + (
+                ", or 'items' for a list of samples" if is_nest else ""
+            )
+            return (
+                f"{where} says that dimension {rule} of {name!r} is the batch; it is {kind_of(given)}"
+                f"{' without tensors' if is_nest else ', which has no dimensions'}; {ways_out}"
+            )
+    rule, others = (
+        rules.get(OTHERS),
+        [(leaf, name) for leaf, name in leaves if rule_for(name, rules, 0)[1] == OTHERS],
+    )
+    outside = [
+        (leaf, name) for leaf, name in others if not any(_is_below(name, one) for one in lists)
+    ]
+    shapes = {
+        name: tuple(leaf.shape) for leaf, name in outside if isinstance(leaf, Tensor) and leaf.dim()
+    }
+    if not shapes or rule is None:
+        return ""
+    most = max(map(len, shapes.values()))
+    shown = ", ".join(
+        f"{name or 'it'} has shape {shape}" for name, shape in list(shapes.items())[:_SHOWN]
+    )
+    if isinstance(rule, int) and rule >= most:
+        return (
+            f"{where} says that dimension {rule} is the batch, and no tensor has so many dimensions: {shown}; give a "
+            f"dimension from 0 to {most - 1}, None for what is not cut, or one of these for each name"
+        )
+    if rule == "items" and len(others) == len(outside):
+        return (
+            f"{where} says that the items of lists are samples, and there is no list: {shown}; give a dimension, None "
+            "for what is not cut, or one of these for each name"
+        )
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or a string, or a nest that has nothing else."""
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.values() if isinstance(value, dict) else value)
+        return bool(items) and all(map(_is_plain, items))
+    return isinstance(value, (bool, int, float, complex, str, bytes))
 
 
 def _lists(name: str, value: Any, rules: Mapping[str, Cut]) -> Iterator[tuple[str, Any]]:

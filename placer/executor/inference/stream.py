@@ -24,8 +24,15 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import Call, Part, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    DEFAULT,
+    Call,
+    Part,
+    refuse_absent_outputs,
+    refuse_no_options,
+)
 from placer.capture.layers import LayerGraph
+from placer.capture.pytrees import outline
 from placer.devices import Courier, Lane
 from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend
@@ -64,6 +71,7 @@ class Flow(Protocol):
     """What a stream needs of a ``DataFlow``."""
 
     module: nn.Module
+    batch_options: BatchOptions
     output_device: torch.device
     lock: RLock
 
@@ -293,10 +301,16 @@ class Streams:
         part = self._flow.laid_out((args, kwargs), options)
         placed = self._flow.assignment is not None
         capture = self._flow.captured(part, needed=False) if placed else None
+        # The flow's own options describe all its calls, and may name results of others of them.
+        declared = DEFAULT if options is None or options is self._flow.batch_options else options
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()
-            return Ticket(result=self._flow(*args, chunks=1, **kwargs))
+            result = self._flow(*args, chunks=1, **kwargs)
+            refuse_absent_outputs(declared, result)
+            return Ticket(result=result)
+        if declared.outputs:
+            refuse_absent_outputs(declared, outline(capture.exported.outputs))
         return self._send_off(Known(capture, part.tensors, backend), number, is_flat=False)
 
     def _send_off(self, batch: Known, number: int, is_flat: bool) -> Ticket:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import Call, refuse_no_options
+from placer.capture.batch_dims.batch_layout import Call, refuse_absent_outputs, refuse_no_options
 from placer.capture.loss_functions import (
     LossFunction,
     refuse_arrays,
@@ -127,6 +127,7 @@ class TrainStep:
         self._pipelines = self._no_pipelines()
         self._checks = LossChecks(self.loss_fn)
         self._has_told = False
+        self._has_named_outputs = isinstance(options.outputs, dict) and bool(options.outputs)
 
     def __call__(
         self,
@@ -199,6 +200,7 @@ class TrainStep:
             if any(map(keep, self.flow.module.parameters())):
                 raise
             why = str(error)
+        self._has_named_outputs = False  # the names are not looked for in results either
         self._checks.leave_out(batch)
         devices.release_cache()
         warn(
@@ -207,21 +209,24 @@ class TrainStep:
         return self._attempted(batch, keep, outputs, is_compared=False)
 
     def _attempted(self, batch: Batch, keep: Keep, outputs: bool, is_compared: bool) -> Any:
-        pipeline = None
+        pipeline, collects = None, is_compared or self._has_named_outputs
         try:
             pipeline = self._pipelines.ready(
-                batch, outputs, is_compared, partial(self._has_waiting, keep)
+                batch, outputs, collects, partial(self._has_waiting, keep)
             )
             self._others.look(pipeline)
             self._others.drop_gradients(keep)
             if pipeline is None:
-                loss, made = self._through_hooks(batch, keep, outputs or is_compared)
+                loss, made = self._through_hooks(batch, keep, outputs or collects)
             else:
                 scale = self.update.scale(pipeline.stages[-1].device)
                 loss = pipeline.run(batch.tensors, batch.goals.leaves, keep, scale)
                 made = [
                     (self._unflattened(pipeline, one), one.values) for one in pipeline.collected
                 ]
+            if self._has_named_outputs:
+                refuse_absent_outputs(self.loss_fn.options, *made[0])
+                self._has_named_outputs = False
             joining = (
                 self._compared(batch, pipeline, loss, made, keep)
                 if is_compared

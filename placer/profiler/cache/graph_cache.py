@@ -68,7 +68,10 @@ class KnownGraphs:
     ) -> None:
         self._cache, self._model = cache, model
         self._keys: list[str] = []
-        if cache is None or callable(granularity):
+        names_outputs = isinstance(options.outputs, dict) and bool(options.outputs)
+        if (
+            cache is None or callable(granularity) or names_outputs
+        ):  # the names of results are not in the cache
             return
         prints = [footprint(model, *call) for call in calls]
         if all(prints):  # all are cut as the first one is

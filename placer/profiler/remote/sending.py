@@ -15,7 +15,7 @@ from placer.capture.granularity import Granularity
 from placer.capture.serialization import to_wire
 from placer.devices import unobserved
 from placer.profiler import profile_inputs
-from placer.profiler.profile import capture_each
+from placer.profiler.profile import capture_each, refuse_absent_results
 from placer.schema import BatchOptions
 from placer.schema.graph import Graph
 
@@ -59,4 +59,5 @@ def describe(
         graphs = capture_each(
             model, [structure.unflatten(batch) for batch in given], granularity, options=options
         )
+        refuse_absent_results(options, graphs[0])
     return [to_wire(graph) for graph in graphs]
