@@ -105,8 +105,9 @@ class Cutter:
         tensors, inputs = flatten_inputs(*call)
         layout = program.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
-        # The flow's own options describe all its calls, and may fit others of them. Where nothing could be cut, the
-        # layout has a single sample: another number tells whether several micro-batches are wanted.
+        # The flow's own options describe all its calls, and may fit others of them. Where nothing
+        # could be cut, the layout has a single sample: another number tells whether several micro-
+        # batches are wanted.
         if options is not self._flow.batch_options or len(sizes_of(_MANY)) > 1:
             layout.refuse_misfit()
         if len(sizes) < 2:

@@ -51,7 +51,8 @@ class Loss:
         target: its tensors, flattened.
         structure: of the target.
         layout: where its samples lie.
-        values: the further values of the loss, by name, with empty tensors; empty before it is measured.
+        values: the further values of the loss, by name, with empty tensors; empty before it is
+            measured.
     """
 
     function: LossFunction

@@ -162,6 +162,25 @@ def contrastive() -> Case:
     return _flat(_in_batch_negatives, BatchOptions())
 
 
+def _declared(**options: Any) -> Case:
+    return _flat(functional.cross_entropy, BatchOptions(**options))
+
+
+def absent_input() -> Case:
+    """A declaration for an input that the model does not have."""
+    return _declared(inputs={"unknown": 0})
+
+
+def absent_dimension() -> Case:
+    """A dimension that no input has."""
+    return _declared(inputs=5)
+
+
+def absent_output() -> Case:
+    """A declaration for a result that the model does not have."""
+    return _declared(outputs={"unknown": 0})
+
+
 def _places(case: Case) -> dict[str, str]:
     return {name: f"cpu:{index}" for index, (name, _) in enumerate(case.model.named_children())}
 

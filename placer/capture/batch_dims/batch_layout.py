@@ -89,8 +89,12 @@ class BatchLayout:
     def described(self) -> str:
         """Return how the values are cut, for messages."""
         pairs = zip(self.names, self.dims, strict=True)
-        cuts = [f"{name or 'it'} along dimension {dim}" for name, dim in pairs if dim is not None]
-        cuts += [f"{name or 'it'} by its items" for name in sorted(self.lists)]
+        cuts = [
+            f"{name or 'the target'} along dimension {dim}"
+            for name, dim in pairs
+            if dim is not None
+        ]
+        cuts += [f"{name or 'the target'} by its items" for name in sorted(self.lists)]
         return (", ".join(cuts[:4]) + (", ..." if len(cuts) > 4 else "")) or "no value was cut"
 
     def cut(self, tensors: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
@@ -101,8 +105,8 @@ class BatchLayout:
             sizes: samples in each micro-batch.
 
         Raises:
-            InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence; or a declaration fits
-                none of the values.
+            InputError: a tensor that is to be cut is sparse, or belongs to a PackedSequence; or a
+                declaration fits none of the values.
         """
         self._refuse_to_cut(sizes)
         columns = [
@@ -268,10 +272,11 @@ def layout_of_inputs(
 
 
 def _absent(rules: Mapping[str, Cut], values: Mapping[str, Any], parameters: Parameters) -> str:
-    """Return the message about a declared name that a call's arguments lack; empty if they have all of them.
+    """Return the message about a declared name that a call lacks; empty if it lacks none.
 
     Raises:
-        InputError: forward has no such parameter, so that no other call can have the argument either.
+        InputError: forward has no such parameter, so that no other call can have the argument
+            either.
     """
     for name in rules:
         first = name.partition(".")[0]
@@ -281,8 +286,8 @@ def _absent(rules: Mapping[str, Cut], values: Mapping[str, Any], parameters: Par
             if values[first] is not None:
                 parts = names_in(values[first], first)
                 return (
-                    f"batch_options.inputs names {name!r}, which is not a part of {first!r}; there are {parts}. "
-                    "Correct the name, or leave it out for such inputs"
+                    f"batch_options.inputs names {name!r}, which is not a part of {first!r}; "
+                    f"there are {parts}. Correct the name, or leave it out for such inputs"
                 )
         elif first not in parameters.known:
             known = ", ".join([*values] or sorted(parameters.known))
@@ -358,9 +363,9 @@ def refuse_absent_outputs(options: BatchOptions, *nests: Any) -> None:
                 else "the result is one tensor, which outputs=0 declares"
             )
             raise InputError(
-                f"batch_options.outputs names {name!r}, which is neither in the model's result nor a value of loss_fn; "
-                f"{there_are}. Correct the name, or leave it out; declare a value of loss_fn as "
-                "train_step(loss_fn, batch_options=...)"
+                f"batch_options.outputs names {name!r}, which is neither in the model's result nor "
+                f"a value of loss_fn; {there_are}. Correct the name, or leave it out; declare a value of "
+                "loss_fn as train_step(loss_fn, batch_options=...)"
             )
 
 
@@ -394,7 +399,12 @@ def layout_of(
 
 
 def layout_of_target(
-    target: Any, leaves: Sequence[Any], structure: Structure, options: BatchOptions, size: int
+    target: Any,
+    leaves: Sequence[Any],
+    structure: Structure,
+    options: BatchOptions,
+    size: int,
+    known: dict[str, int] | None = None,
 ) -> BatchLayout:
     """Return where the samples of a target lie.
 
@@ -404,38 +414,115 @@ def layout_of_target(
         structure: of the target.
         options: what was declared.
         size: number of samples in the inputs.
+        known: the batch dimensions of earlier targets by name, of those in which no other dimension
+            had the size. This target's are noted there.
 
     Raises:
         InputError: the options name a part that is not there, or a part is of another batch than
             the inputs.
     """
     names = [name_of(path) for path in structure.paths]
-    rules: dict[str, Cut] = {}
-    if options.target != "auto":
+    if options.target == "auto":
+        rules = _fitting(leaves, names, options, size, {} if known is None else known)
+    else:
         rules = _rules(options.target)
-    elif isinstance(options.inputs, int):  # like the inputs, where that can be
-        along = options.inputs
-        for name, leaf in zip(names, leaves, strict=True):
-            if isinstance(leaf, Tensor) and leaf.dim() > along and leaf.shape[along] == size:
-                rules[name or OTHERS] = along
     for name in rules:
         if name != OTHERS and not has_value(target, name):
             raise InputError(
-                f"batch_options.target names {name!r}, which is not in the target; there are {names_in(target)}"
+                f"batch_options.target names {name!r}, which is not in the target; there are "
+                f"{names_in(target)}"
             )
     layout = _layout({"": target}, leaves, names, rules, size, "batch_options.target")
     layout.refuse_misfit()
     for leaf, dim, name in zip(leaves, layout.dims, names, strict=True):
-        goes_whole = rule_for(name, rules, 0)[0] is None or any(
-            _is_below(name, one) for one in layout.lists
-        )
+        rule = rule_for(name, rules, 0)[0]
+        goes_whole = rule is None or any(_is_below(name, one) for one in layout.lists)
         if dim is None and not goes_whole and isinstance(leaf, Tensor) and leaf.dim():
+            which = f"dimension {rule} of it" if rule else "its first dimension"
             raise InputError(
-                f"a target{f' {name!r}' if name else ''} of shape {tuple(leaf.shape)} goes with a batch of {size} "
-                "samples; its first dimension must be the batch. Else declare it: BatchOptions(target=1) for another "
-                "dimension, target='items' for a list of samples, target=None for what is not cut; or give chunks=1"
+                f"a target{f' {name!r}' if name else ''} of shape {tuple(leaf.shape)} "
+                f"goes with a batch of {size} samples; {which} must be the batch. Else declare it: "
+                "BatchOptions(target=1) for another dimension, target='items' for a list "
+                "of samples, target=None for what is not cut; or give chunks=1"
             )
     return replace(layout, packed=_packed(structure.key, {"": target}, layout))
+
+
+def _fitting(
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    options: BatchOptions,
+    size: int,
+    known: dict[str, int],
+) -> dict[str, Cut]:
+    """Return for each tensor of a target a dimension whose size is the number of samples.
+
+    By convention that is the first dimension. Where another dimension of the inputs is declared,
+    targets may lie like the inputs, as (length, batch), or not, as (batch, length). Then any
+    dimension of that size is taken: of several, the known dimension of earlier targets, or else the
+    dimension of the inputs. The comparison of losses tells whether that was right.
+    """
+    given = options.inputs.values() if isinstance(options.inputs, Mapping) else [options.inputs]
+    declared = [rule for rule in given if isinstance(rule, int)]
+    along = declared[0] if declared and declared.count(declared[0]) == len(declared) else 0
+    if isinstance(options.inputs, Mapping):
+        others = options.inputs.get(OTHERS)
+        along = others if isinstance(others, int) else along
+    found: dict[str, Cut] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        fits = _dims_of_size(leaf, size)
+        if not any(declared):
+            fits = [dim for dim in fits if dim == 0]
+        if fits:
+            first = known.get(name, along)
+            found[name or OTHERS] = first if first in fits else along if along in fits else fits[0]
+        if len(fits) == 1:
+            known[name] = fits[0]
+    return found
+
+
+def _dims_of_size(leaf: Any, size: int) -> list[int]:
+    return (
+        [dim for dim, length in enumerate(leaf.shape) if length == size]
+        if isinstance(leaf, Tensor)
+        else []
+    )
+
+
+def other_dims(leaves: Sequence[Any], layout: BatchLayout) -> list[tuple[int, int]]:
+    """Return the other dimensions along which the tensors of a target could be cut.
+
+    Args:
+        leaves: of a target, flattened.
+        layout: by which they are cut.
+
+    Returns:
+        Pairs of the position of a tensor and a dimension of the batch's size.
+    """
+    return [
+        (place, other)
+        for place, (leaf, dim) in enumerate(zip(leaves, layout.dims, strict=False))
+        if dim is not None
+        for other in _dims_of_size(leaf, layout.size)
+        if other != dim
+    ]
+
+
+def spelt_target(options: BatchOptions, layout: BatchLayout, place: int, dim: int) -> str:
+    """Return the declaration of another dimension for a tensor of a target.
+
+    Args:
+        options: that were given.
+        layout: of the target.
+        place: position of the tensor.
+        dim: its batch dimension.
+    """
+    dims = {
+        one: along for one, along in zip(layout.names, layout.dims, strict=True) if along
+    }  # others are cut along 0
+    target = dims | {layout.names[place]: dim} if layout.names[place] else dim
+    inputs = "" if options.inputs == DEFAULT.inputs else f"inputs={options.inputs!r}, "
+    return f"batch_options=BatchOptions({inputs}target={target!r})"
 
 
 def name_of(path: str) -> str:
@@ -556,7 +643,8 @@ def _misfit(
                 ", or 'items' for a list of samples" if is_nest else ""
             )
             return (
-                f"{where} says that dimension {rule} of {name!r} is the batch; it is {kind_of(given)}"
+                f"{where} says that dimension {rule} of {name!r} is the batch; it is "
+                f"{kind_of(given)}"
                 f"{' without tensors' if is_nest else ', which has no dimensions'}; {ways_out}"
             )
     rule, others = (
@@ -577,13 +665,14 @@ def _misfit(
     )
     if isinstance(rule, int) and rule >= most:
         return (
-            f"{where} says that dimension {rule} is the batch, and no tensor has so many dimensions: {shown}; give a "
-            f"dimension from 0 to {most - 1}, None for what is not cut, or one of these for each name"
+            f"{where} says that dimension {rule} is the batch, and no tensor has so many "
+            f"dimensions: {shown}; give a dimension from 0 to {most - 1}, None for what is "
+            "not cut, or one of these for each name"
         )
     if rule == "items" and len(others) == len(outside):
         return (
-            f"{where} says that the items of lists are samples, and there is no list: {shown}; give a dimension, None "
-            "for what is not cut, or one of these for each name"
+            f"{where} says that the items of lists are samples, and there is no list: {shown}; "
+            "give a dimension, None for what is not cut, or one of these for each name"
         )
     return ""
 

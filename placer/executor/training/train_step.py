@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import Call, refuse_absent_outputs, refuse_no_options
+from placer.capture.batch_dims.batch_layout import (
+    Call,
+    other_dims,
+    refuse_absent_outputs,
+    refuse_no_options,
+    spelt_target,
+)
 from placer.capture.loss_functions import (
     LossFunction,
     refuse_arrays,
@@ -21,7 +27,7 @@ from placer.capture.loss_functions import (
 )
 from placer.capture.pytrees import detached_nest, flatten
 from placer.capture.user_objects import refuse_no_chunks, refuse_no_flags, refuse_no_loss
-from placer.errors import BatchError, InputError
+from placer.errors import BatchError, InputError, StageError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import micro_batch_sizes, to_device
@@ -235,7 +241,14 @@ class TrainStep:
         except BaseException as error:
             self.flow.module.zero_grad()
             self._pipelines.let_go(None if isinstance(error, Exception) else pipeline)
-            raise
+            advice = _target_advice(error, batch, self.loss_fn.options)
+            if not advice:
+                raise
+            failure = cast(StageError, error)
+            text = f"{failure}; {advice}"
+            raise StageError(
+                text, failure.device, failure.layer, failure.batch
+            ) from failure.__cause__
         return self._returned(batch, loss, made, joining, outputs)
 
     def _compared(
@@ -463,6 +476,22 @@ def to_device_nest(nest: Any, place: torch.device) -> Any:
     """Return a nest with every tensor on one device."""
     leaves, structure = flatten(nest)
     return structure.unflatten(to_device(leaves, place))
+
+
+def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) -> str:
+    """Return another declaration of the target, if its loss failed and one is possible."""
+    is_of_loss = type(error) is StageError and error.layer == LOSS
+    if (
+        not is_of_loss
+        or len(batch.sizes) < 2
+        or not (others := other_dims(batch.goals.leaves, batch.goals.layout))
+    ):
+        return ""
+    layout = batch.goals.layout
+    declaration = spelt_target(options, layout, *others[0])
+    return (
+        f"micro-batches cut {layout.described()}; if its samples lie elsewhere, give {declaration}"
+    )
 
 
 class _LabelsSeen(Exception):

@@ -52,6 +52,9 @@ def test_results_are_joined_along_the_declared_dimension(
         (batches.weighed_undeclared, "weigh="),
         (batches.contrastive, "chunks=1"),
         (batches.sequence_first_undeclared, "chunks=1"),
+        (batches.absent_input, "names 'unknown', which is not an input; there are x"),
+        (batches.absent_dimension, "dimension 5 is the batch, and no tensor has so many"),
+        (batches.absent_output, "names 'unknown', which is neither in the model's result"),
     ],
 )
 def test_what_is_not_declared_is_refused_in_every_process(
@@ -60,7 +63,8 @@ def test_what_is_not_declared_is_refused_in_every_process(
     parts = [part for part in ranks.run(batches.step, make, "1f1b") if part]
     assert len(parts) == 2 and all(part["losses"] == [] for part in parts)
     told = [part["error"] for part in parts]
-    assert sum(error.startswith("BatchError") for error in told) >= 1 and all(told)
+    kind = "InputError" if "absent" in make.__name__ else "BatchError"
+    assert sum(error.startswith(kind) for error in told) >= 1 and all(told)
     assert any(fix in error for error in told), told
 
 

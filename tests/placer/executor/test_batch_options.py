@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import placer
 from placer import BatchOptions
-from placer.errors import BatchError, InputError
+from placer.errors import BatchError, InputError, StageError
 
 DEVICES = ["cpu:0", "cpu:1"]
 PATHS = ["captured", "hooks"]
@@ -459,6 +459,92 @@ def test_targets_of_sequence_first_models_are_cut_where_their_samples_lie(path: 
         BatchOptions(inputs={"ids": 1}, target=1),
         path,
     )
+
+
+def _ctc(y: Tensor, t: Tensor) -> Tensor:
+    lengths = (
+        torch.full((y.shape[1],), len(y), device=y.device),
+        torch.full((len(t),), t.shape[1], device=y.device),
+    )
+    return F.ctc_loss(y.log_softmax(2), t, *lengths)
+
+
+def _by_sample(y: Tensor, t: Tensor) -> Tensor:
+    """Of a target (batch, length)."""
+    return F.cross_entropy(y.flatten(0, 1), t.T.flatten())
+
+
+def _by_step(y: Tensor, t: Tensor) -> Tensor:
+    """Of a target (length, batch)."""
+    return F.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+DIMENSION_1 = [
+    BatchOptions(inputs=1),
+    BatchOptions(inputs={"*": 1}),
+    BatchOptions(inputs={"ids": 1}),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", DIMENSION_1, ids=str)
+def test_a_target_is_cut_along_the_only_dimension_of_its_size(
+    options: BatchOptions, path: str
+) -> None:
+    """A dimension that is declared of the inputs says nothing of the target."""
+    check_step(
+        Tagger(),
+        _ctc,
+        torch.randint(9, (7, 4)),
+        torch.randint(1, 9, (4, 3)),
+        options,
+        path,
+        chunks=(2,),
+    )
+    check_step(
+        Tagger(),
+        _by_sample,
+        torch.randint(9, (6, 4)),
+        torch.randint(9, (4, 6)),
+        options,
+        path,
+        chunks=(2,),
+    )
+    check_step(
+        Tagger(),
+        _by_step,
+        torch.randint(9, (6, 4)),
+        torch.randint(9, (6, 4)),
+        options,
+        path,
+        chunks=(2,),
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", DIMENSION_1, ids=str)
+@pytest.mark.parametrize("loss_fn", [_ctc, _by_sample])
+def test_a_wrong_guess_of_two_dimensions_is_refused_with_the_declaration(
+    loss_fn: Any, options: BatchOptions, path: str
+) -> None:
+    """As many steps as samples: the target (batch, length) was taken for (length, batch)."""
+    ids, target = torch.randint(9, (4, 4)), torch.randint(1, 9, (4, 4))
+    with pytest.raises(
+        (BatchError, StageError), match=r"cut the target along dimension 1.*target=0\)"
+    ):
+        placed(Tagger(), path).train_step(loss_fn, batch_options=options)(ids, target, chunks=2)
+    declared = options.model_copy(update={"target": 0})
+    check_step(Tagger(), _by_sample, ids, target, declared, path, chunks=(2,))
+
+
+def test_a_later_target_is_cut_as_the_earlier_ones() -> None:
+    """A batch with as many steps as samples was cut along its steps, without a comparison."""
+    model = Tagger()
+    step = placed(model).train_step(_by_sample, batch_options=BatchOptions(inputs=1))
+    for length in (6, 4):
+        ids, target = torch.randint(9, (length, 4)), torch.randint(9, (4, length))
+        want, _ = unsplit(model, _by_sample, ids, target)
+        torch.testing.assert_close(step(ids, target, chunks=2).to("cpu", want.dtype), want)
 
 
 def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:

@@ -1,6 +1,7 @@
-"""Declarations of ``BatchOptions`` that fit no value: an error names the value, the values that exist, and the fix.
+"""Declarations of ``BatchOptions`` that fit no value: errors name the value and the fix.
 
-Such a declaration used to be ignored. The user then trained or ran with another layout than the declared one.
+Such a declaration used to be ignored. The user then trained or ran with another layout than the
+declared one.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
+from placer.capture.batch_dims.batch_layout import other_dims, spelt_target
 from placer.capture.python_state import host_rng
 from placer.capture.python_state.comparable_runs import Draws, evaluated
 from placer.capture.pytrees import detached_nest, flatten
@@ -136,11 +137,11 @@ class _Comparison:
         return [_on(result, self.place) for result in self.results]
 
     def target(self) -> Any:
-        """Return the target, on the device of the loss, as micro-batches take it: with weights, if it has some."""
+        """Return the target, with its weights if it has some, on the device of the loss."""
         return _on(self.goals.structure.unflatten(self.goals.leaves), self.place)
 
     def loss_of_batch(self, parts: Sequence[Any], target: Any) -> Tensor:
-        """Return the loss of the batch from the results of its micro-batches and the whole target."""
+        """Return the loss of the batch from the results of micro-batches and the target."""
         plain = target.target if isinstance(target, Weighed) else target
         whole = join(parts, self.sizes, self.joining, self.weights)
         return self.loss_fn.plain(whole, plain)[0]
@@ -204,7 +205,9 @@ def compare_losses(
     results = [result for result, _ in made]
     comparison = _Comparison(loss_fn, goals, sizes, joining, results, weights, place, closeness)
     if not closeness(loss, expected) and not _is_random(comparison):
-        ways_out = _ways_out(loss_fn, len(sizes), expected, loss)
+        ways_out = _target_advice(
+            comparison, expected, _ways_out(loss_fn, len(sizes), expected, loss)
+        )
         raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
     with host_rng.given_back(), devices.Lane(place, caller=True):
         _compare_gradients(comparison)
@@ -223,7 +226,7 @@ def compare_losses(
 
 
 def _is_random(batch: _Comparison) -> bool:
-    """Return whether a loss draws random numbers, and the batch's loss is equal where these are the same."""
+    """Return whether the losses agree once they draw the same random numbers."""
     draws, target, parts = Draws(), batch.target(), batch.parts()
     shares = batch.loss_fn.shares(batch.sizes)
     found: list[Tensor] = []
@@ -250,7 +253,7 @@ def _is_random(batch: _Comparison) -> bool:
 
 
 def _compare_gradients(batch: _Comparison) -> None:
-    """Compare the gradient of the loss of the batch, by the model's results, with those of micro-batches.
+    """Compare the gradients of the losses of batch and micro-batches by the model's results.
 
     Nothing is compared where the gradients cannot be computed apart from the model, or for want of
     memory.
@@ -285,13 +288,14 @@ def _compare_gradients(batch: _Comparison) -> None:
     matters = reach > tolerance * sum(batch.sizes) * abs(float(loss))
     if matters and _norm([one - other for one, other in pairs]) > tolerance * size:
         one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
-        raise difference_error("the gradient of the loss", one, other, tolerance, _GENERAL_WAYS_OUT)
+        ways_out = _target_advice(batch, loss, _GENERAL_WAYS_OUT)
+        raise difference_error("the gradient of the loss", one, other, tolerance, ways_out)
 
 
 def _both_gradients(
     batch: _Comparison, parts: Sequence[Any], leaves: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """Return the loss of the batch and the gradients of both losses by the results of micro-batches.
+    """Return the loss of the batch and the gradients of both losses by the results.
 
     Args:
         batch: the batch.
@@ -299,7 +303,8 @@ def _both_gradients(
         leaves: of each result, the tensors by which to differentiate.
 
     Returns:
-        The loss of the batch; the gradients of the batch's loss; and those of the losses of the micro-batches.
+        The loss of the batch; the gradients of the batch's loss; and those of the losses of the
+        micro-batches.
     """
     target, total = batch.target(), sum(batch.sizes)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
@@ -390,6 +395,49 @@ _GENERAL_WAYS_OUT = (
 )
 
 
+def _target_advice(batch: _Comparison, expected: Tensor, otherwise: str) -> str:
+    """Return the advice to declare another dimension of the target, if that one is right.
+
+    Args:
+        batch: the batch.
+        expected: its loss.
+        otherwise: the advice if no other dimension is seen to give that loss.
+    """
+    layout, options = batch.goals.layout, batch.loss_fn.options
+    others = other_dims(batch.goals.leaves, layout)
+    if not others:
+        return otherwise
+    for place, dim in others:
+        loss = _loss_along(batch, place, dim)
+        if loss is not None and batch.closeness(loss, expected):
+            spelt = spelt_target(options, layout, place, dim)
+            return f"Micro-batches cut {layout.described()}; {spelt} gives the batch's loss"
+    spelt = spelt_target(options, layout, *others[0])
+    return f"{otherwise}. If the samples of the target lie elsewhere, give {spelt}"
+
+
+def _loss_along(batch: _Comparison, place: int, dim: int) -> Tensor | None:
+    """Return the loss if a tensor of the target is cut along another dimension; None on failure."""
+    target, layout, sizes = batch.target(), batch.goals.layout, batch.sizes
+    if isinstance(
+        target, Weighed
+    ):  # the weights of samples were counted along the dimension that is in question
+        return None
+    other = replace(layout, dims=(*layout.dims[:place], dim, *layout.dims[place + 1 :]))
+    goals = [goal[""] for goal in other.cut_values({"": target}, sizes)]
+    try:
+        with host_rng.given_back(), devices.Lane(batch.place, caller=True), torch.no_grad():
+            each = [
+                batch.loss_fn(part, goal)[0]
+                for part, goal in zip(batch.parts(), goals, strict=True)
+            ]
+    except Exception:  # whatever a user's function raises on a target that is cut in another way
+        return None
+    return torch.stack(
+        [loss * share for loss, share in zip(each, batch.loss_fn.shares(sizes), strict=True)]
+    ).sum()
+
+
 def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> str:
     ratio = float(expected) / float(loss) if float(loss) else 0.0
     is_sum = loss_fn.options.reduction == "mean" and abs(ratio - count) < 0.01 * count
@@ -401,16 +449,14 @@ def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> 
 
 
 def _kind(batch: Batch) -> Hashable:
-    """Return what tells kinds of batches apart: structure, types and numbers of dimensions, and
-    nothing of sizes.
-    """
+    """Return the kind of a batch: structure, types and dimensions, and nothing of sizes."""
     leaves = [*batch.tensors, *batch.goals.leaves]
     kinds = frozenset(
         (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
     )
     if batch.has_lists:
         return kinds
-    return batch.inputs.paths, batch.goals.structure.paths, kinds
+    return batch.inputs.paths, batch.goals.structure.paths, batch.goal_dims, kinds
 
 
 def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:

@@ -74,6 +74,7 @@ class Weighing:
         self._loss_fn = loss_fn
         self._buffers: dict[torch.device, dict[str, Tensor]] = {}
         self._has_looked = False
+        self._target_dims: dict[str, int] = {}
 
     def __call__(self, output: Any, target: Any) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of a micro-batch as it counts in the batch, and the values that come with
@@ -155,7 +156,7 @@ class Weighing:
                 structure,
                 BatchLayout(size, nothing, structure.paths, (False,) * len(leaves)),
             )
-        layout = layout_of_target(target, leaves, structure, self.options, size)
+        layout = layout_of_target(target, leaves, structure, self.options, size, self._target_dims)
         weights = self.weights(inputs, target, size)
         if weights is None:
             return Goals(leaves, structure, layout)

@@ -431,7 +431,7 @@ def test_a_loss_that_adds_samples_up_is_refused_with_the_way_out() -> None:
 
 
 def test_recorded_steps_do_not_look_for_waiting_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at every parameter costs the host more time than all else in a step of a large model."""
+    """A look at every parameter costs the host much of a step of a large model."""
     flow, looks = DataFlow(nn.Sequential(nn.Linear(4, 2))), []
     flow.update_flow()
     step = flow.train_step(functional.mse_loss)
