@@ -8,7 +8,15 @@ from placer.devices.allocator.packing import Rooms
 from placer.devices.clock import Clock
 from placer.devices.device_time import lasting_ms, pause, queued_ms, replay_ms
 from placer.devices.identity import boot_id, host_name, place, speed_facts
-from placer.devices.lanes import Courier, Delivery, Lane, Mark, shared_lane
+from placer.devices.lanes import (
+    Courier,
+    Delivery,
+    Lane,
+    Mark,
+    has_passed,
+    shared_lane,
+    start_reading,
+)
 from placer.devices.memory import (
     cache_bytes,
     context_bytes,
@@ -140,6 +148,7 @@ __all__ = [
     "fragmented_bytes",
     "has_detour",
     "has_own_memory",
+    "has_passed",
     "has_tangents",
     "holds_tensors",
     "host_buffer",
@@ -185,6 +194,7 @@ __all__ = [
     "speed_facts",
     "staged",
     "stand_ins",
+    "start_reading",
     "straight",
     "synchronise",
     "take_detours",

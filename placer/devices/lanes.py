@@ -313,3 +313,22 @@ class Courier:
 def _host_like(tensor: Tensor) -> Tensor:
     """A tensor of that shape in the host's memory, pinned where a GPU is to fill it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def start_reading(tensor: Tensor) -> tuple[Tensor, Mark]:
+    """Start to copy a tensor into the host's memory, behind what the caller issued to its device.
+
+    Args:
+        tensor: on any device.
+
+    Returns:
+        The copy, and the mark behind which it holds the values; see ``has_passed``.
+    """
+    landing = _host_like(tensor)
+    landing.copy_(tensor.detach(), non_blocking=True)
+    return landing, Lane(location(tensor), caller=True).mark()
+
+
+def has_passed(mark: Mark) -> bool:
+    """Return whether a device has got to a mark, without waiting for it."""
+    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())  # type: ignore[no-untyped-call]

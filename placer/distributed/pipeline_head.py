@@ -13,7 +13,7 @@ from placer.capture.loss_functions import refuse_no_number, refuse_untrained
 from placer.capture.pytrees import Structure, detached_nest
 from placer.distributed.tensor_codec import Parcel
 from placer.errors import InputError
-from placer.executor.checks.label_counts import Uneven, uneven
+from placer.executor.checks.label_counts import LateCounts, Uneven, uneven
 from placer.executor.output_joining import Joining, join
 from placer.executor.stage_errors import Place, explain
 from placer.executor.training.autograd_reach import parameters
@@ -56,6 +56,7 @@ class Head:
         self.targets: Sequence[Any] | None = None
         self._now: Uneven = frozenset()
         self._uneven: Uneven = frozenset()
+        self._late = LateCounts()
 
     def take(self, target: Any) -> None:
         """Take the target of a batch.
@@ -67,7 +68,11 @@ class Head:
         goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
         if len(self._sizes) > 1:
             self._loss_fn.tell_of_labels(goals.leaves)
-        self._now = uneven(goals.leaves, goals.layout, self._sizes)
+        labels = goals.leaves, goals.layout, self._sizes
+        # One of torch's own means has its own weights for every batch.
+        is_exact = getattr(self._loss_fn.options.weigh, "may_give_none", False)
+        waits = not is_exact and self._late.is_due(None, *labels, self._uneven)
+        self._now = uneven(*labels, waits=waits)
         leaves = [
             leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in goals.leaves
         ]
@@ -142,7 +147,8 @@ class Head:
                 self._made,
                 LabelWatch(),
             )
-            self._uneven |= self._now
+            goals = self._goals
+            self._uneven |= uneven(goals.leaves, goals.layout, self._sizes, waits=True)
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
         """Once: what a loss reads by itself of another process's parameters is neither up to date

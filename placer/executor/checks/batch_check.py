@@ -34,7 +34,13 @@ from placer.capture.python_state.isolated_runs import BufferValues, undisturbed
 from placer.capture.python_state.module_hooks import without_hooks
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import BatchError, InputError
-from placer.executor.checks.label_counts import LabelWeights, Uneven, uneven, unlike_counts
+from placer.executor.checks.label_counts import (
+    LabelWeights,
+    LateCounts,
+    Uneven,
+    uneven,
+    unlike_counts,
+)
 from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.output_joining import Difference, Joining, find_rules
 from placer.schema import BatchOptions
@@ -85,6 +91,7 @@ class BatchChecks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[Hashable, _Kind] = {}
+        self._late = LateCounts()
 
     def joining(
         self,
@@ -123,7 +130,11 @@ class BatchChecks:
         known = self._known.get(key)
         # else each sample has results of its own
         matters = known is None or known.joining.reduces_floats
-        now = uneven(flatten_inputs(*call)[0], layout, sizes) if matters else frozenset()
+        tensors = flatten_inputs(*call)[0]
+        waits = known is None or (
+            matters and self._late.is_due(key, tensors, layout, sizes, known.uneven)
+        )
+        now = uneven(tensors, layout, sizes, waits=waits) if matters else frozenset()
         if (
             known is None
             or not known.is_decided

@@ -4,18 +4,27 @@ A loss that is a mean over labels, some of which it leaves out, equals the mean 
 while each of these has as many labels. A first batch for which that holds says nothing about a
 later one for which it does not. The same is true of a mean with weights, while these are all equal.
 Such a later batch is therefore compared again.
+
+The host reads labels in its own memory in every step. Labels on an accelerator are copied to it without
+a wait, and read when a later batch comes:
+
+    batch 0   compared: its labels are read at once, because a comparison waits anyhow
+    batch 1   labels are copied ─────┐
+    batch 2   labels are copied      └▶ read: unequal for the first time, so batch 2 is read at once
+                                        and compared if it is unequal, too; else batch 3; ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from placer import devices
 from placer.capture.batch_dims.batch_layout import BatchLayout
 
 _LARGEST = 1 << 20
@@ -44,35 +53,127 @@ def uneven(
     layout: BatchLayout,
     sizes: Sequence[int],
     left_out: Collection[int] = (),
+    waits: bool = False,
 ) -> Uneven:
     """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are
     true, unequal weights.
-
-    Only tensors in the memory of the host are read, because another device would have to finish its
-    work first.
 
     Args:
         tensors: inputs or a target, flattened, in the order of ``layout.dims``.
         layout: where their samples lie.
         sizes: samples in each micro-batch.
         left_out: further numbers that are labels which do not count.
+        waits: whether to read tensors on other devices, too, which have to finish their work first.
     """
     if len(sizes) < 2 or layout.lists:
         return frozenset()
+    if waits:
+        tensors = [devices.move(one, devices.HOST) if _is_read(one) else one for one in tensors]
     with torch._C.DisableTorchFunction():  # nobody has to see these reads
         return frozenset(
             (place, kind)
             for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
-            if dim is not None and isinstance(tensor, Tensor) and _is_read(tensor)
+            if dim is not None and _is_read(tensor) and _is_on_host(tensor)
             for kind in _kinds(_array(tensor), dim, sizes, left_out)
         )
 
 
-def _is_read(tensor: Tensor) -> bool:
-    is_plain = (
-        tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_complex()
-    )
-    return is_plain and tensor.dtype in _READ and 0 < tensor.numel() <= _LARGEST
+class _Sent(NamedTuple):
+    """The labels of a batch on their way to the host.
+
+    Attributes:
+        key: the kind of the batch.
+        copies: in the host's memory, in the order of ``layout.dims``; None for what is not read.
+        marks: behind the copies.
+        layout: where their samples lie.
+        sizes: samples in each micro-batch.
+    """
+
+    key: Hashable
+    copies: list[Tensor | None]
+    marks: list[devices.Mark]
+    layout: BatchLayout
+    sizes: list[int]
+
+
+class LateCounts:
+    """Unequal shares in labels on accelerators, which are read when a later batch comes."""
+
+    def __init__(self) -> None:
+        self._sent: list[_Sent] = []
+        self._found: dict[Hashable, Uneven] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the copies on their way, whose marks cannot be pickled."""
+        return {**self.__dict__, "_sent": []}
+
+    def is_due(
+        self,
+        key: Hashable,
+        tensors: Sequence[Any],
+        layout: BatchLayout,
+        sizes: Sequence[int],
+        known: Uneven,
+        left_out: Collection[int] = (),
+    ) -> bool:
+        """Return whether to read a batch at once; else its labels are copied, to be read later.
+
+        Args:
+            key: the kind of the batch.
+            tensors: inputs or a target, flattened, in the order of ``layout.dims``.
+            layout: where their samples lie.
+            sizes: samples in each micro-batch.
+            known: the unequal shares of batches that were compared. If an earlier batch of the kind
+                had others, this one is to be read.
+            left_out: further numbers that are labels which do not count.
+        """
+        self._receive(left_out)
+        if not self._found.get(key, frozenset()) <= known:
+            return True
+        if len(sizes) < 2 or layout.lists or len(self._sent) >= _MOST_SENT:
+            return False
+        weights = {place for place, kind in known if kind == "weights"}  # there is no other kind
+        wanted = [
+            dim is not None
+            and _is_read(tensor)
+            and place not in weights
+            and not _is_on_host(tensor)
+            for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
+        ]
+        if any(wanted):
+            each = [
+                devices.start_reading(tensor) if is_wanted else (None, None)
+                for tensor, is_wanted in zip(tensors, wanted, strict=False)
+            ]
+            copies, marks = [copy for copy, _ in each], [mark for _, mark in each]
+            self._sent.append(_Sent(key, copies, marks, layout, list(sizes)))
+        return False
+
+    def _receive(self, left_out: Collection[int]) -> None:
+        arrived = [one for one in self._sent if all(map(devices.has_passed, one.marks))]
+        self._sent = [one for one in self._sent if not any(one is other for other in arrived)]
+        for one in arrived:
+            if len(self._found) >= _MOST_KINDS:
+                self._found.clear()
+            before = self._found.get(one.key, frozenset())
+            self._found[one.key] = before | uneven(one.copies, one.layout, one.sizes, left_out)
+
+
+_MOST_SENT = 4
+"""Batches whose labels are on their way at once: a host that is further ahead skips some."""
+
+_MOST_KINDS = 1000
+
+
+def _is_read(tensor: Any) -> bool:
+    """Return whether a tensor can be labels, flags or weights."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_complex():
+        return False
+    return tensor.dtype in _READ and 0 < tensor.numel() <= _LARGEST
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return devices.same(devices.location(tensor), devices.HOST)
 
 
 def _array(tensor: Tensor) -> Array:

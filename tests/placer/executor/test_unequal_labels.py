@@ -94,6 +94,54 @@ def test_a_later_batch_of_unequal_numbers_is_compared_again(
             step(_inputs(), later, chunks=2)
 
 
+def _moved(target: Any) -> Any:
+    """Return a target on an accelerator: a stand-in for one."""
+    return tuple(map(_moved, target)) if isinstance(target, tuple) else target.to("cpu:1")
+
+
+@pytest.mark.parametrize(("loss_fn", "first", "later"), LATER.values(), ids=LATER)
+def test_labels_on_an_accelerator_are_read_one_batch_late(
+    loss_fn: Loss, first: Any, later: Any
+) -> None:
+    """The host would have to wait for the accelerator to read them at once."""
+    with logical_devices(2):
+        step = _flow(_classifier()).train_step(loss_fn)
+        for target in (first, first, later):
+            step(_inputs(), _moved(target), chunks=2)
+        step(_inputs(), _moved(first), chunks=2)  # equal numbers are right
+        with pytest.raises(BatchError, match=r"weigh=f"):
+            step(_inputs(), _moved(later), chunks=2)
+
+
+@pytest.mark.parametrize("index", [-100, 0])
+def test_torchs_own_mean_is_right_for_every_batch_on_an_accelerator(index: int) -> None:
+    model = _classifier()
+    targets = [torch.full((SAMPLES,), 1), torch.tensor([1, 3, 2, 4, 3, index, index, index])]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target, ignore_index=index)
+
+    with logical_devices(2):
+        flow = _flow(model)
+        for loss in (loss_fn, nn.CrossEntropyLoss(ignore_index=index)):
+            step = flow.train_step(loss)
+            for target in targets:
+                want = loss_fn(_unsplit(model, _inputs()), target)
+                got = step(_inputs(), _moved(target), chunks=2)
+                torch.testing.assert_close(got.cpu(), want.detach())
+
+
+def test_labels_of_a_models_own_loss_are_read_one_batch_late() -> None:
+    torch.manual_seed(0)
+    with logical_devices(2):
+        flow = _flow(_Labelled(is_trained=True).double())
+        even, odd = _labels(*range(SAMPLES)), _labels(0, 1, 2, 3, 4)
+        for labels in (even, even, odd):
+            flow(_inputs(), _moved(labels), chunks=2)
+        with pytest.raises(BatchError, match=r"weigh=lambda"):
+            flow(_inputs(), _moved(odd), chunks=2)
+
+
 def test_the_declaration_that_a_refusal_names_gives_the_loss_of_the_batch() -> None:
     model, known = _classifier(), BatchOptions(weigh=lambda _, target: target >= 0)
     with logical_devices(2):

@@ -26,7 +26,7 @@ from placer.capture.python_state.comparable_runs import Draws, evaluated
 from placer.capture.pytrees import detached_nest, flatten
 from placer.errors import InputError
 from placer.executor.checks.batch_check import difference_error
-from placer.executor.checks.label_counts import Uneven, uneven
+from placer.executor.checks.label_counts import LateCounts, Uneven, uneven
 from placer.executor.checks.tolerances import Closeness
 from placer.executor.output_joining import Joining, find_rules, join
 from placer.executor.training.loss.label_weights import LabelWatch
@@ -51,6 +51,7 @@ class LossChecks:
         self._loss_fn = loss_fn
         self._known: dict[Hashable, tuple[Joining, Uneven, Uneven]] = {}
         self._left_out: set[int] = set()
+        self._late = LateCounts()
 
     def wants(self, batch: Batch) -> bool:
         """Return whether a batch is to be compared: it is cut, and the first of its kind or of
@@ -59,10 +60,26 @@ class LossChecks:
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
         if not is_cut:
             return False
-        known, now = self._known.get(_kind(batch)), _uneven(batch, self._left_out)
-        return known is None or not all(
-            one <= before for one, before in zip(now, known[1:], strict=True)
+        known = self._known.get(_kind(batch))
+        if known is None:
+            return True
+        now = _uneven(batch, self._left_out, self._is_due(batch, *known[1:]))
+        return not all(one <= before for one, before in zip(now, known[1:], strict=True))
+
+    def _is_due(self, batch: Batch, inputs: Uneven, target: Uneven) -> bool:
+        """Return whether labels on accelerators are to be read at once."""
+        if getattr(self._loss_fn.options.weigh, "may_give_none", False):
+            return False  # one of torch's own means, of which every batch has its own weights
+        kind, goals, sizes, left_out = _kind(batch), batch.goals, batch.sizes, self._left_out
+        # Both are asked, as each copies its own labels to the host.
+        is_due = self._late.is_due(
+            (kind, "target"), goals.leaves, goals.layout, sizes, target, left_out
         )
+        if batch.joining.reduces_floats:
+            is_due |= self._late.is_due(
+                (kind, "inputs"), batch.tensors, batch.layout, sizes, inputs, left_out
+            )
+        return is_due
 
     def leave_out(self, batch: Batch) -> None:
         """Compare no batch of this kind."""
@@ -101,7 +118,7 @@ class LossChecks:
     def _note(self, batch: Batch, joining: Joining) -> None:
         if len(self._known) >= _KNOWN:
             self._known.clear()
-        inputs, target = _uneven(batch, self._left_out)
+        inputs, target = _uneven(batch, self._left_out, waits=True)
         _, inputs_before, target_before = self._known.get(
             _kind(batch), (joining, frozenset(), frozenset())
         )
@@ -459,13 +476,13 @@ def _kind(batch: Batch) -> Hashable:
     return batch.inputs.paths, batch.goals.structure.paths, batch.goal_dims, kinds
 
 
-def _uneven(batch: Batch, left_out: Collection[int]) -> tuple[Uneven, Uneven]:
+def _uneven(batch: Batch, left_out: Collection[int], waits: bool) -> tuple[Uneven, Uneven]:
     """Return what micro-batches have unequal shares of, in the inputs and in the target."""
     goals = batch.goals
     inputs: Uneven = frozenset()
     if batch.joining.reduces_floats:  # else labels among the inputs are in no mean
-        inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out)
-    return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out)
+        inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out, waits)
+    return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out, waits)
 
 
 def _on(nest: Any, place: torch.device) -> Any:
