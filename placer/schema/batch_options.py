@@ -68,9 +68,9 @@ class BatchOptions(Wire):
             for each sample; None for what every micro-batch is given whole; or one of these for
             each name. The first value that is cut gives the number of samples. Tensors without an
             entry of their own that have another size there go whole.
-        target: the same for the target of a training step. ``"auto"``: along the dimension of
-            ``inputs``, if that is one number and the target has as many samples there, and else
-            along the first dimension.
+        target: the same for the target of a training step. ``"auto"``: along the first dimension;
+            if ``inputs`` declares another one, along the dimension whose size is the number of
+            samples, of several the dimension of ``inputs``.
         outputs: how results of micro-batches are joined: along a dimension, by ``"items"``, as
             ``"mean"`` (weighted by samples, or by ``weigh``), ``"sum"``, ``"max"``, ``"min"``,
             ``"same"`` (equal in all), ``"list"`` (not joined, nor compared), or ``f(parts,

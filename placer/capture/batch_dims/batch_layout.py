@@ -65,6 +65,9 @@ class BatchLayout:
         declared: of each tensor, whether the options name it.
         lists: the names of lists whose items are samples.
         packed: the name of a PackedSequence that would be cut; None if there is none.
+        misfit: the message about a declaration that fits none of these values; empty if all fit. It
+            may fit the values of another call. Therefore it is an error only where these values are
+            cut or measured.
     """
 
     size: int

@@ -112,7 +112,8 @@ class Pipelines:
             is_compared: whether the loss is to be compared with that of the whole batch: results
                 are collected this once, by passes that are not recorded.
             has_waiting: whether gradients of earlier batches wait: to record passes is to run them,
-                which would add to the gradients. They are recorded in a later step.
+                which would add to the gradients. They are recorded in a later step. Not called once
+                the passes are recorded, because it looks at every parameter.
         """
         pipeline = self.of(batch)
         if pipeline is not None and not pipeline.collect(outputs or is_compared):
