@@ -106,9 +106,10 @@ class Cutter:
         layout = program.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
         # The flow's own options describe all its calls, and may fit others of them. Where nothing
-        # could be cut, the layout has a single sample: another number tells whether several micro-
-        # batches are wanted.
-        if options is not self._flow.batch_options or len(sizes_of(_MANY)) > 1:
+        # could be cut, the layout has a single sample: another number tells whether several parts
+        # are wanted.
+        is_given = options is not self._flow.batch_options
+        if layout.misfit and (is_given or len(sizes_of(_MANY)) > 1):
             layout.refuse_misfit()
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
