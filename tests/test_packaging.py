@@ -128,7 +128,8 @@ def imported(folder: str) -> set[str]:
                 names.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.partition(".")[0])
-    helpers = {path.stem for path in (ROOT / "tests" / "helpers").glob("*.py")}
+    folders = [ROOT / "tests" / name for name in ("helpers", "equivalence")]
+    helpers = {path.stem for folder in folders for path in folder.glob("*.py")}
     return names - set(sys.stdlib_module_names) - set(FOLDERS.values()) - helpers - {"benchmarks"}
 
 
