@@ -29,12 +29,14 @@ def main(patterns: list[str]) -> int:
             if name in frozen and name not in named:
                 continue
             now = result(case, service)
-            before = frozen.get(name)
-            for line in [] if before is None else compared(name, before["result"], now):
-                print(f"{name}: {line}")
-            first = digest(now) if before is None else before["first"]
-            frozen[name] = {"first": first, "result": now}
-            print(f"{name}: frozen")
+            if name not in frozen:
+                frozen[name] = {"first": digest(now), "result": now}
+                print(f"{name}: frozen")
+            elif changes := compared(name, frozen[name]["result"], now):
+                frozen[name]["result"] = now
+                print(*changes, f"{name}: frozen again; list it in differences.md", sep="\n")
+            else:
+                print(f"{name}: unchanged")
     write_frozen(frozen)
     return 0
 

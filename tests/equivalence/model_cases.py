@@ -16,6 +16,7 @@ from public_api import (
     move,
     placed_flow,
     profile_of,
+    recompute,
     stream,
     structure,
     suggest,
@@ -26,7 +27,14 @@ from torch import Tensor, nn
 
 CHUNKS = 4
 STEPS = 3
-SCHEDULES = ("fill-drain", "1f1b", "zero-bubble", "interleaved")
+RUNS = (
+    ("fill-drain", False),
+    ("1f1b", False),
+    ("1f1b", True),
+    ("zero-bubble", False),
+    ("interleaved", False),
+)
+"""Schedules, and whether the first device computes its forward passes again."""
 TOLERANCE = 1e-12
 """Relative to the norm of each tensor. On one thread they agree to about 1e-15."""
 
@@ -45,7 +53,7 @@ def summary(tensor: Tensor) -> list[float]:
 
 
 def leaves(nest: Any) -> list[Tensor]:
-    """Return the tensors of a result, those of a dictionary by name."""
+    """Return the tensors of a result; a dictionary's in the order of their names."""
     if isinstance(nest, Tensor):
         return [nest]
     parts = [nest[name] for name in sorted(nest)] if isinstance(nest, Mapping) else nest
@@ -136,7 +144,8 @@ def _run(network: Network) -> dict[str, Any]:
         },
     }
     with placed_flow(model, placement) as flow:
-        for schedule in SCHEDULES:
+        for schedule, recomputes in RUNS:
+            recompute(flow, [0] if recomputes else [])
             if schedule == "interleaved":  # each device has two stages
                 count = len(flow.layer_gpus)
                 move(flow, [index * 4 // count % 2 for index in range(count)])

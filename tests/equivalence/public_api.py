@@ -1,4 +1,4 @@
-"""Every use of Placer by the equivalence suite, so that a public rename is followed in one file.
+"""All calls of Placer's public API by the equivalence suite, so that a rename changes one file.
 
 Requests are built from a few numbers (``question``). Answers become plain dictionaries whose keys
 belong to this suite, not to the wire format. Texts that people read are left out: they may be
@@ -140,7 +140,7 @@ def question(
     """Return a placement request as its JSON holds it.
 
     Args:
-        edges: source and targets of every value; the layers are those that they name.
+        edges: source and targets of every value; together they name all layers.
         kinds: the type of each device.
         training: whether the profile is of a training step.
         extra: further fields of layers, by index.
@@ -419,7 +419,7 @@ def suggest(profile: placer.Profile) -> placer.Placement:
 
 @contextmanager
 def placed_flow(model: nn.Module, placement: placer.Placement) -> Iterator[placer.DataFlow]:
-    """Run a model as it is placed, on stand-ins that refuse to mix each other's tensors."""
+    """Yield a flow that runs a placement on two stand-ins, which refuse to mix their tensors."""
     with logical_devices(len(STAND_INS)):
         flow = placer.DataFlow(model, list(STAND_INS))
         flow.update_flow(placement)
@@ -431,6 +431,11 @@ def move(flow: placer.DataFlow, devices: Sequence[int]) -> None:
     for name, device in zip(flow.layer_gpus, devices, strict=True):
         flow.layer_gpus[name] = device
     flow.update_flow()
+
+
+def recompute(flow: placer.DataFlow, devices: Sequence[int]) -> None:
+    """Let devices keep no activations in training, and compute them again in the backward pass."""
+    flow.recompute = list(devices)
 
 
 def train_step(flow: placer.DataFlow, loss_fn: Any, optimizer: Any, schedule: str) -> Any:

@@ -1,6 +1,6 @@
-"""Placements, schedules, losses, gradients and responses are those of the frozen file.
+"""Comparison of placements, timelines, gradients and responses with frozen results.
 
-A refactoring must change none of them. ``differences.md`` says what to do about an intended change.
+A refactoring must change none of them. ``differences.md`` says how to record an intended change.
 """
 
 from __future__ import annotations
