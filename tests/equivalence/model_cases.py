@@ -105,7 +105,7 @@ def refuse_unlike(what: str, one: Iterable[Tensor], other: Iterable[Tensor]) -> 
     for number, (here, there) in enumerate(zip(one, other, strict=True)):
         here, there = here.detach().cpu().double(), there.detach().cpu().double()
         distance, norm = float((here - there).norm()), float(there.norm())
-        assert distance <= TOLERANCE * norm + 1e-15, f"{what}, tensor {number}: {distance} apart"
+        assert distance <= TOLERANCE * norm + 1e-14, f"{what}, tensor {number}: {distance} apart"
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
