@@ -19,12 +19,11 @@ from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.fill_drain import even_sizes
 from placer.executor.engine.pass_trace import Issued
+from placer.executor.engine.stage import Stage
 from placer.executor.inference.stream import Flow, Streams
 from placer.executor.inference.stream_pipeline import InferencePipeline
-from placer.executor.inference.stream_stage import Stage
 from placer.executor.micro_batches import MicroBatches
 from placer.executor.predict import predicted
-from placer.executor.training.stages.training_stage import Stage as TrainingStage
 from placer.executor.training.step_rollback import Kept
 from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import TrainingPipeline
@@ -35,7 +34,6 @@ from placer.schema import BatchOptions, Profile
 WARM_UPS = 2
 
 AnyPipeline = TrainingPipeline | InferencePipeline
-AnyStage = TrainingStage | Stage
 
 
 def measure_step(
@@ -155,7 +153,7 @@ def measure_stream(
 
 def _measurement(
     title: str,
-    stages: Sequence[AnyStage],
+    stages: Sequence[Stage[Any]],
     rows: tuple[Row, ...],
     order: Plan,
     profile: Profile | None,
@@ -203,12 +201,12 @@ def _traced(
     try:
         courier.trace = deliveries
         for pipeline in pipelines:
-            pipeline.trace = passes
+            pipeline.engine.trace = passes
         run()
     finally:
         courier.trace = None
         for pipeline in pipelines:
-            pipeline.trace = None
+            pipeline.engine.trace = None
         for place in places:
             devices.synchronise(place)
     stages = [stage.device for stage in pipelines[-1].stages]

@@ -16,8 +16,9 @@ from placer.capture.loss_functions import LossFunction
 from placer.capture.user_objects import refuse_more_chunks, refuse_no_chunks
 from placer.errors import InputError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.engine.slot import Slot
+from placer.executor.engine.stage import Stage
 from placer.executor.inference.stream import Known, Streams
-from placer.executor.inference.stream_stage import Stage
 from placer.executor.measure import MeasuredFlow, measure_step, measure_stream
 from placer.executor.state.state_moves import bring_state
 from placer.executor.training.optimizer.optimizer_memory import warn_of_other_memory
@@ -170,7 +171,7 @@ class PipelinedRuns(nn.Module):
         """
         return self._streams.open(batches, in_flight, backend_of(compile), batch_options)
 
-    def streamed(self, batch: Known) -> list[Stage]:
+    def streamed(self, batch: Known) -> list[Stage[Slot]]:
         """The stages of a stream over batches like this one, as they run once the shape has come
         twice.
         """

@@ -117,7 +117,7 @@ class Stages:
         measured = []
         for stage in pipeline.stages:
             slot = stage.slots[0]
-            passes = [slot.forward, slot.backward] + ([slot.weights] if stage.split else [])
+            passes = [slot.passes[phase] for phase in stage.phases]
             forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
             last = stage.head is not None
             # its backward pass has one more forwards, which is no layer's
@@ -197,7 +197,9 @@ class Stages:
     def _infer_compiled(self, flow: DataFlow, batch: Known) -> list[StageTime]:
         measured = []
         for stage in flow.streamed(batch):
-            (forward,) = self._timer([stage.slots[0].run], stage.device, self._repeats)
+            (forward,) = self._timer(
+                [stage.slots[0].passes["forward"]], stage.device, self._repeats
+            )
             measured.append(
                 StageTime(
                     device=str(stage.device),

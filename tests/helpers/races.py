@@ -15,7 +15,7 @@ Source: happens-before by vector clocks, Fidge 1988, Mattern 1989.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -27,10 +27,11 @@ from torch import Tensor
 
 from placer import devices
 from placer.devices import lanes, tensor_moves
-from placer.executor.inference import stream
-from placer.executor.inference import stream_pipeline as inference
-from placer.executor.training import feed, pass_issue
-from placer.executor.training import training_pipeline as training
+from placer.executor.engine import engine, stage
+from placer.executor.engine.engine import Engine
+from placer.executor.inference import stream, stream_engine
+from placer.executor.training import feed, training_pipeline
+from placer.executor.training.stages.training_slot import TrainingSlot
 from placer.executor.training.stages.weight_aliases import Weights
 
 Clock = dict[Hashable, int]
@@ -178,15 +179,15 @@ def watched(monkeypatch: pytest.MonkeyPatch, deaf: Site | None = None) -> Iterat
     shared: dict[torch.device, _Lane] = {}
     with monkeypatch.context() as patch:
         patch.setattr(_Lane, "races", races, raising=False)
-        for module in (lanes, feed, inference, stream, training):
+        for module in (lanes, engine, stage, stream, stream_engine, feed, training_pipeline):
             patch.setattr(module, "Lane", _Lane)
         patch.setattr(
             devices, "shared_lane", lambda device: shared.setdefault(device, _Lane(device))
         )
         patch.setattr(devices, "synchronise", races.synchronise)
         _note_memory(races, patch)
-        _note_streams(races, patch)
-        _note_training(races, patch)
+        _note_passes(races, patch)
+        _note_weights(races, patch)
         yield races
 
 
@@ -220,40 +221,34 @@ def _note_memory(races: Races, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "empty_like", noted_empty_like)
 
 
-def _note_streams(races: Races, patch: pytest.MonkeyPatch) -> None:
-    compute = inference.Stage._compute
+def _note_passes(races: Races, patch: pytest.MonkeyPatch) -> None:
+    """Passes, with what they keep for one another."""
+    compute = Engine.compute
 
-    def noted_compute(self: inference.Stage, slot: inference.Slot) -> None:
-        compute(self, slot)
-        made = races.own(slot, slot.outputs, slot.inputs.values())
-        state = [tensor for step in self.segment.steps for tensor in step.state]
-        queues = [lane.queue for lane in races.active]
-        races.run(queues, [*slot.inputs.values(), *state], made, f"a pass on {self.device}")
-
-    patch.setattr(inference.Stage, "_compute", noted_compute)
-
-
-def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
-    """Passes with what they keep for one another, and the gradients that they add to."""
-    run, begin, finish = pass_issue.Passes._run, Weights.begin, Weights.finish
-
-    def noted_run(
-        self: Any, index: int, phase: str, chunk: int, work: Callable[[], None], after: Any
-    ) -> None:
-        stage = self._stages[index]
-        slot = stage.slot(chunk)
+    def noted_compute(self: Engine[Any], item: Any, slot: Any, after: Any = ()) -> Any:
+        stage, work = self.stages[item.stage], slot.passes[item.phase]
 
         def noted_work() -> None:
             work()
-            reads, writes = _of_pass(races, stage, slot, phase)
-            races.run(
-                [lane.queue for lane in races.active],
-                reads,
-                writes,
-                f"{phase} {chunk} of segment {index}",
-            )
+            reads, writes = _of_pass(races, stage, slot, item.phase)
+            what = f"{item.phase} {item.micro_batch} of segment {item.stage}"
+            races.run([lane.queue for lane in races.active], reads, writes, what)
 
-        run(self, index, phase, chunk, noted_work, after)
+        # eager calls have no lanes: their work is the caller's
+        if stage.device not in self.lanes:
+            return compute(self, item, slot, after)
+        slot.passes[item.phase] = noted_work
+        try:
+            return compute(self, item, slot, after)
+        finally:
+            slot.passes[item.phase] = work
+
+    patch.setattr(Engine, "compute", noted_compute)
+
+
+def _note_weights(races: Races, patch: pytest.MonkeyPatch) -> None:
+    """The gradients that passes add to, and copies of weights."""
+    begin, finish = Weights.begin, Weights.finish
 
     def noted_begin(
         self: Weights, lanes: Mapping[torch.device, _Lane], begun: Any, keep: bool = False
@@ -272,7 +267,6 @@ def _note_training(races: Races, patch: pytest.MonkeyPatch) -> None:
                 races.run(queues, [alias.grad], [parameter.grad], f"the end on {place}")
         finish(self)
 
-    patch.setattr(pass_issue.Passes, "_run", noted_run)
     patch.setattr(Weights, "begin", noted_begin)
     patch.setattr(Weights, "finish", noted_finish)
 
@@ -281,6 +275,8 @@ def _of_pass(races: Races, stage: Any, slot: Any, phase: str) -> tuple[list[Any]
     """What a pass reads and writes; what it keeps for the next one of its slot has a name alone."""
     kept, deferred = (id(slot), "activations"), (id(slot), "deferred")
     state = [tensor for step in stage.segment.steps for tensor in step.state]
+    if not isinstance(slot, TrainingSlot):
+        return [*slot.inputs.values(), *state], races.own(slot, slot.outputs, slot.inputs.values())
     changed = [
         tensor
         for step in stage.segment.steps

@@ -1,41 +1,32 @@
-"""Micro-batches through the segments, in the order of fill-drain (GPipe).
+"""Eager calls: micro-batches through the segments in the order of fill-drain (GPipe).
 
     tick        0     1     2     3
     segment 0   m0    m1    m2
     segment 1         m0    m1    m2
 
 Every device works through what was issued to it, so while segment 1 computes micro-batch 0, segment
-0 has micro-batch 1.
+0 has micro-batch 1. Nothing is recorded here, and autograd may follow the values: their copies
+between devices are operations of the passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from placer import devices
+from placer.devices import Courier
+from placer.executor.engine.engine import Engine
+from placer.executor.engine.slot import Slot
+from placer.executor.engine.stage import Stage
 from placer.executor.segments import MicroBatch, Segment, taken_in_turn
-from placer.executor.stage_errors import Place, raise_explained
-
-
-def clock(segments: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """The order of issue: (segment, micro-batch), tick by tick, the latest segment first within a
-    tick.
-    """
-    for tick in range(segments + chunks - 1):
-        for segment in reversed(range(max(0, tick - chunks + 1), min(segments, tick + 1))):
-            yield segment, tick - segment
-
-
-def _order(parts: Sequence[Segment], chunks: int, gathered: bool) -> Iterable[tuple[int, int]]:
-    """As ``clock``; one micro-batch after another where segments use what others change."""
-    if chunks == 1 or taken_in_turn(parts, gathered) is None:
-        return clock(len(parts), chunks)
-    return ((segment, chunk) for chunk in range(chunks) for segment in range(len(parts)))
+from placer.executor.stage_errors import Trail
+from placer.schedule import Pass, plan
 
 
 def run(
@@ -49,21 +40,42 @@ def run(
         pipeline: the segments of each micro-batch (a last, smaller one may have been captured
             apart).
         batches: the values of each, which hold the outputs afterwards.
-        gather: enters what a segment of this number runs in.
+        gather: returns the context in which a segment of this number runs.
 
     Raises:
         StageError: a layer failed.
     """
-    for segment, chunk in _order(pipeline[0], len(batches), gather is not nullcontext):
-        part, batch = pipeline[chunk][segment], batches[chunk]
-        try:
-            with gather(segment):
-                part.run(batch)
-        except BaseException as error:
-            place = Place(
-                chunk, "forward", segment, len(pipeline[0]), part.device, batch.trail.layer
-            )
-            raise_explained(error, place)
+    trail = Trail()
+    for batch in batches:
+        batch.trail = trail
+    stages = []
+    for index, segment in enumerate(pipeline[0]):
+        stage = Stage[Slot](segment, (), {}, trail)
+        for parts, batch in zip(pipeline, batches, strict=True):
+            work = partial(_compute, parts[index], batch, partial(gather, index))
+            stage.slots.append(Slot(passes={"forward": work}))
+        stages.append(stage)
+    order = _order(pipeline[0], len(batches), gather is not nullcontext)
+    Engine(stages, lanes={}, courier=Courier()).run(order)
+
+
+def _compute(
+    segment: Segment, batch: MicroBatch, gather: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    with gather():
+        segment.run(batch)
+
+
+def _order(parts: Sequence[Segment], chunks: int, gathered: bool) -> Iterable[Pass]:
+    """Return the passes in the order of fill-drain, or micro-batch after micro-batch.
+
+    The latter where a segment changes state that another one uses: it must not find there what a
+    later micro-batch left.
+    """
+    if parts and chunks > 1 and taken_in_turn(parts, gathered) is None:
+        return plan("fill-drain", range(len(parts)), chunks, training=False).issue
+    stages = range(len(parts))
+    return [Pass(stage, "forward", chunk) for chunk in range(chunks) for stage in stages]
 
 
 def even_sizes(batch: int, chunks: int) -> list[int]:

@@ -15,10 +15,11 @@ from placer.executor.engine.compiled_segments import (
     told,
     trial_ms,
 )
-from placer.executor.inference.stream_stage import Stage
+from placer.executor.engine.slot import Slot
+from placer.executor.engine.stage import Stage
 
 
-def compile_stage(stage: Stage, backend: Backend) -> None:
+def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster.
 
     Args:
@@ -26,7 +27,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
             it is.
         backend: of ``torch.compile``.
     """
-    stage.not_compiled_because = stage.obstacle or obstacle(stage.segment)
+    stage.not_compiled_because = stage.number_obstacle or obstacle(stage.segment)
     if stage.not_compiled_because:
         return
     plain, trial = stage.segment, _Trial(stage)
@@ -58,7 +59,7 @@ class _Trial:
     batches that come.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage[Slot]) -> None:
         self._slot = stage.slots[0]
         self._device = stage.device
         state = {
@@ -82,4 +83,4 @@ class _Trial:
 
     def _run(self) -> None:
         self.restore()
-        self._slot.run()
+        self._slot.passes["forward"]()

@@ -37,8 +37,9 @@ from placer.devices import Courier, Lane
 from placer.errors import InputError
 from placer.executor.engine.compiled_segments import Backend
 from placer.executor.engine.shape_cache import LatestShapes
+from placer.executor.engine.slot import Slot
+from placer.executor.engine.stage import Stage
 from placer.executor.inference.stream_pipeline import InferencePipeline
-from placer.executor.inference.stream_stage import Stage
 from placer.executor.inference.ticket import Ticket
 from placer.executor.model_captures import Capture, shapes
 from placer.executor.segments import StateLookup
@@ -192,7 +193,7 @@ class Streams:
         except _OutdatedError:
             return None
 
-    def stages(self, batch: Known) -> list[Stage]:
+    def stages(self, batch: Known) -> list[Stage[Slot]]:
         """The stages that batches like this one go through, as they run once the shape has come
         twice.
         """
@@ -367,7 +368,7 @@ class Streams:
         if ticket.pipeline is None or ticket.passage is None:
             return ticket.result
         with _inference():
-            leaves = ticket.pipeline.leaves(ticket.passage)
+            leaves = ticket.pipeline.engine.leaves(ticket.passage)
         return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
     def _fail(self, ticket: Ticket) -> NoReturn:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from placer.errors import StageError
-from placer.executor.inference.stream_pipeline import InferencePipeline, Passage
+from placer.executor.inference.stream_engine import Passage
+from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.executor.stage_errors import StageMemoryError
 
 
@@ -37,7 +38,7 @@ class Ticket:
         """Whether there is nothing left to issue."""
         if self.error is not None or self.pipeline is None or self.passage is None:
             return True
-        return self.pipeline.is_through(self.passage)
+        return self.pipeline.engine.is_through(self.passage)
 
     def advance(self) -> None:
         """Issue its next segment; what fails is its error."""
@@ -52,7 +53,7 @@ class Ticket:
     def drop(self) -> None:
         """Forget the batch; the ticket, which an error's calls may hold, then holds nothing."""
         if self.pipeline is not None and self.passage is not None:
-            self.pipeline.drop(self.passage)
+            self.pipeline.engine.drop(self.passage)
         self.pipeline = self.passage = self.result = self.error = None
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.executor.training.stages.training_slot import Slot
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_slot import TrainingSlot
+from placer.executor.training.stages.training_stage import TrainingStage
 from placer.schedule import Transfer
 
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -23,7 +23,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 REPEATS = 3
 
 
-def crossings(stages: Sequence[Stage]) -> list[Transfer]:
+def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
     """The transfers between stages of unlike devices; none where passes are not timed either.
 
     Args:
@@ -34,7 +34,7 @@ def crossings(stages: Sequence[Stage]) -> list[Transfer]:
     return found(stages, _copy_ms)
 
 
-def found(stages: Sequence[Stage], clock: Callable[[Copies], float]) -> list[Transfer]:
+def found(stages: Sequence[TrainingStage], clock: Callable[[Copies], float]) -> list[Transfer]:
     """The transfers, by a clock that is given what is copied at one time."""
     maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
     transfers = []
@@ -55,12 +55,14 @@ def found(stages: Sequence[Stage], clock: Callable[[Copies], float]) -> list[Tra
     return transfers
 
 
-def _values(names: Sequence[str], made: Slot, read: Slot) -> Copies:
+def _values(names: Sequence[str], made: TrainingSlot, read: TrainingSlot) -> Copies:
     pairs = [(made.outputs[name], read.inputs[name]) for name in names]
     return [(source, target) for source, target in pairs if isinstance(target, Tensor)]
 
 
-def _gradients(names: Sequence[str], reader: int, stages: Sequence[Stage], maker: int) -> Copies:
+def _gradients(
+    names: Sequence[str], reader: int, stages: Sequence[TrainingStage], maker: int
+) -> Copies:
     sent, summed = stages[reader].slots[0].input_gradients, stages[maker].slots[0].gradients
     return [
         (sent[name], summed[name])

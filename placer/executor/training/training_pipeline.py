@@ -25,25 +25,23 @@ from placer.devices import Courier, Lane, Mark
 from placer.errors import InputError
 from placer.executor.engine.checkpointed_segments import with_checkpoints
 from placer.executor.engine.compiled_segments import Backend
-from placer.executor.engine.pass_trace import Issued
 from placer.executor.segments import Segment, borders, segments, spread_state
-from placer.executor.stage_errors import Place, explain
+from placer.executor.stage_errors import explain
 from placer.executor.state.batch_statistics import BatchStatistics
 from placer.executor.training.feed import Feed
 from placer.executor.training.input_gradients import InputGradients, detached
 from placer.executor.training.loss.loss_weights import Weighing
-from placer.executor.training.pass_issue import Passes
 from placer.executor.training.stage_transfers import crossings
 from placer.executor.training.stages.compiled_stages import compile_stage
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
-from placer.executor.training.stages.training_slot import Collected, Head, Key, Slot
-from placer.executor.training.stages.training_stage import Stage, drop_unreached
+from placer.executor.training.stages.training_slot import Collected, Head, Key, TrainingSlot
+from placer.executor.training.stages.training_stage import TrainingStage, drop_unreached
 from placer.executor.training.stages.weight_aliases import Keep, Weights, keep_none
 from placer.executor.training.step_rollback import Kept
+from placer.executor.training.training_engine import TrainingEngine
 from placer.schedule import Plan, plan
 from placer.schema import Schedule
 from placer.utils.error_translation import ErrorTranslation
-from placer.utils.user_warnings import warn
 
 PENALTY = "loss_fn reads parameters beside its arguments, whose gradients no pass over layers would bring to them"
 
@@ -151,15 +149,14 @@ class TrainingPipeline:
         room = recipe.in_flight if len(recipe.in_flight) == len(parts) else None
         self.plan = plan(recipe.schedule, self._device_of, self.chunks, room=room)
         self.stages = self._stages(parts, head)
+        spread = set(spread_state(graph, places))
+        for stage in self.stages:
+            used = {name for step in stage.segment.steps for name in step.layer.state}
+            stage.spread = spread & used
         self.courier = Courier()
+        self.engine = TrainingEngine(self.stages, self.lanes, self.courier)
         mutated = dict.fromkeys(name for layer in graph.layers for name in layer.mutated)
         self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
-        spread = set(spread_state(graph, places))
-        self.spread = [
-            spread.intersection(name for step in part.steps for name in step.layer.state)
-            for part in parts
-        ]
-        self.trace: list[Issued] | None = None
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
         self._pointers = devices.addresses(self._buffers)
@@ -188,8 +185,8 @@ class TrainingPipeline:
                     slot.collected.outputs = slot.collected.outputs if outputs else None
         return True
 
-    def _last_slots(self) -> list[Slot]:
-        return [*self.stages[-1].slots, *self.stages[-1].tail.values()]
+    def _last_slots(self) -> list[TrainingSlot]:
+        return self.stages[-1].all_slots()
 
     def run(
         self,
@@ -258,27 +255,18 @@ class TrainingPipeline:
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
-        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them,
-        and why.
-        """
-        return self._by_segment("not_recorded_because")
+        """By segment on a GPU without CUDA graphs: the layer that forbids them, and why."""
+        return self.engine.notes("not_recorded_because")
 
     @property
     def compiled(self) -> dict[str, str]:
-        """For each segment that torch.compile made faster: by how much."""
-        return self._by_segment("compiled")
+        """By segment that torch.compile made faster: by how much."""
+        return self.engine.notes("compiled")
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
-        """For each segment that runs without torch.compile though it was asked for: why."""
-        return self._by_segment("not_compiled_because")
-
-    def _by_segment(self, attribute: str) -> dict[str, str]:
-        return {
-            f"segment {index} of {len(self.stages)} on {stage.device}": getattr(stage, attribute)
-            for index, stage in enumerate(self.stages)
-            if getattr(stage, attribute)
-        }
+        """By segment that runs without torch.compile though it was asked for: why."""
+        return self.engine.notes("not_compiled_because")
 
     @property
     def penalised(self) -> list[nn.Parameter]:
@@ -304,7 +292,7 @@ class TrainingPipeline:
         """Issue a batch to the lanes; each begins when its own device has done what the caller
         issued there.
         """
-        shared = any(self.spread)  # then they work on each other's state
+        shared = any(stage.spread for stage in self.stages)  # then they work on each other's state
         for place, lane in self.lanes.items():
             lane.wait(*(begun.values() if shared else [begun[place]]))
         self.weights.begin(self.lanes, begun, keep)
@@ -313,9 +301,7 @@ class TrainingPipeline:
             self._set_scale(self._head, scale)
         for stage in self.stages:
             stage.begin()
-        Passes(
-            self, feed, gradients, {place: lane.mark() for place, lane in self.lanes.items()}
-        ).issue()
+        self.engine.run_batch(self.plan.issue, feed, gradients, self.collected)
 
     def recover(self) -> None:
         """After a batch that failed: nothing runs any more; buffers are as before it, and there are
@@ -330,7 +316,7 @@ class TrainingPipeline:
         self._kept.restore()
         self.weights.drop()
 
-    def _stages(self, parts: Sequence[Segment], head: Head) -> list[Stage]:
+    def _stages(self, parts: Sequence[Segment], head: Head) -> list[TrainingStage]:
         """Segments with what passes between them; the last one has the loss."""
         reads, writes = borders(parts, self.graph.outputs)
         stages = []
@@ -339,7 +325,7 @@ class TrainingPipeline:
                 nullcontext if self.statistics is None else partial(self.statistics.gather, index)
             )
             again = part.device in self.recipe.recompute
-            kind, split = (RecomputedStage, False) if again else (Stage, self.plan.split)
+            kind, split = (RecomputedStage, False) if again else (TrainingStage, self.plan.split)
             mine = head if index == len(parts) - 1 else None
             stages.append(
                 kind(part, reads[index], writes[index], mine, split, gather, self.weights.reach)
@@ -441,17 +427,13 @@ class TrainingPipeline:
                 stage.record()
         # an optimizer's state would keep pieces of memory in which little else fits
         devices.release_cache()
-        for place, why in self.not_recorded_because.items():
-            warn(f"{place} runs without CUDA graphs, which takes the host more time: {why}")
+        self.engine.warn_of_eager_stages()
         alone = len(set(self._device_of)) == len(self._device_of)
         if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
             self.plan = self._balanced()
 
     def _naming(self, index: int, phase: str, micro_batch: int) -> ErrorTranslation:
         """Let an error inside say in which pass it happened."""
-        return ErrorTranslation(lambda error: explain(error, self.place(index, phase, micro_batch)))
-
-    def place(self, index: int, phase: str, micro_batch: int) -> Place:
-        """Where a pass of a stage is, and in which layer it is now."""
-        stage = self.stages[index]
-        return Place(micro_batch, phase, index, len(self.stages), stage.device, stage.trail.layer)
+        return ErrorTranslation(
+            lambda error: explain(error, self.engine.place(index, phase, micro_batch))
+        )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from placer import BatchOptions, DataFlow
 from placer.errors import BatchError, InputError
-from placer.executor.engine.fill_drain import clock, even_sizes
+from placer.executor.engine.fill_drain import even_sizes
 from placer.testing import logical_devices
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
@@ -222,17 +222,6 @@ def test_numbers_that_an_object_among_the_results_keeps_are_left_as_they_are() -
         result = flow(X, chunks=4)
     assert result["beside"].window == 2
     torch.testing.assert_close(result["beside"].rows, X)
-
-
-@pytest.mark.parametrize(("segments", "chunks"), [(1, 1), (3, 1), (1, 4), (3, 5), (5, 2)])
-def test_the_clock_issues_every_pair_once_after_what_it_needs(segments: int, chunks: int) -> None:
-    issued = list(clock(segments, chunks))
-    assert sorted(issued) == [
-        (segment, chunk) for segment in range(segments) for chunk in range(chunks)
-    ]
-    for segment, chunk in issued:
-        if segment:
-            assert issued.index((segment - 1, chunk)) < issued.index((segment, chunk))
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,11 @@ def test_steps_and_streams_after_a_measurement_are_not_traced() -> None:
         step(inputs, target)
         assert len(first.measured) == count
         pipeline, _, _ = step.pipeline(inputs, target)
-        assert pipeline is not None and pipeline.trace is None and pipeline.courier.trace is None
+        assert (
+            pipeline is not None
+            and pipeline.engine.trace is None
+            and pipeline.courier.trace is None
+        )
 
 
 def test_without_a_profile_nothing_is_predicted() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer import DataFlow, profile
-from placer.executor.training.stages.training_slot import Slot
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_slot import TrainingSlot
+from placer.executor.training.stages.training_stage import TrainingStage
 from placer.profiler.memory import measure_memory
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, T
 }
 
 
-def _waiting(slot: Slot) -> dict[str, int]:
+def _waiting(slot: TrainingSlot) -> dict[str, int]:
     """By layer, the bytes of the gradients that a slot's queue holds."""
     storages: dict[str, dict[int, int]] = defaultdict(dict)
     for addition in slot.deferred:
@@ -117,13 +117,13 @@ def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(
     make, data, loss_fn = MODELS[name]
     model, size, chunks = make(), 2, 3
     found: dict[str, int] = {}
-    weights = Stage._weights
+    weights = TrainingStage.add_weight_gradients
 
-    def watched(stage: Stage, slot: Slot) -> None:
+    def watched(stage: TrainingStage, slot: TrainingSlot) -> None:
         found.update(_waiting(slot))
         weights(stage, slot)
 
-    monkeypatch.setattr(Stage, "_weights", watched)
+    monkeypatch.setattr(TrainingStage, "add_weight_gradients", watched)
     said = profile(model, data(size)[0], [CPU], progress=False, repeats=1, granularity="submodule")
     with logical_devices(2):
         flow = DataFlow(model)
@@ -143,9 +143,9 @@ def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places: list[tuple[set[int], set[int]]] = []
-    weights = Stage._weights
+    weights = TrainingStage.add_weight_gradients
 
-    def watched(stage: Stage, slot: Slot) -> None:
+    def watched(stage: TrainingStage, slot: TrainingSlot) -> None:
         waiting = {addition.gradient.untyped_storage().data_ptr() for addition in slot.deferred}
         places.append(
             (
@@ -155,7 +155,7 @@ def test_a_weight_pass_waits_with_a_gradient_in_the_place_where_it_arrived(
         )
         weights(stage, slot)
 
-    monkeypatch.setattr(Stage, "_weights", watched)
+    monkeypatch.setattr(TrainingStage, "add_weight_gradients", watched)
     model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 4))
     found = profile(model, torch.randn(256, 8), [CPU], progress=False, repeats=1)
     assert [edge.deferred for edge in found.edges] == [True]

@@ -32,10 +32,10 @@ from placer.executor.segments import MicroBatch
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
 from placer.executor.training.stages.split_segments import OpenedSegment, compiled_loss
 from placer.executor.training.stages.training_slot import Head
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_stage import TrainingStage
 
 
-def compile_stage(stage: Stage, backend: Backend) -> None:
+def compile_stage(stage: TrainingStage, backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster; its loss, too.
 
     Args:
@@ -58,7 +58,7 @@ def compile_stage(stage: Stage, backend: Backend) -> None:
             _compile_loss(stage, stage.head, backend, now_ms)
 
 
-def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
+def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -> float:
     """What the stage's passes take then."""
     plain, split = stage.segment, stage.split
     why_whole, border = "", _border(stage)
@@ -87,7 +87,7 @@ def _compile_segment(stage: Stage, backend: Backend, before_ms: float) -> float:
     return before_ms
 
 
-def _compile_loss(stage: Stage, head: Head, backend: Backend, before_ms: float) -> None:
+def _compile_loss(stage: TrainingStage, head: Head, backend: Backend, before_ms: float) -> None:
     """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is,
     too.
     """
@@ -115,7 +115,7 @@ def _times(after_ms: float, before_ms: float) -> str:
     return f"{after_ms:.3g} ms forwards and backwards, {before_ms:.3g} ms without"
 
 
-def _obstacle(stage: Stage) -> str:
+def _obstacle(stage: TrainingStage) -> str:
     """What forbids to compile a stage; empty if nothing does."""
     if stage.gathers:
         return "deferred_batch_norm takes batch normalisations apart"
@@ -124,7 +124,7 @@ def _obstacle(stage: Stage) -> str:
     return obstacle(stage.segment)
 
 
-def _border(stage: Stage) -> Border:
+def _border(stage: TrainingStage) -> Border:
     """What a stage's segment is given, and what it makes that something outside it reads."""
     made = {name for step in stage.segment.steps for name in step.layer.writes}
     names = [*stage.writes, *(stage.head.names if stage.head is not None else ())]
@@ -133,7 +133,7 @@ def _border(stage: Stage) -> Border:
     return Border(stage.reads, tuple(writes), frozenset(writes) - awaited)
 
 
-def _awaited_by_loss(stage: Stage) -> set[str]:
+def _awaited_by_loss(stage: TrainingStage) -> set[str]:
     """Of what the loss is given, the values that it depends on."""
     slot, head = stage.slots[0], stage.head
     if head is None:
@@ -160,7 +160,6 @@ def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _trial_ms(stage: Stage) -> float:
+def _trial_ms(stage: TrainingStage) -> float:
     """Time of a forward and a backward pass of the first slot."""
-    slot = stage.slots[0]
-    return trial_ms([slot.forward, slot.backward, slot.weights], stage.device)
+    return trial_ms(list(stage.slots[0].passes.values()), stage.device)

@@ -26,12 +26,12 @@ from placer import devices
 from placer.capture import autocast
 from placer.devices import Repeated
 from placer.executor.segments import MicroBatch, Segment
-from placer.executor.training.stages.training_slot import Slot
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_slot import TrainingSlot
+from placer.executor.training.stages.training_stage import TrainingStage
 
 
-class RecomputedStage(Stage):
-    """As ``Stage``, but not split: nothing is kept that weight gradients could be made of apart."""
+class RecomputedStage(TrainingStage):
+    """As ``TrainingStage``, but not split: nothing is kept that weight gradients could be made of apart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class RecomputedStage(Stage):
 
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
-    ) -> tuple[list[Slot], dict[str, Any]]:
+    ) -> tuple[list[TrainingSlot], dict[str, Any]]:
         slots, made = super()._opened(count, inputs, targets, weight)
         for slot in slots:
             # What passes leave for others is not theirs: recorded, they all share the memory of
@@ -72,17 +72,17 @@ class RecomputedStage(Stage):
     def release(self) -> None:
         """Nothing is left in the slots between passes."""
         self._accumulation.drop()
-        for slot in (*self.slots, *self.tail.values()):
+        for slot in self.all_slots():
             self._let_go(slot)
 
-    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
+    def _rooms(self, slot: TrainingSlot, shares_backward: bool) -> list[devices.Rooms]:
         """None: both passes share one memory, in which the larger leaves room for the smaller. They
         are not warm.
         """
         return []
 
     def _recorded(
-        self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
+        self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
     ) -> None:
         """No pass leaves anything but in static tensors, so that all of them share their memory;
         each runs first.
@@ -91,15 +91,17 @@ class RecomputedStage(Stage):
         generators = (
             [[generator] for generator in chance.generators] if chance is not None else None
         )
-        slot.forward, slot.backward = devices.record(
-            [slot.forward, slot.backward],
+        replays = devices.record(
+            [slot.passes[phase] for phase in self.phases],
             self.device,
             pools=[self._shared_memory] * 2,
             generators=generators,
         )
+        slot.passes.update(zip(self.phases, replays, strict=True))
 
     @torch.no_grad()
-    def _forward(self, slot: Slot) -> None:
+    def forward(self, slot: TrainingSlot) -> None:
+        """Compute the segment in a slot without a graph of autograd."""
         _write(self._before[id(slot)], self._changed())
         # Copies, since a layer may write to what it reads, and the backward pass needs it as it
         # was.
@@ -120,14 +122,15 @@ class RecomputedStage(Stage):
                 self.head.total.add_(slot.roots[0])
         slot.roots = []
 
-    def _backward(self, slot: Slot) -> None:
+    def backward(self, slot: TrainingSlot) -> None:
+        """Run forwards once more, and then backwards."""
         outputs, before = slot.outputs, self._before[id(slot)]
         now = [weight.detach().clone() for weight in self._written]
         _write([copy for _, copy in self._buffers] + self._written, before)
         try:
             with self._chance(slot, "again"):
                 self._compute(slot, self._again)
-            super()._backward(slot)
+            super().backward(slot)
         finally:
             slot.outputs = outputs
             _write(self._written, now)
@@ -137,13 +140,13 @@ class RecomputedStage(Stage):
         """What a forward pass changes: the buffers, and then the weights."""
         return [buffer for buffer, _ in self._buffers] + self._written
 
-    def _chance(self, slot: Slot, which: str) -> AbstractContextManager[None]:
+    def _chance(self, slot: TrainingSlot, which: str) -> AbstractContextManager[None]:
         chance = self._chances.get(id(slot))
         if chance is None:
             return nullcontext()
         return chance.first() if which == "first" else chance.again()
 
-    def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: TrainingSlot) -> None:
         for leaf in slot.leaves.values():
             leaf.grad = None
         slot.leaves, slot.roots = {}, []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from placer.capture.weight_grads.deferred import Addition, Queue
 from placer.devices import Mark
+from placer.executor.engine.slot import Slot
 from placer.executor.stage_errors import Trail
 from placer.executor.training.optimizer.gradient_accumulation import Accumulation
 
@@ -77,50 +78,37 @@ class Head:
     collects: bool = False
 
 
-@dataclass
-class Slot:
-    """A micro-batch in flight.
+@dataclass(eq=False)
+class TrainingSlot(Slot):
+    """Room for one micro-batch in a stage, from its forward pass to its last one.
 
     Attributes:
-        inputs: static tensors, or numbers, by name.
-        weight: of its loss in the batch's: its share of the samples.
+        weight: of the micro-batch's loss in the batch's: its share of the samples.
         targets: static tensors of the loss's target, in the last stage.
         gradients: of each output, static: the sum of what its readers send.
         entering: the inputs and targets that a gradient goes back to.
         leaves: what the forward pass differentiates by, of these.
-        outputs: what it made, by name.
         roots: what the backward pass starts from.
-        input_gradients: what it made for those that entered.
+        input_gradients: what the backward pass made for the values that entered.
         unreached: those of them that it had no gradient for; zeros stand for it.
-        forward: runs or replays the forward pass.
-        backward: runs or replays the backward pass.
-        weights: runs or replays the weight half of the backward pass, where it is apart.
-        deferred: the weight gradients that the backward pass left to it.
+        deferred: the weight gradients that the backward pass left to the weight-gradient pass.
         landing: static tensors that input gradients are copied to, where other passes work in the
             memory in which they are made.
-        over: when the last pass of the latest micro-batch that it had was done; None before the
-            first.
-        fetched: when those who read its outputs have copied them.
-        sent: when its input gradients have been copied to where they go.
-        collected: in the last stage, static: what the caller is given of the micro-batch.
+        fetched: marks behind the copies of the outputs.
+        sent: marks behind the copies of the input gradients.
+        collected: static, in a stage with a loss: what the caller is given of the micro-batch.
     """
 
-    inputs: dict[str, Any]
-    weight: float
+    weight: float = 1.0
     targets: list[Any] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     entering: tuple[Key, ...] = ()
     leaves: dict[Key, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Any] = field(default_factory=dict)
     roots: list[Tensor] = field(default_factory=list)
     input_gradients: dict[Key, Tensor] = field(default_factory=dict)
     unreached: frozenset[Key] = frozenset()
-    forward: Callable[[], None] = lambda: None
-    backward: Callable[[], None] = lambda: None
-    weights: Callable[[], None] = lambda: None
     deferred: Queue = field(default_factory=Queue)
     landing: dict[Key, Tensor] = field(default_factory=dict)
-    over: Mark = None
     fetched: list[Mark] = field(default_factory=list)
     sent: list[Mark] = field(default_factory=list)
     collected: Collected | None = None

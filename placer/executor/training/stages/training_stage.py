@@ -10,7 +10,7 @@ eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from placer import devices
 from placer.capture import autocast
 from placer.capture.loss_functions import refuse_no_number, refuse_untrained
 from placer.capture.weight_grads.deferred import Addition
+from placer.executor.engine.stage import Stage
 from placer.executor.engine.weak_methods import weakly
 from placer.executor.segments import MicroBatch, Segment
 from placer.executor.stage_errors import Trail
@@ -34,8 +35,9 @@ from placer.executor.training.stages.training_slot import (
     Head,
     Key,
     NamedQueue,
-    Slot,
+    TrainingSlot,
 )
+from placer.schedule import Phase
 
 LOSS = "(loss)"
 """What stands for the loss where a layer is named."""
@@ -82,32 +84,29 @@ class _Entered(MicroBatch):
         return super().read(name, device)
 
 
-class Stage:
-    """A segment with its border and its slots.
+class TrainingStage(Stage[TrainingSlot]):
+    """A segment with forward and backward passes, for micro-batches in flight.
 
     Args:
         segment: its layers, over aliases of the parameters.
         reads: names of the values that come from other stages, or from the batch.
         writes: for each value that is read elsewhere: the stages that read it.
-        head: the loss, in the last stage.
-        split: whether weight gradients are a pass of their own.
-        gather: enters what a forward pass runs in, beside: statistics over the whole batch.
-        reach: is told the weights whose gradients are left to a pass of their own.
+        head: the loss, in a stage whose result is the model's.
+        split: whether weight gradients have a pass of their own.
+        gather: returns a context for each forward pass: statistics over the whole batch.
+        reach: is called with every weight whose gradients are left to a pass of their own.
 
     Attributes:
-        slots: the micro-batches in flight.
-        tail: the last micro-batch of a batch, by its number, where it is smaller than the others.
+        slots: one for each micro-batch in flight.
+        tail: the slot of the last micro-batch, by its number, where it is smaller than the others.
         unreached: of what it reads, the values that the loss does not depend on.
         awaited: by value that is read elsewhere: the stages that send a gradient of it.
+        spread: names of state that it uses, which layers of several devices change.
         memories: by slot, the number of the memory in which its recorded input-gradient pass works,
-            where weight gradients are a pass of their own; see ``Plan.backward_memory``. One for
-            each slot if empty.
-        is_recorded: whether the passes are CUDA graphs.
-        not_recorded_because: why they cannot be; empty where they are, or may get so, or no GPU is.
+            where weight gradients have a pass of their own; see ``Plan.backward_memory``. Each slot
+            has its own if empty.
         reuses: whether a backward pass may leave its results where the forward pass works, so that
             they must be read before the slot's next forward pass runs.
-        compiled: what torch.compile gained; empty where it does not run.
-        not_compiled_because: why not, where it was asked for.
     """
 
     def __init__(
@@ -120,29 +119,42 @@ class Stage:
         gather: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reach: Callable[[Tensor], None] = lambda weight: None,
     ) -> None:
-        self.segment = segment
-        self.device = segment.device
-        self.reads = tuple(reads)
-        self.writes = dict(writes)
+        super().__init__(segment, reads, writes, Trail(backwards=True))
         self.head = head
         self.split = split
         self.gather = gather
-        self.slots: list[Slot] = []
-        self.tail: dict[int, Slot] = {}
-        self.reach = reach
         self.gathers = gather is not nullcontext
-        self.is_recorded = False
-        self.not_recorded_because = ""
+        self.reach = reach
+        self.tail: dict[int, TrainingSlot] = {}
         self.reuses = False
-        self.compiled = ""
-        self.not_compiled_because = ""
-        self.trail = Trail(backwards=True)
         self.unreached: frozenset[Key] = frozenset()
         self.awaited: dict[str, set[int]] = {}
+        self.spread: Set[str] = frozenset()
         self.memories: list[int] = []
         self._made_of: dict[str, frozenset[Key]] = {}
         self._accumulation = Accumulation(tensor for step in segment.steps for tensor in step.state)
         self._shared_memory: Any = None
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The passes of a micro-batch, in order."""
+        return ("forward", "backward", "weights") if self.split else ("forward", "backward")
+
+    def eager_passes(self, slot: TrainingSlot) -> dict[Phase, Callable[[], None]]:
+        """Return what runs each pass of a slot operation by operation."""
+        return {
+            "forward": weakly(self.forward, slot),
+            "backward": weakly(self.backward, slot),
+            "weights": weakly(self.add_weight_gradients, slot),
+        }
+
+    def slot(self, micro_batch: int) -> TrainingSlot:
+        """Return the slot that a micro-batch goes through."""
+        return self.tail.get(micro_batch) or super().slot(micro_batch)
+
+    def all_slots(self) -> list[TrainingSlot]:
+        """Return the slots, and then the tail's."""
+        return [*self.slots, *self.tail.values()]
 
     def open_slots(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
@@ -179,14 +191,15 @@ class Stage:
 
     def _opened(
         self, count: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
-    ) -> tuple[list[Slot], dict[str, Any]]:
+    ) -> tuple[list[TrainingSlot], dict[str, Any]]:
         slots = []
         examples: dict[Key, Any] = dict(enumerate(targets))
         examples.update(inputs)
         # what stays would keep pieces of memory in which little else fits
         devices.release_cache()
         for _ in range(count):
-            slot = Slot({name: self._static(inputs[name]) for name in self.reads}, weight)
+            static = {name: self._static(inputs[name]) for name in self.reads}
+            slot = TrainingSlot(static, weight=weight)
             if self.head is not None:
                 slot.targets = [self._static(target) for target in targets]
             slot.entering = tuple(
@@ -196,7 +209,7 @@ class Stage:
             )
             queue = NamedQueue if self.split else AtOnce
             slot.deferred = queue(self.trail, self.reach, self._accumulation)
-            self._run_eagerly(slot)
+            slot.passes = self.eager_passes(slot)
             slots.append(slot)
         first = slots[0]
         self._compute(first, self.segment)
@@ -222,12 +235,7 @@ class Stage:
                 )
         return slots, made
 
-    def _run_eagerly(self, slot: Slot) -> None:
-        slot.forward = weakly(self._forward, slot)
-        slot.backward = weakly(self._backward, slot)
-        slot.weights = weakly(self._weights, slot)
-
-    def _beyond_loss(self, slot: Slot) -> frozenset[Key]:
+    def _beyond_loss(self, slot: TrainingSlot) -> frozenset[Key]:
         """Of what entered, the values that the loss does not depend on."""
         if not slot.leaves:
             return frozenset()
@@ -238,7 +246,7 @@ class Stage:
             name for name, gradient in zip(slot.leaves, found, strict=True) if gradient is None
         )
 
-    def expect(self, stages: Sequence[Stage]) -> None:
+    def expect(self, stages: Sequence[TrainingStage]) -> None:
         """Wait for no gradient of a value that the loss does not depend on, by way of any stage
         that reads it.
 
@@ -249,7 +257,7 @@ class Stage:
             readers -= {reader for reader in readers if name in stages[reader].unreached}
             if not readers:
                 del self.awaited[name]
-                for slot in (*self.slots, *self.tail.values()):
+                for slot in self.all_slots():
                     del slot.gradients[name]
         if self.head is None:
             awaited = frozenset[Key]().union(*(self._made_of[name] for name in self.awaited))
@@ -265,42 +273,35 @@ class Stage:
         self._accumulation.drop()
         if self.is_recorded:
             return
-        for slot in (*self.slots, *self.tail.values()):
+        for slot in self.all_slots():
             slot.leaves, slot.outputs, slot.roots, slot.input_gradients = {}, {}, [], {}
             slot.deferred.clear()
 
-    def slot(self, micro_batch: int) -> Slot:
-        """The slot that a micro-batch goes through."""
-        return self.tail.get(micro_batch) or self.slots[micro_batch % len(self.slots)]
-
-    def record(self) -> None:
-        """Turn the passes of every slot into CUDA graphs, where the device has them and the layers
-        allow it.
-        """
-        if self.device.type != "cuda":
-            return
+    def recording_obstacle(self) -> str:
+        """Return what is known to forbid a recording; an empty string if nothing is."""
         for step in self.segment.steps:
             if any(step.state[index].device.type == devices.CPU for index in step.foreign):
-                self.not_recorded_because = (
-                    f"layer {step.layer.name!r} changes state that is on the host"
-                )
-                return
+                return f"layer {step.layer.name!r} changes state that is on the host"
+        return ""
+
+    def record_slots(self) -> None:
+        """Record the passes of every slot.
+
+        Raises:
+            devices.NotRecordable: a pass cannot be recorded.
+        """
         self._shared_memory = devices.memory_pool(self.device)
-        every = [*self.slots, *self.tail.values()]
         pools = self._backward_pools()
-        shared = [slot for slot, pool in zip(every, pools, strict=True) if pools.count(pool) > 1]
+        every = list(zip(self.all_slots(), pools, strict=True))
+        shared = [slot for slot, pool in every if pools.count(pool) > 1]
         for slot in shared:
             slot.landing = self._landing(slot)
-        try:
-            rooms = self._rooms(self.slots[0], len(shared) > 0)
-            for number, (slot, pool) in enumerate(zip(every, pools, strict=True)):
-                is_warm = number < len(self.slots)  # else it is the tail's
-                self._recorded(slot, pool, rooms if is_warm else (), warm=is_warm)
-            self.is_recorded = True
-        except devices.NotRecordable as error:
-            self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
-            for other in every:
-                self._run_eagerly(other)
+        rooms = self._rooms(self.slots[0], len(shared) > 0)
+        for number, (slot, pool) in enumerate(every):
+            # The passes of the first slots are warm: rooms are measured on them. The tail's, of
+            # another shape, are not.
+            is_warm = number < len(self.slots)
+            self._recorded(slot, pool, rooms if is_warm else (), warm=is_warm)
 
     def _backward_pools(self) -> list[Any]:
         """Return by slot, the tail's included, the memory in which its backward pass works.
@@ -318,21 +319,16 @@ class Stage:
             devices.memory_pool(self.device) for _ in self.tail
         ]
 
-    def _rooms(self, slot: Slot, shares_backward: bool) -> list[devices.Rooms]:
+    def _rooms(self, slot: TrainingSlot, shares_backward: bool) -> list[devices.Rooms]:
         """In which pieces of memory each pass of a slot works best; the passes of all slots are
         warm then.
         """
-        if self.split:
-            passes, shared = (
-                [slot.forward, slot.backward, slot.weights],
-                [1, 2] if shares_backward else [2],
-            )
-        else:
-            passes, shared = [slot.forward, slot.backward], [1]
+        shared = [1] if not self.split else [1, 2] if shares_backward else [2]
+        passes = [slot.passes[phase] for phase in self.phases]
         return devices.fitting_rooms(passes, self.device, shared if len(self.slots) > 1 else [])
 
     def _recorded(
-        self, slot: Slot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
+        self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
     ) -> None:
         # What a pass leaves must not lie where another one works before it is used. A forward pass
         # leaves activations to the backward pass of its slot. The last pass leaves nothing: those
@@ -340,18 +336,19 @@ class Stage:
         # leaves something to their pass, and works in a memory of its own or of slots whose passes
         # do not come between the two. Gradients that are still on their way to other stages when
         # another pass works there are copied out of a shared memory first.
-        ahead, last = devices.memory_pool(self.device), self._shared_memory
-        if self.split:
-            passes, pools = (
-                [slot.forward, slot.backward, slot.weights],
-                [ahead, backward_pool, last],
-            )
-        else:
-            passes, pools = [slot.forward, slot.backward], [ahead, last]
-        replays = devices.record(passes, self.device, pools=pools, rooms=rooms, warm=warm)
-        slot.forward, slot.backward = replays[:2]
-        if self.split:
-            slot.weights = replays[2]
+        pools = {
+            "forward": devices.memory_pool(self.device),
+            "backward": backward_pool if self.split else self._shared_memory,
+            "weights": self._shared_memory,
+        }
+        replays = devices.record(
+            [slot.passes[phase] for phase in self.phases],
+            self.device,
+            pools=[pools[phase] for phase in self.phases],
+            rooms=rooms,
+            warm=warm,
+        )
+        slot.passes.update(zip(self.phases, replays, strict=True))
 
     def pass_ms(self) -> tuple[float, float, float]:
         """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is
@@ -359,8 +356,7 @@ class Stage:
         """
         if not self.is_recorded:
             return 1.0, 1.0, 1.0
-        slot = self.slots[0]
-        times = devices.queued_ms([slot.forward, slot.backward, slot.weights], self.device, 3)
+        times = devices.queued_ms(list(self.slots[0].passes.values()), self.device, 3)
         forward, backward, weights = (sorted(row)[1] for row in times)
         return forward, backward, weights
 
@@ -372,14 +368,15 @@ class Stage:
             static.copy_(example.detach())
         return static
 
-    def _forward(self, slot: Slot) -> None:
+    def forward(self, slot: TrainingSlot) -> None:
+        """Compute the segment in a slot, with what its backward pass needs, and the loss."""
         with self.segment.counting(), self.gather():
             self._compute(slot, self.segment)
         if self.head is not None:
             self.head.total.add_(slot.roots[0].detach())
 
     @torch.enable_grad()
-    def _compute(self, slot: Slot, segment: Segment) -> None:
+    def _compute(self, slot: TrainingSlot, segment: Segment) -> None:
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
         slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
         leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
@@ -398,7 +395,7 @@ class Stage:
             if self.head is not None:
                 self._lose(self.head, slot, batch)
 
-    def _lose(self, head: Head, slot: Slot, batch: MicroBatch) -> None:
+    def _lose(self, head: Head, slot: TrainingSlot, batch: MicroBatch) -> None:
         self.trail.enter(LOSS)
         targets = list(slot.targets)
         for key, leaf in slot.leaves.items():
@@ -418,7 +415,8 @@ class Stage:
             slot.collected = slot.collected or Collected.like(made)
             slot.collected.take(made)
 
-    def _backward(self, slot: Slot) -> None:
+    def backward(self, slot: TrainingSlot) -> None:
+        """Compute the input gradients of a slot, and the weight gradients unless these are split."""
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
         for name, gradient in slot.gradients.items():
             roots.append(slot.outputs[name])
@@ -443,11 +441,11 @@ class Stage:
         }
         self._land(slot)
 
-    def _landing(self, slot: Slot) -> dict[Key, Tensor]:
+    def _landing(self, slot: TrainingSlot) -> dict[Key, Tensor]:
         return {key: torch.zeros_like(slot.static(key)) for key in slot.entering}
 
     @torch.no_grad()
-    def _land(self, slot: Slot) -> None:
+    def _land(self, slot: TrainingSlot) -> None:
         """Copy input gradients out of the memory in which they were made, where others work in it."""
         if slot.landing:
             for name, static in slot.landing.items():
@@ -459,21 +457,22 @@ class Stage:
         assert self.head is not None
         return self.head.scale.to(root.dtype).expand_as(root)
 
-    def _weights(self, slot: Slot) -> None:
+    def add_weight_gradients(self, slot: TrainingSlot) -> None:
+        """Add the weight gradients that the backward pass of a slot has left."""
         with autocast.off(self.device):
             devices.side_by_side(
                 [partial(self._add, slot, part) for part in slot.deferred.branches()], self.device
             )
         slot.deferred.clear()
 
-    def _add(self, slot: Slot, some: Iterable[Addition]) -> None:
+    def _add(self, slot: TrainingSlot, some: Iterable[Addition]) -> None:
         for addition in some:
             self.trail.layer = addition.layer
             addition.run(slot.deferred)
         self._accumulation.flush()
 
 
-def drop_unreached(stages: Sequence[Stage]) -> None:
+def drop_unreached(stages: Sequence[TrainingStage]) -> None:
     """Send no gradient back for what the loss does not depend on: zeros would let weight decay
     change the weights.
     """

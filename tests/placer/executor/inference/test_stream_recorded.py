@@ -13,7 +13,8 @@ from splitting import scatter_layers, twins
 from torch import Tensor, nn
 
 from placer import DataFlow, devices
-from placer.executor.inference.stream_stage import Slot, Stage
+from placer.executor.engine.slot import Slot
+from placer.executor.engine.stage import Stage
 from placer.testing import logical_devices
 from placer.zoo import gpt
 
@@ -26,12 +27,12 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Slot]:
     writes to."""
     recorded: list[Slot] = []
 
-    def record(self: Stage) -> None:
+    def record(self: Stage[Slot]) -> None:
         for slot in self.slots:
-            compute = slot.run
+            compute = slot.passes["forward"]
             for _ in range(WARM_UPS + 1):
                 compute()
-            slot.run = _replay(slot, compute, dict(slot.outputs))
+            slot.passes["forward"] = _replay(slot, compute, dict(slot.outputs))
             recorded.append(slot)
 
     monkeypatch.setattr(Stage, "record", record)
@@ -151,5 +152,7 @@ def test_recorded_slots_share_no_memory_as_each_is_read_while_the_next_one_runs(
 
     monkeypatch.setattr(devices, "record", record)
     segment: Any = SimpleNamespace(device=torch.device("cuda", 0), steps=())
-    Stage(segment, (), {}, slots=[Slot(), Slot(), Slot()]).record()
+    stage = Stage[Slot](segment, (), {})
+    stage.slots = [Slot(passes={"forward": lambda: None}) for _ in range(3)]
+    stage.record()
     assert together == [1, 1, 1]

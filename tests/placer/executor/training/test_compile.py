@@ -136,10 +136,10 @@ def test_products_of_compiled_segments_leave_their_weight_gradients_for_later() 
     found = []
     for stage in step.pipelines[0].stages:
         slot = stage.slots[0]
-        slot.forward()
-        slot.backward()
+        slot.passes["forward"]()
+        slot.passes["backward"]()
         found += [addition.layer for addition in slot.deferred]
-        slot.weights()
+        slot.passes["weights"]()
         assert not slot.deferred
     assert sorted(found, key=str) == ["blur", "first", "last", "middle"]
 
@@ -194,12 +194,12 @@ def test_a_compiler_may_choose_the_layout_of_products_and_not_of_what_is_sent() 
         torch.testing.assert_close(one.grad, other.grad)
     first = step.pipelines[0].stages[0]
     slot = first.slots[0]
-    slot.forward()
-    slot.backward()
+    slot.passes["forward"]()
+    slot.passes["backward"]()
     assert all(made.is_contiguous() for made in slot.outputs.values())
     given = [addition.x for addition in slot.deferred if addition.x.shape[1] == 4]
     assert given and all(x.is_contiguous(memory_format=torch.channels_last) for x in given)
-    slot.weights()
+    slot.passes["weights"]()
 
 
 @pytest.mark.usefixtures("always_faster")

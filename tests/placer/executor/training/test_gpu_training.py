@@ -136,7 +136,7 @@ def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(
     sent = 0
     for stage in step.pipelines[0].stages:
         for slot in stage.slots:
-            for run in (slot.forward, slot.backward):
+            for run in (slot.passes["forward"], slot.passes["backward"]):
                 run()
             there = [*slot.input_gradients.values()]
             before = [gradient.clone() for gradient in there]
@@ -146,7 +146,7 @@ def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(
                 if other is not slot
                 for run in (other.forward, other.backward)
             ]
-            for run in (*others, slot.weights, slot.forward):
+            for run in (*others, slot.passes["weights"], slot.passes["forward"]):
                 run()
                 torch.cuda.synchronize(stage.device)
                 assert all(torch.equal(now, then) for now, then in zip(there, before, strict=True))

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from placer import BatchOptions, Constraints, DataFlow, PlacementRequest, profile, solve
 from placer.capture.weight_grads.deferred import Addition
 from placer.executor.training.optimizer import gradient_accumulation
-from placer.executor.training.stages.training_slot import Slot
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_slot import TrainingSlot
+from placer.executor.training.stages.training_stage import TrainingStage
 from placer.profiler import profile_writer
 from placer.testing import logical_devices
 from placer.zoo import gpt, resnet18, unet
@@ -162,8 +162,10 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
             )
         )
         taken: dict[str, dict[str, int]] = defaultdict(dict)
-        for which in ("_forward", "_backward"):
-            monkeypatch.setattr(Stage, which, _watched(getattr(Stage, which), which, taken))
+        for which in ("forward", "backward"):
+            monkeypatch.setattr(
+                TrainingStage, which, _watched(getattr(TrainingStage, which), which, taken)
+            )
         flow = DataFlow(model)
         # a comparison collects results, too
         flow.batch_options = BatchOptions(verify=False)
@@ -181,19 +183,19 @@ def test_the_passes_of_a_micro_batch_take_what_is_predicted(
             continue
         stage, passes = stage_on[load.device], taken[load.device]
         count, memories = len(stage.slots), len(set(stage.memories))
-        used = count * (passes["_forward"] + _places(stage)) + memories * passes["_backward"]
+        used = count * (passes["forward"] + _places(stage)) + memories * passes["backward"]
         used += count * _landing(stage) if memories < count else 0
         assert 0.999 <= load.memory.activation_bytes / used <= 1.09, (load, passes)
 
 
-def _landing(stage: Stage) -> int:
+def _landing(stage: TrainingStage) -> int:
     """The bytes of the gradients that it sends for a micro-batch: recorded, they are copied out of
     a shared memory."""
     slot = stage.slots[0]
     return sum(int(slot.static(key).nbytes) for key in slot.entering)
 
 
-def _places(stage: Stage) -> int:
+def _places(stage: TrainingStage) -> int:
     """The bytes of what arrives from other stages for a micro-batch: values that need gradients,
     and gradients."""
     slot = stage.slots[0]
@@ -202,9 +204,9 @@ def _places(stage: Stage) -> int:
 
 
 def _watched(
-    run: Callable[[Stage, Slot], None], which: str, taken: dict[str, dict[str, int]]
+    run: Callable[[TrainingStage, TrainingSlot], None], which: str, taken: dict[str, dict[str, int]]
 ) -> Any:
-    def watched(stage: Stage, slot: Slot) -> None:
+    def watched(stage: TrainingStage, slot: TrainingSlot) -> None:
         pool = Pool()
         with pool:
             run(stage, slot)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from placer import DataFlow
 from placer.errors import PlacementError
 from placer.executor.training.stages.recomputed_stage import RecomputedStage
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_stage import TrainingStage
 from placer.executor.training.training_pipeline import Order
 from placer.schema import Placement
 from placer.testing import logical_devices
@@ -236,7 +236,7 @@ def test_a_placement_says_which_devices_recompute() -> None:
         step(*_batch())
         stages = step.pipeline(*_batch())[0]
         assert stages is not None
-        assert [type(stage) for stage in stages.stages] == [Stage, RecomputedStage]
+        assert [type(stage) for stage in stages.stages] == [TrainingStage, RecomputedStage]
         flow.undo()
         assert flow.recompute == []
     functional.mse_loss(whole(_batch()[0]), _batch()[1]).backward()

@@ -86,7 +86,7 @@ def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingP
     for _ in range(2):
         inputs, target = _data(size)
         for known in step.pipelines:
-            known.trace = []
+            known.engine.trace = []
         loss = step(inputs, target, chunks=chunks)
         whole.zero_grad()
         expected = functional.mse_loss(whole(inputs), target)
@@ -97,9 +97,9 @@ def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingP
                 ours[name].grad, parameter.grad, check_device=False, **TOLERANCE
             )
     (pipeline,) = step.pipelines
-    assert pipeline.trace is not None
+    assert pipeline.engine.trace is not None
     held, last = [0] * STAGES, "weights" if pipeline.plan.split else "backward"
-    for issued in pipeline.trace:
+    for issued in pipeline.engine.trace:
         held[issued.stage] += (issued.phase == "forward") - (issued.phase == last)
         assert held[issued.stage] <= pipeline.plan.in_flight[issued.stage]
     assert held == [0] * STAGES

@@ -21,7 +21,7 @@ from unverified import unverified
 from placer import DataFlow
 from placer.errors import InputError
 from placer.executor.training import training_pipeline
-from placer.executor.training.stages.training_stage import Stage
+from placer.executor.training.stages.training_stage import TrainingStage
 from placer.executor.training.training_pipeline import Order
 from placer.schedule import Transfer
 from placer.solver.solve import solve
@@ -200,7 +200,7 @@ def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_mod
     follows them."""
     random = Random(seed)
 
-    def crossings(stages: Sequence[Stage]) -> list[Transfer]:
+    def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
         maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
         reads = {
             (maker[name], index)
@@ -212,7 +212,7 @@ def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_mod
         return [Transfer(*pair, 3 * random.random(), 3 * random.random()) for pair in apart]
 
     monkeypatch.setattr(
-        Stage, "pass_ms", lambda _: (random.random(), random.random(), random.random())
+        TrainingStage, "pass_ms", lambda _: (random.random(), random.random(), random.random())
     )
     monkeypatch.setattr(training_pipeline, "crossings", crossings)
     compare(name, "interleaved", _and_back if seed % 2 else _in_rounds, chunks=6, size=12)
