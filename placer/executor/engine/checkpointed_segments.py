@@ -1,10 +1,9 @@
-"""Segments that keep to the checkpoints of the model's own: what the user lets run again in the
-backward pass does.
+"""Segments that keep the model's own checkpoints: their layers run again in the backward pass.
 
 A captured graph holds the operations of ``torch.utils.checkpoint`` but not that they are to run
-again. Here the layers of each checkpoint are one call of it. Left alone are layers that change
-their state, or read what is overwritten before they would run again, and on GPUs those that draw
-random numbers, which a recorded pass could not draw again.
+again. Here the layers of each checkpoint are one call of it. Three kinds of layers run only once:
+layers that change their state; layers that read a value which is overwritten before they would run
+again; and on GPUs layers that draw random numbers, which a recorded pass could not draw again.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from placer.executor.stage_errors import Trail
 
 @dataclass
 class CheckpointedSegment(Segment):
-    """A segment some of whose layers run again in the backward pass.
+    """A segment of which some layers run again in the backward pass.
 
     Attributes:
-        groups: the steps in order, those of one checkpoint together; alone, or with ``again``, what
-            runs again.
+        groups: the steps in order, in one group for each checkpoint and each run between two of
+            them.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -47,7 +46,7 @@ class Group:
     """Steps that follow one another.
 
     Attributes:
-        steps: those.
+        steps: the steps, in order.
         again: whether they run again in the backward pass.
         reads: names of values that they read and others made.
         writes: names of values that they make and something later reads.
@@ -60,7 +59,12 @@ class Group:
 
     @classmethod
     def of(cls, steps: list[Step], again: bool) -> Group:
-        """Of these steps."""
+        """Return the group of these steps.
+
+        Args:
+            steps: one or more, in order.
+            again: whether they run again in the backward pass.
+        """
         made = dict.fromkeys(name for step in steps for name in step.layer.writes)
         gone = {name for step in steps for name in step.forget}
         reads = dict.fromkeys(
@@ -77,8 +81,7 @@ class Group:
         trails = [values.trail]
 
         def compute(*tensors: Any) -> tuple[Any, ...]:
-            # The second time nobody asks for the trail: it is the backward pass of a layer that
-            # runs.
+            # The second run is a part of a backward pass: the trail names the layer of that pass.
             inner = MicroBatch(self.reads, tensors, trails.pop() if trails else Trail())
             for step in self.steps:
                 step.run(inner)
@@ -110,7 +113,7 @@ class Group:
 
 
 def with_checkpoints(parts: Sequence[Segment], paths: Sequence[str]) -> list[Segment]:
-    """Segments that keep to checkpoints.
+    """Return segments that keep the model's checkpoints.
 
     Args:
         parts: segments.
@@ -138,7 +141,7 @@ def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
 
 
 def _overwritten(layer: Layer) -> frozenset[str]:
-    """The values that a layer reads and writes to in place."""
+    """Return the names of the values that a layer reads and writes to in place."""
     if layer.program is None:
         return frozenset()
     first = sum(node.op == "placeholder" for node in layer.program.nodes) - len(layer.reads)
@@ -148,7 +151,7 @@ def _overwritten(layer: Layer) -> frozenset[str]:
 
 
 def _checkpoint(layer: Layer, paths: Sequence[str], device: torch.device) -> str | None:
-    """The checkpoint that a layer is in; None if in none, or if it cannot run again."""
+    """Return the path of the checkpoint that a layer is in; None if it is not to run again."""
     if layer.mutated or (layer.random and device.type == "cuda"):
         return None
     for path in paths:

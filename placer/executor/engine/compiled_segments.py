@@ -1,8 +1,8 @@
-"""Segments as one compiled function: what ``torch.compile`` is given, and how a micro-batch runs
-through it.
+"""Segments as one compiled function: what ``torch.compile`` compiles, and how it runs.
 
-Shapes are static (``dynamic=False``): a slot has one, and torch, which tells functions apart by
-file and line, would take what differs between two segments for variable and make slower kernels.
+Shapes are static (``dynamic=False``): a slot has one shape. torch tells functions apart by file and
+line, so otherwise it would take what differs between two segments for variable, and generate slower
+kernels.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ from placer.executor.engine.checkpointed_segments import CheckpointedSegment
 from placer.executor.segments import MicroBatch, Segment
 
 Backend = str | Callable[..., Any]
-"""What ``torch.compile`` takes as one."""
+"""A backend of ``torch.compile``: its name, or a function."""
 
 INDUCTOR = "inductor"
-"""Torch's own."""
+"""The backend of torch itself."""
 
 _REPEATS = 5
+"""Measured runs of a trial; the median counts."""
+
 _GAIN = 0.005
-"""Share of its time that a compiled function must save to be kept: less is no more than how far
-measurements lie apart, and its numbers are rounded otherwise."""
+"""Share of its time that a compiled function must save to be kept.
+
+Two measurements of the same passes differ by about as much, and compiled passes round numbers
+differently, which must be worth it."""
 
 
 def backend_of(compile: bool | Backend | None) -> Backend | None:
-    """The backend of torch.compile that a user asks for; None for none.
+    """Return the backend of torch.compile that a user asks for, or None.
 
     Args:
-        compile: True for torch's own, a name, or what torch.compile takes in its place.
+        compile: True for torch's own backend, the name of one, or a function that torch.compile
+            takes in its place.
 
     Raises:
-        InputError: torch knows no backend of that name, or it is none.
+        InputError: torch knows no backend of that name, or ``compile`` is of another type.
     """
     if compile is None or compile is False:
         return None
@@ -58,20 +63,21 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
     known = torch.compiler.list_backends(exclude_tags=())
     if compile not in known:
         raise InputError(
-            f"compile={compile!r} is no backend of torch.compile; it knows {', '.join(sorted(known))}"
+            f"compile={compile!r} is not a backend of torch.compile; "
+            f"give one of {', '.join(sorted(known))}"
         )
     return compile
 
 
 @dataclass(frozen=True)
 class Border:
-    """What a segment is given and what it makes for others, by name.
+    """The values that a segment is given and those that it makes for others, by name.
 
     Attributes:
         reads: what it is given.
         writes: what others read.
-        unawaited: of these, what no gradient comes for: a compiled backward pass would take zeros
-            for it.
+        unawaited: names among ``writes`` that no gradient comes for. A compiled backward pass would
+            take zeros for it.
     """
 
     reads: tuple[str, ...] = ()
@@ -79,7 +85,7 @@ class Border:
     unawaited: frozenset[str] = frozenset()
 
     def written(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What others read, of all values."""
+        """Return what others read, from all values."""
         # a list: the compiler reads this
         return tuple([self._apart(name, values[name]) for name in self.writes])
 
@@ -89,10 +95,10 @@ class Border:
 
 @dataclass
 class CompiledSegment(Segment):
-    """A segment as one compiled function, its backward passes whole.
+    """A segment as one compiled function, whose backward passes are whole.
 
     Attributes:
-        border: what it is given and makes.
+        border: the values that it is given and makes.
         function: ``function(reads, states) -> writes``.
     """
 
@@ -101,22 +107,22 @@ class CompiledSegment(Segment):
 
     @classmethod
     def of(cls, segment: Segment, border: Border, backend: Backend) -> CompiledSegment:
-        """Compile a segment; the compiler runs when it first runs.
+        """Compile a segment; the compiler runs when the segment first runs.
 
         Args:
             segment: what to compile.
-            border: what it is given and makes.
+            border: the values that it is given and makes.
             backend: of ``torch.compile``.
         """
         made = torch.compile(own_code(_function(segment, border)), backend=backend, dynamic=False)
         return cls(segment.device, segment.steps, border, made)
 
     def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
-        """Nothing is left for later."""
+        """Return an empty context: no weight gradient is left for later."""
         return nullcontext()
 
     def counting(self) -> AbstractContextManager[Any]:
-        """The compiler saw to them."""
+        """Return an empty context: the compiler has fused the counters."""
         return nullcontext()
 
     def run(self, values: MicroBatch) -> None:
@@ -133,7 +139,7 @@ class CompiledSegment(Segment):
 
 
 def obstacle(segment: Segment) -> str:
-    """What forbids to compile a segment; empty if nothing does."""
+    """Return why a segment cannot be compiled; an empty string if nothing is known to forbid it."""
     if devices.registries:
         return "logical_devices looks at every operation"
     if isinstance(segment, CheckpointedSegment):
@@ -149,9 +155,7 @@ def obstacle(segment: Segment) -> str:
 
 @contextmanager
 def modes_kept() -> Iterator[None]:
-    """What a compiler that fails leaves of autocast, and of whether gradients are wanted, is as
-    before.
-    """
+    """Restore the modes of autocast and autograd, which a compiler that fails may leave changed."""
     kinds = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -179,11 +183,14 @@ def _autocast_depth() -> int:
 
 
 def trial_ms(passes: Sequence[Callable[[], None]], device: torch.device) -> float:
-    """Time of passes one after another, as they will run: recorded, where there are CUDA graphs.
+    """Return the time of passes one after another, as they will run: recorded, where that can be.
 
     Args:
-        passes: of one slot.
+        passes: the passes of one slot.
         device: where they run.
+
+    Returns:
+        Milliseconds, the median of a few runs.
 
     Raises:
         devices.NotRecordable: they cannot be recorded.
@@ -201,17 +208,17 @@ def trial_ms(passes: Sequence[Callable[[], None]], device: torch.device) -> floa
 
 
 def gains(after_ms: float, before_ms: float) -> bool:
-    """Whether what is compiled is faster by more than chance.
+    """Return whether the compiled passes are faster by more than the noise of a measurement.
 
     Args:
-        after_ms: its time.
-        before_ms: that of the same without the compiler.
+        after_ms: the time with the compiler.
+        before_ms: the time without it.
     """
     return after_ms < (1 - _GAIN) * before_ms
 
 
 def told(error: Exception) -> str:
-    """What a compiler raised, in a line."""
+    """Return in one line which error a compiler raised."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -231,15 +238,14 @@ def _function(
 
 
 def known_to_compilers(device: torch.device) -> torch.device:
-    """The device; of a stand-in the CPU, beside which a numbered one would be another to a
-    compiler.
-    """
+    """Return the device, or plain ``cpu`` for a stand-in, whose number compilers do not know."""
     return torch.device(devices.CPU) if device.type == devices.CPU else device
 
 
 def own_code(function: Any) -> Any:
-    """The same function over a code object of its own: the compiler counts by code object how often
-    it recompiled.
+    """Return the same function with a code object of its own.
+
+    The compiler counts recompilations by code object, and gives up after a few.
     """
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)

@@ -36,8 +36,8 @@ class Engine(Generic[AnyStage]):
 
     Args:
         stages: in pipeline order.
-        lanes: of each device. Passes of a device without one run in the caller's own order, as
-            those of eager calls do.
+        lanes: of each device. Without a lane, passes run in the caller's own order, as those
+            of eager calls do.
         courier: for the copies.
         unit: what a pass computes for, in error messages: a micro-batch, or in a stream a batch.
 
@@ -68,7 +68,7 @@ class Engine(Generic[AnyStage]):
             self.issue(item)
 
     def issue(self, item: Pass, turn: int | None = None) -> None:
-        """Issue a forward pass, and behind it the copies of what it made to the stages that read it.
+        """Issue a forward pass, and behind it the copies of what it made to its readers.
 
         Args:
             item: the pass.
@@ -201,7 +201,7 @@ class Engine(Generic[AnyStage]):
         return [f"segment {i} of {count} on {stage.device}" for i, stage in enumerate(self.stages)]
 
     def notes(self, attribute: str) -> dict[str, str]:
-        """Return by stage's name what an attribute such as ``compiled`` says, if it says anything."""
+        """Return by stage's name what an attribute such as ``compiled`` says; no empty ones."""
         found = [getattr(stage, attribute) for stage in self.stages]
         return {name: note for name, note in zip(self.names(), found, strict=True) if note}
 

@@ -79,12 +79,11 @@ def _order(parts: Sequence[Segment], chunks: int, gathered: bool) -> Iterable[Pa
 
 
 def even_sizes(batch: int, chunks: int) -> list[int]:
-    """Return the sizes of micro-batches, which differ by one at most; fewer than ``chunks`` if the
-    batch is smaller.
+    """Return the sizes of micro-batches, which differ by one at most.
 
     Args:
         batch: samples in the batch.
-        chunks: wanted number of micro-batches.
+        chunks: wanted number of micro-batches; there are fewer if the batch has fewer samples.
     """
     chunks = max(1, min(chunks, batch))
     size, larger = divmod(batch, chunks)
@@ -92,16 +91,14 @@ def even_sizes(batch: int, chunks: int) -> list[int]:
 
 
 def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
-    """The sizes of micro-batches for training: equal but for the last, which may be down to half as
-    large.
+    """Return the sizes of micro-batches for training: equal, but the last may be half as large.
 
-    A last one that were much smaller would cost a pass of every stage for little work, and one of a
-    single sample is more than some layers take (batch normalisation): then there are fewer
-    micro-batches.
+    A smaller last micro-batch would cost a pass of every stage for little work. A single sample is
+    too few for some layers (batch normalisation). Then there are fewer micro-batches.
 
     Args:
         batch: samples in the batch.
-        chunks: how many micro-batches there are to be at most.
+        chunks: the largest number of micro-batches.
     """
     for count in range(min(chunks, batch), 1, -1):
         size = -(-batch // count)
@@ -112,5 +109,5 @@ def micro_batch_sizes(batch: int, chunks: int) -> list[int]:
 
 
 def to_device(values: Sequence[Any], device: torch.device) -> list[Any]:
-    """Every tensor on one device."""
+    """Return the values with every tensor on one device."""
     return [devices.move(value, device) if isinstance(value, Tensor) else value for value in values]

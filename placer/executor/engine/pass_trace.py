@@ -11,7 +11,7 @@ from placer.schedule import Phase
 
 
 class Issued(NamedTuple):
-    """One pass of a stage as it was issued, between two marks in its device's lane."""
+    """A pass of a stage as it was issued, between two marks in its device's lane."""
 
     device: torch.device
     stage: int

@@ -1,5 +1,6 @@
-"""What is made for each shape that comes, static tensors and recordings, kept for those that came
-last.
+"""A cache of what is made for each shape: static tensors and recordings.
+
+The shapes that were used last are kept.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch
 from placer import devices
 
 KEPT_SHAPES = 8
-"""How many are kept; each takes memory for its activations."""
+"""How many shapes are kept; each takes memory for its activations."""
 
 Made = TypeVar("Made")
 
 
 class LatestShapes(OrderedDict[Hashable, Made]):
-    """What was made for the shapes that were used last, the latest last.
+    """What was made for the shapes that were used last, in the order of their use.
 
     Args:
-        places: of something that was made, the devices that may still be at work with it; what is
-            let go of is waited for. It should not hold the owner of these: they would live until
-            Python looks for cycles.
+        places: returns, for something that was made, the devices that may still be at work with it.
+            They are waited for before it is released. The function should not hold the owner of
+            this cache, which would then live until Python collects cycles.
     """
 
     def __init__(self, places: Callable[[Made], Iterable[torch.device]]) -> None:
@@ -32,27 +33,27 @@ class LatestShapes(OrderedDict[Hashable, Made]):
         self._places = places
 
     def used(self, key: Hashable) -> Made | None:
-        """What there is for a shape that is now the latest used; None where there is nothing."""
+        """Return what there is for a shape, which is now the latest used; None if nothing."""
         if key in self:
             self.move_to_end(key)
         return self.get(key)
 
     def make_room(self) -> None:
-        """Let go of what was not used for longest, so that there is room for one more."""
+        """Release what was not used for longest, so that there is room for one more."""
         while len(self) >= KEPT_SHAPES:
             self.let_go(next(iter(self)))
 
     def keep_only(self, is_of_use: Callable[[Any], bool]) -> None:
-        """Let go of what can no longer be used.
+        """Release what can no longer be used.
 
         Args:
-            is_of_use: of a key.
+            is_of_use: whether a key may still be used.
         """
         for key in [key for key in self if not is_of_use(key)]:
             self.let_go(key)
 
     def let_go(self, key: Hashable) -> None:
-        """Let go of a shape, once the devices are done with it."""
+        """Release a shape, once the devices are done with it."""
         for place in self._places(self[key]):
             devices.synchronise(place)
         del self[key]

@@ -1,8 +1,8 @@
-"""Methods that do not keep what they work on.
+"""Bound methods that do not keep their owner alive.
 
-What a slot or a stage calls works on that slot or stage again. Were it kept by that, only Python's
-search for cycles would free its memory once it is let go of, and that knows nothing of a device
-that runs short.
+A slot calls a method of its stage, on itself. If the slot kept that method, stage and slot would
+keep each other. Only Python's collection of cycles would then free their memory, and it does not
+know when a device runs short.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from weakref import WeakMethod, ref
 
 
 def weakly(method: Callable[..., None], *things: Any) -> Callable[..., None]:
-    """A bound method on these things, which keeps neither its owner nor them; without its owner it
-    does nothing.
+    """Return a bound method with first arguments, which keeps neither its owner nor these alive.
+
+    It does nothing once the owner is gone.
 
     Args:
         method: of an object that others keep.

@@ -23,8 +23,8 @@ def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster.
 
     Args:
-        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as
-            it is.
+        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why the stage stays
+            as it is.
         backend: of ``torch.compile``.
     """
     stage.not_compiled_because = stage.number_obstacle or obstacle(stage.segment)
@@ -52,11 +52,10 @@ def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
 
 
 class _Trial:
-    """Runs the first slot of a stage again and again, each time from the same inputs and the same
-    state.
+    """Repeated runs of a stage's first slot, each from the same inputs and the same state.
 
-    Layers may write to what they read, and a buffer that counts may not count further than the
-    batches that come.
+    Layers may write to what they read, and a buffer that counts batches must count only those that
+    come.
     """
 
     def __init__(self, stage: Stage[Slot]) -> None:
@@ -72,7 +71,7 @@ class _Trial:
         self._kept = [(tensor, tensor.clone()) for tensor in (*state.values(), *inputs)]
 
     def ms(self) -> float:
-        """The time of a run."""
+        """Return the time of a run in milliseconds."""
         return trial_ms([self._run], self._device)
 
     @torch.no_grad()

@@ -1,9 +1,8 @@
-"""Calls without gradients whose shape comes again: their micro-batches go through what a stream has
-recorded.
+"""Calls without gradients whose shape comes again: they go through what a stream has recorded.
 
-Eagerly, the host issues every operation of every micro-batch; it is slower at that than several
-GPUs at their work. It may be slower than one, too, where the batch is small: a call that is not cut
-is recorded where the host is what it waits for.
+Eagerly, the host issues every operation of every micro-batch, and several GPUs work faster than
+that. One GPU may also do so where the batch is small: a call that is not cut is recorded if the
+host is the bottleneck.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ from placer.executor.model_captures import Capture, shapes
 from placer.utils.user_warnings import warn
 
 _KNOWN_CALLS = 1000
+"""Calls that are remembered; a bound on the host's memory."""
+
 _LOOKS = {4**power for power in range(1, 8)}
-"""At the 4th, 16th ... time of a call that is not cut it is looked whether the host is what it
-waits for."""
+"""A call that is not cut is measured the 4th, 16th, ... time, since that waits for the devices."""
+
 _HOSTS_SHARE = 0.5
-"""It is the host if all is issued only when more than this of the time has gone by."""
+"""The host is the bottleneck if issuing a call takes more than this share of its time."""
 _Call: TypeAlias = tuple[tuple[Capture, ...], tuple[Hashable, ...], tuple[int, ...], Hashable]
 
 
 class RepeatedCalls:
-    """Which calls came before, and those that come again.
+    """Which calls came before, and which come again.
 
     Args:
         streams: of the flow; they keep the recordings.
@@ -46,7 +47,7 @@ class RepeatedCalls:
         self._uncut: Counter[_Call] = Counter()
 
     def keep_only(self, holds: Callable[[Capture], bool]) -> None:
-        """Forget the calls of other captures than those that this is true of."""
+        """Forget calls unless ``holds`` is true of all their captures."""
         for calls in (self._seen, self._refused):
             calls -= {call for call in calls if not all(map(holds, call[0]))}
         self._uncut.clear()
@@ -58,18 +59,17 @@ class RepeatedCalls:
         weights: Sequence[int],
         is_unchanged: Callable[[], bool],
     ) -> list[list[Any]] | None:
-        """Run a call that is recorded, before it is known whether the recordings are of the model
-        as it is.
+        """Run a recorded call before it is known whether the model is still as it was recorded.
 
         Args:
-            captures: of each micro-batch, if the model is as it was.
+            captures: of each micro-batch, if the model is unchanged.
             parts: the flattened inputs of each.
             weights: samples in each.
-            is_unchanged: whether it is.
+            is_unchanged: whether the model is as it was recorded.
 
         Returns:
-            The flattened results of each. None if the call is not recorded, or the model is another
-            now.
+            The flattened results of each; None if the call is not recorded, or the model has
+            changed.
         """
         call = _call(captures, parts, weights)
         if call in self._refused or call not in self._seen:
@@ -91,9 +91,9 @@ class RepeatedCalls:
             weights: samples in each.
 
         Returns:
-            The flattened results of each. None for a call that comes for the first time, and for
-            one that was tried and is not tried again: there was no memory for the recordings, or a
-            layer failed, which an eager run names better.
+            The flattened results of each. None for a call that comes for the first time. None too
+            for a call that failed here before: there was no memory for the recordings, or a layer
+            failed, which an eager run names better.
         """
         call = _call(captures, parts, weights)
         if call in self._refused:
@@ -109,8 +109,8 @@ class RepeatedCalls:
             self._streams.clear()
             if isinstance(error, torch.OutOfMemoryError):
                 warn(
-                    f"flow(x, chunks={len(parts)}) is issued operation by operation, which takes the host more time: "
-                    f"there is no memory to record it: {error}"
+                    f"flow(x, chunks={len(parts)}) is issued operation by operation, which takes "
+                    f"the host more time: there is no memory to record it: {error}"
                 )
             return None
 
@@ -132,7 +132,7 @@ class RepeatedCalls:
         weights: Sequence[int],
         places: Sequence[torch.device],
     ) -> Iterator[None]:
-        """Run a call that ``run`` did not; one that is not cut and came often is looked at.
+        """Run a call that ``run`` did not; now and then measure whether the host is its bottleneck.
 
         Args:
             captures: of each micro-batch.
@@ -162,5 +162,5 @@ class RepeatedCalls:
 def _call(
     captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
 ) -> _Call:
-    """What tells a call from others."""
+    """Return the key of a call."""
     return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.state()

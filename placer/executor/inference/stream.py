@@ -3,11 +3,11 @@
     tick        0     1     2     3     4     5
     segment 0   b0    b1    b2    b3
     segment 1         b0    b1    b2    b3
-    segment 2               b0    b1    b2    b3          b0 is handed out once the ticks ahead of it are issued
+    segment 2               b0    b1    b2    b3
 
 Every tick issues one segment of every batch that is on its way, the oldest first, so a device that
-holds several segments has work of several batches to turn to. Devices work off what was issued; the
-caller waits for none of them until it looks into a result.
+holds several segments has work of several batches to turn to. A result such as b0 is handed out
+once the ticks ahead of it are issued. The caller waits for no device until it looks into a result.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from placer.schema import BatchOptions
 
 _HOOKED = {"the model": ("", "it runs through hooks, or is not placed")}
 _AHEAD = 2
-"""Batches beyond those that fill the pipeline: what the devices have to do while the caller looks
-into a result."""
+"""Batches beyond those that fill the pipeline: work for the devices while the caller looks into a
+result."""
 
 
 class Known(NamedTuple):
-    """A batch whose capture is known; its result is handed out flattened, as it was given.
+    """A batch whose capture is known; its result is handed out flattened, as its inputs are given.
 
     Attributes:
-        capture: that covers it.
+        capture: the graph that covers it.
         tensors: the flattened inputs.
         backend: of torch.compile; None where segments run as they are.
     """
@@ -69,7 +69,7 @@ class Known(NamedTuple):
 
 
 class Flow(Protocol):
-    """What a stream needs of a ``DataFlow``."""
+    """The part of a ``DataFlow`` that a stream needs."""
 
     module: nn.Module
     batch_options: BatchOptions
@@ -81,23 +81,23 @@ class Flow(Protocol):
         """The devices of the layers; None before the first ``update_flow``."""
 
     def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """The capture for inputs like these; None where the model runs through hooks."""
+        """Return the capture for inputs like these; None if the model runs through hooks."""
 
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
-        """The inputs of a call, flattened, with their batch dimensions."""
+        """Return the inputs of a call, flattened, with their batch dimensions."""
 
     def holds(self, capture: Capture) -> bool:
-        """Whether a capture is still of the model as it is."""
+        """Return whether a capture is still of the model as it is."""
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """The layers of a capture and the device of each."""
+        """Return the layers of a capture and the device of each."""
 
     @property
     def copies(self) -> Copies:
         """The copies of the model's state on devices that read it and do not own it."""
 
     def weights(self, graph: LayerGraph) -> StateLookup:
-        """What the layers of a graph use for their state."""
+        """Return a function that gives the layers of a graph their state."""
 
     def __call__(self, *args: Any, chunks: int | None = None, **kwargs: Any) -> Any:
         """Run the model."""
@@ -139,16 +139,23 @@ class Streams:
         backend: Backend | None = None,
         options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
-        """A stream over these batches, by a backend of torch.compile if one is given; see
-        ``DataFlow.stream``.
+        """Return a stream over these batches; see ``DataFlow.stream``.
+
+        Args:
+            batches: an iterable.
+            in_flight: batches that are taken before the first result is handed out; None for as
+                many as fill the pipeline, and two more.
+            backend: of torch.compile; None to leave segments as they are.
+            options: what is declared of the batches.
 
         Raises:
-            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is no
+            InputError: the batches cannot be iterated, or are one tensor, or ``in_flight`` is not a
                 count.
         """
         if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise InputError(
-                f"batches is one {type(batches).__name__}; give an iterable of batches: [x], x.split(32), a DataLoader"
+                f"batches is one {type(batches).__name__}; "
+                "give an iterable of batches: [x], x.split(32), a DataLoader"
             )
         if in_flight is not None and (
             isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1
@@ -165,10 +172,9 @@ class Streams:
     def ahead(
         self, batches: Sequence[Known], is_unchanged: Callable[[], bool]
     ) -> list[list[Any]] | None:
-        """Run recorded batches; the model is looked at when the devices have the first one's first
-        segment to do.
+        """Run recorded batches, and look at the model as soon as the first device has work.
 
-        Of a network of hundreds of modules, a look takes the host as long as many a segment takes
+        For a network of hundreds of modules, a look takes the host as long as many a segment takes
         its device.
 
         Args:
@@ -176,7 +182,7 @@ class Streams:
             is_unchanged: whether their captures are of the model as it is.
 
         Returns:
-            Their flattened results; None where one is not recorded, or is of the model as it was.
+            Their flattened results; None if one is not recorded, or the model has changed.
         """
         known = [self._pipelines.used(self._key(batch)) for batch in batches]
         graphs = {pipeline: graph for graph, pipeline in filter(None, known)}
@@ -194,21 +200,20 @@ class Streams:
             return None
 
     def stages(self, batch: Known) -> list[Stage[Slot]]:
-        """The stages that batches like this one go through, as they run once the shape has come
-        twice.
-        """
+        """Return the stages of batches like this one, as they run once the shape came twice."""
         for _ in self.open([batch, batch]):
             pass
         _, pipeline = self._pipelines[self._key(batch)]
         return pipeline.stages
 
     def pipelines(self) -> list[InferencePipeline]:
-        """Those of the shapes that are kept, the latest used last."""
+        """Return the pipelines of the shapes that are kept, the latest used last."""
         return [pipeline for _, pipeline in self._pipelines.values()]
 
     def compiling(self) -> dict[str, tuple[str, str]]:
-        """By segment that was to be compiled: what was gained, or else why it is not; of the shape
-        that came last.
+        """Return what torch.compile gained, or why it does not run, by segment that it was for.
+
+        Where several shapes have a segment of one name, the shape that came last counts.
         """
         found = dict(_HOOKED) if self._is_hooked else {}
         for pipeline in self.pipelines():
@@ -216,8 +221,9 @@ class Streams:
         return found
 
     def clear(self) -> None:
-        """Let go of recordings and static tensors, once the devices are done with them; batches on
-        their way arrive.
+        """Release recordings and static tensors, once the devices are done with them.
+
+        Batches on their way still arrive.
         """
         for place in self.lanes:
             devices.synchronise(place)
@@ -264,14 +270,14 @@ class Streams:
 
     @staticmethod
     def _wanted(tickets: deque[Ticket]) -> int:
-        """How many batches are to be on their way: as many as fill the pipeline, and some ahead."""
+        """Return how many batches to have on their way: enough to fill the pipeline, and some."""
         pipeline = tickets[-1].pipeline if tickets else None
         return 1 if pipeline is None else len(pipeline.stages) + _AHEAD
 
     def _take(
         self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]
     ) -> Ticket | None:
-        """The source's next batch, on its way; None where it has none."""
+        """Return the source's next batch, on its way; None where there is none."""
         try:
             batch = next(source)
         except StopIteration:
@@ -336,9 +342,7 @@ class Streams:
         return *run, shapes(batch.tensors), autocast.state()
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
-        """Make the pipeline of a shape that was not seen, in the place of the one that was not used
-        for longest.
-        """
+        """Make the pipeline of a new shape, in place of the one that was not used for longest."""
         self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
         self._pipelines.make_room()
         graph, places = self._flow.layers(batch.capture)
@@ -372,8 +376,9 @@ class Streams:
         return leaves if ticket.is_flat else ticket.pipeline.outputs.unflatten(leaves)
 
     def _fail(self, ticket: Ticket) -> NoReturn:
-        """Raise the error of a batch, which is then held by nothing; for want of memory, recordings
-        are let go of.
+        """Raise the error of a batch, which nothing holds then.
+
+        If memory ran out, the recordings are released.
         """
         error = ticket.error
         assert error is not None
@@ -393,7 +398,7 @@ class Streams:
         ticket.drop()
 
     def _begin(self) -> None:
-        """Let the devices see the model as it is now."""
+        """Bring copies of the model's state up to date."""
         self._wait_for_lanes()
         current = {key: graph for key, (graph, _) in self._pipelines.items()}
         for key, graph in current.items():
@@ -403,7 +408,7 @@ class Streams:
         self._wait_for_callers()
 
     def _end(self, tickets: Iterable[Ticket]) -> None:
-        """Whatever the caller issues from now on, on any device, comes after the stream."""
+        """Let whatever the caller issues from now on, on any device, come after the stream."""
         for ticket in tickets:
             self._drop(ticket)
         self._wait_for_lanes()
@@ -419,8 +424,9 @@ class Streams:
 
 
 def _inference() -> AbstractContextManager[None]:
-    """No gradients; and not torch's inference mode, whose tensors could not be written to outside
-    of it.
+    """Return a context without gradients.
+
+    It is not torch's inference mode, whose tensors could not be written to outside of it.
     """
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return inference()
@@ -429,7 +435,7 @@ def _inference() -> AbstractContextManager[None]:
 
 @contextmanager
 def inference() -> Iterator[None]:
-    """What ``_inference`` enters; inside it, that costs nothing."""
+    """Enter what ``_inference`` returns; inside, its contexts are empty."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -120,7 +120,7 @@ class StreamEngine(Engine[Stage[Slot]]):
         passage.stage += 1
 
     def leaves(self, passage: Passage) -> list[Any]:
-        """Return the flattened result of a batch; the caller's work on it waits until it is there."""
+        """Return the flattened result of a batch, for which the caller's next work waits."""
         self._await(passage)
         leaves = []
         for name in self._outputs:

@@ -1,6 +1,4 @@
-"""What a stream holds of a batch until its result is handed out: where the batch is, or what came
-of it.
-"""
+"""A batch of a stream until its result is handed out: where it is, or what came of it."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class Ticket:
     """A batch that was taken from the source and whose result was not handed out.
 
     Attributes:
-        pipeline: that it goes through; None where its result, or its error, is known.
+        pipeline: the stages that it goes through; None once its result, or its error, is known.
         passage: where it is there.
         result: what the model returned for it, without a pipeline.
         is_flat: whether its result is handed out flattened.
@@ -41,7 +39,7 @@ class Ticket:
         return self.pipeline.engine.is_through(self.passage)
 
     def advance(self) -> None:
-        """Issue its next segment; what fails is its error."""
+        """Issue its next stage; what fails is the ticket's error."""
         assert self.pipeline is not None and self.passage is not None
         try:
             self.pipeline.advance(self.passage)
@@ -51,7 +49,7 @@ class Ticket:
             )
 
     def drop(self) -> None:
-        """Forget the batch; the ticket, which an error's calls may hold, then holds nothing."""
+        """Forget the batch. An error's calls may hold the ticket, which then holds nothing."""
         if self.pipeline is not None and self.passage is not None:
             self.pipeline.engine.drop(self.passage)
         self.pipeline = self.passage = self.result = self.error = None
