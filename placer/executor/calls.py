@@ -1,6 +1,4 @@
-"""One call of a flow: micro-batches through the segments, or through hooks, and their results
-joined.
-"""
+"""One call of a flow: micro-batches through the segments or hooks, and their joined results."""
 
 from __future__ import annotations
 
@@ -29,13 +27,14 @@ def call_captured(
     """Run every micro-batch through its segments.
 
     Args:
-        plans: the graph and the segments of each (a last, smaller one may have been captured
-            apart).
+        plans: the graph and the segments of each micro-batch (a last, smaller one may have been
+            captured apart).
         parts: the flattened inputs of each.
-        target: where results go.
+        target: the device of the results.
         deferred_batch_norm: whether running statistics follow the whole batch.
-        returned: how many of the outputs the model returns; those behind them, which it leaves in
-            its inputs, stay where they were made. If None all are brought to where results go.
+        returned: how many of the outputs the model returns. The outputs behind them, which it
+            leaves in its inputs, stay where they were made. None to bring all of them to
+            ``target``.
 
     Returns:
         The flattened results of each.
@@ -64,13 +63,13 @@ def call_captured(
 
 @contextmanager
 def calls_instead(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """A call of the module is one of something else, for a while; its ``forward`` is what it was.
+    """Replace the calls of a module for a while; its ``forward`` stays what it was.
 
     Args:
         module: any.
-        call: what takes its arguments; it may run the module by its ``_call_impl``.
+        call: takes the arguments of a call; it may run the module by its ``_call_impl``.
     """
-    # where ``module.compile()`` puts its own
+    # ``module.compile()`` puts its own replacement of calls there, too
     own, name = module.__dict__, "_compiled_call_impl"
     was = {name: own[name]} if name in own else {}
     own[name] = call
@@ -98,7 +97,7 @@ def joined(
         weights: of each in a mean; ``sizes`` if None.
 
     Returns:
-        What the model returns, and the tensors that it left in its inputs.
+        The model's result, and the tensors that it left in its inputs.
     """
     nests, left = [], []
     for leaves, exported in zip(results, captures, strict=True):

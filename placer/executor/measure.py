@@ -32,6 +32,7 @@ from placer.schedule import Plan, plan
 from placer.schema import BatchOptions, Profile
 
 WARM_UPS = 2
+"""Runs before the measured one: a shape is recorded when it comes for the second time."""
 
 AnyPipeline = TrainingPipeline | InferencePipeline
 
@@ -43,15 +44,16 @@ def measure_step(
     chunks: int | None = None,
     profile: Profile | None = None,
 ) -> Measurement:
-    """Forward and backward passes of a training step; the optimizer rests, and buffers are put
-    back.
+    """Measure the forward and backward passes of a training step.
+
+    The optimizer does not step, and buffers are restored.
 
     Args:
         step: from ``DataFlow.train_step``.
         inputs: as for a step.
         target: as for a step.
         chunks: as for a step.
-        profile: the prediction is made from it.
+        profile: the prediction is made from it; None for no prediction.
 
     Raises:
         InputError: the model runs through hooks, the profile is of other layers, or gradients of an
@@ -59,8 +61,8 @@ def measure_step(
     """
     if step.flow.gradients_wait:
         raise InputError(
-            "gradients of a step with update=False wait for the next, and a measurement would take their place: "
-            "measure after a step that updates"
+            "gradients of a step with update=False wait for the next step, and a measurement would "
+            "overwrite them: measure after a step that updates"
         )
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
@@ -76,7 +78,7 @@ def measure_step(
 
 
 class MeasuredFlow(Flow, Protocol):
-    """What a measurement needs of a ``DataFlow``."""
+    """The part of a ``DataFlow`` that a measurement needs."""
 
     def cut(
         self,
@@ -97,7 +99,7 @@ def measure_stream(
     profile: Profile | None = None,
     backend: Backend | None = None,
 ) -> Measurement:
-    """A batch in inference, its micro-batches streamed.
+    """Measure a batch in inference, its micro-batches streamed.
 
     Args:
         flow: the flow.
@@ -105,7 +107,7 @@ def measure_stream(
         inputs: one tensor, a tuple of positional or a dict of keyword arguments.
         chunks: micro-batches.
         options: what was declared of the batch.
-        profile: the prediction is made from it.
+        profile: the prediction is made from it; None for no prediction.
         backend: of ``torch.compile``; None to leave segments as they are.
 
     Raises:
@@ -130,7 +132,7 @@ def measure_stream(
     kept.save()
     try:
         if flow.captured(found.parts[0]) is None:
-            # where the inputs are wrong, the layer that cannot take them tells
+            # If the inputs are wrong, the layer that cannot take them raises a better error.
             run()
             raise _not_captured(flow)
         for _ in range(WARM_UPS):
@@ -174,7 +176,7 @@ def _measurement(
             )
     if parts[0].device.type == devices.CPU:
         notes.append(
-            "stand-ins on one processor run one after another: their idle time is not that of devices"
+            "stand-ins on one processor run one after another: devices would have less idle time"
         )
     if profile is not None and profile.batch_size != size:
         notes.append(
@@ -191,7 +193,10 @@ def _traced(
     homes: Sequence[torch.device],
     run: Callable[[], Any],
 ) -> tuple[Row, ...]:
-    """What is issued while something runs, by start; results go to ``homes``."""
+    """Return the passes and copies that are issued while something runs, by start.
+
+    Results go to ``homes``.
+    """
     places = list(
         dict.fromkeys(stage.device for pipeline in pipelines for stage in pipeline.stages)
     )
@@ -222,8 +227,9 @@ def _pass(item: Issued, clock: Clock) -> Row:
 
 
 def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> Row:
-    """A copy between stages, whose devices are ``stages``; from the caller, or to it, where it
-    names no stage.
+    """Return the row of a copy between stages, whose devices are ``stages``.
+
+    A copy without a source comes from the caller, one without a target goes to it.
     """
     source, target, phase, number = item.label
     kind: Kind = "gradients" if phase == "backward" else "values"
@@ -239,7 +245,7 @@ def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> R
 
 @contextmanager
 def _unchanged(graph: LayerGraph, lanes: dict[torch.device, Lane]) -> Iterator[None]:
-    """Give buffers and random numbers their states back afterwards."""
+    """Restore buffers and random numbers afterwards."""
     mutated = {name for layer in graph.layers for name in layer.mutated}
     kept = {name: graph.state[name].clone() for name in mutated}
     try:
@@ -255,7 +261,8 @@ def _not_captured(flow: Any) -> InputError:
     reason = getattr(flow, "not_captured_because", "")
     if not reason:
         return InputError(
-            "micro-batches run one after another, so that there is no pipeline to measure: a layer reads a number that "
-            "another took from a tensor, or the step has warned of what else is in the way"
+            "micro-batches run one after another, so that there is no pipeline to measure: a layer "
+            "reads a number that another took from a tensor, or the step has warned of another "
+            "reason"
         )
     return InputError(f"the model runs through hooks, so it has no segments to measure: {reason}")

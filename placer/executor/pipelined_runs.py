@@ -1,6 +1,4 @@
-"""What a placed flow can do beside a call: training steps, streams of batches, and a look at either
-with a clock.
-"""
+"""The runs of a placed flow that keep every device at work: training steps and streams."""
 
 from __future__ import annotations
 
@@ -58,21 +56,21 @@ class PipelinedRuns(nn.Module):
         weigh: Weigh | None = None,
         batch_options: BatchOptions | None = None,
     ) -> TrainStep:
-        """A training step of the whole pipeline: forwards, backwards, and the optimizer.
+        """Return a training step of the whole pipeline: forwards, backwards, and the optimizer.
 
         Args:
             loss_fn: ``loss_fn(output, target)``, a mean over the samples that it is given unless
-                ``batch_options`` say otherwise; or that and a dict of further values, ``(loss,
-                {"accuracy": accuracy})``. It runs on the device of the last layer, where tensors of
-                its own belong; its buffers are brought. It becomes a part of the passes when they
-                are made: what changes from step to step, such as a weight, has to be in the target.
-                For a loss that does something else from now on, make another step.
+                ``batch_options`` say otherwise; or a tuple of that and a dict of further values,
+                ``(loss, {"accuracy": accuracy})``. It runs on the device of the last layer, where
+                tensors of its own belong; its buffers are brought there. It becomes a part of the
+                passes when they are made: what changes from step to step, such as a weight, has to
+                be in the target. For another loss make another step.
             optimizer: any of torch's whose ``step`` needs no closure, stepped after every batch, or
                 a list of them, stepped in its order; None to leave that to the caller, who finds
                 the gradients in place. Their state moves with the parameters, wherever the flow
                 moves these. A warning says so where it needs other memory than the placement
                 assumed.
-            schedule: the order of micro-batches; what the placement says if None. ``"zero-bubble"``
+            schedule: the order of micro-batches; the placement's if None. ``"zero-bubble"``
                 computes weight gradients apart, while a device would wait. Where a device holds
                 several segments, ``"interleaved"`` runs them in turn, and all others are
                 fill-drain.
@@ -80,11 +78,12 @@ class PipelinedRuns(nn.Module):
                 overflowed on any device.
             max_norm: clip the gradients to this norm over all parameters on all devices.
             compile: let torch.compile make one function of each segment, and one of the loss, where
-                that is faster; ``step.compiled`` tells what it gained and
+                that is faster. ``step.compiled`` then says what it gained and
                 ``step.not_compiled_because`` why it did not. True, or a backend.
-            weigh: ``weigh(inputs, target)``, the weight of each sample of a batch in the loss, shape ``(N,)``: its
-                number of labels, for instance, where the loss is a mean over these. The same as ``BatchOptions(weigh=
-                ...)``. ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` need none: the labels that they count are weighed.
+            weigh: ``weigh(inputs, target)``, the weight of each sample of a batch in the loss,
+                shape ``(N,)``: its number of labels, for instance, where the loss is a mean over
+                these. The same as ``BatchOptions(weigh=...)``. ``nn.CrossEntropyLoss`` and
+                ``nn.NLLLoss`` need none: the labels that they count are weighed.
             batch_options: where the samples of the batch lie, whether the loss is a mean or a sum,
                 how results are joined; the flow's own if None.
 
@@ -121,14 +120,12 @@ class PipelinedRuns(nn.Module):
 
     @property
     def compiled(self) -> dict[str, str]:
-        """For each segment that torch.compile made faster in a stream: by how much."""
+        """By segment that torch.compile made faster in a stream: by how much."""
         return {place: gain for place, (gain, _) in self._streams.compiling().items() if gain}
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
-        """For each segment that runs without torch.compile in a stream, though it was asked for:
-        why.
-        """
+        """By segment that a stream runs without torch.compile though it was asked for: why."""
         return {place: why for place, (_, why) in self._streams.compiling().items() if why}
 
     def stream(
@@ -139,10 +136,10 @@ class PipelinedRuns(nn.Module):
         compile: bool | Backend = False,
         batch_options: BatchOptions | None = None,
     ) -> Generator[Any, None, None]:
-        """Run batch after batch without gradients: each enters the first device while earlier ones
-        are in later ones.
+        """Run batch after batch without gradients, each behind the others through the devices.
 
-        Do not change the model or its map while a stream is open; close it, or exhaust it, before.
+        A batch enters the first device while earlier ones are in later devices. Do not change the
+        model or its map while a stream is open; close it, or exhaust it, before.
 
         Args:
             batches: an iterable of batches, each one tensor, a tuple or list of positional, or a
@@ -152,7 +149,7 @@ class PipelinedRuns(nn.Module):
                 and so the most that take memory; two more than there are segments if None. 1 takes
                 none ahead.
             compile: let torch.compile make one function of each segment, where that is faster, when
-                a shape comes for the second time; ``flow.compiled`` tells what it gained and
+                a shape comes for the second time. ``flow.compiled`` then says what it gained and
                 ``flow.not_compiled_because`` why it did not. True, or a backend, the same one each
                 time. The latest eight shapes are kept, and one that comes back later is compiled
                 again. Layers that draw random numbers draw others than without it.
@@ -160,11 +157,10 @@ class PipelinedRuns(nn.Module):
                 capture of their own; the flow's if None. Batches are not cut.
 
         Returns:
-            A generator of what the model returns for each batch, in their order, on
-            ``output_device``.
+            A generator of the model's result for each batch, in their order, on ``output_device``.
 
         Raises:
-            InputError: these are no batches, ``in_flight`` is no count, or torch knows no such
+            InputError: these are not batches, ``in_flight`` is not a count, or torch knows no such
                 backend.
             StageError: from the generator, when it comes to a batch on which a layer failed;
                 results before are whole.
@@ -172,9 +168,7 @@ class PipelinedRuns(nn.Module):
         return self._streams.open(batches, in_flight, backend_of(compile), batch_options)
 
     def streamed(self, batch: Known) -> list[Stage[Slot]]:
-        """The stages of a stream over batches like this one, as they run once the shape has come
-        twice.
-        """
+        """Return the stages of a stream over batches like this one, recorded if they can be."""
         return self._streams.stages(batch)
 
     def measure(
@@ -188,18 +182,18 @@ class PipelinedRuns(nn.Module):
         compile: bool | Backend = False,
         batch_options: BatchOptions | None = None,
     ) -> Measurement:
-        """Measure when every device works on which micro-batch, beside what was predicted.
+        """Measure when each device works on which micro-batch, to compare with the prediction.
 
-        It runs the batch three times and changes nothing but gradients: the optimizer rests,
-        buffers are put back.
+        It runs the batch three times and changes nothing but gradients: the optimizer does not
+        step, and buffers are restored.
 
         Args:
             inputs: a batch: one tensor, a tuple of positional or a dict of keyword arguments.
             target: the target of a training step; None where its loss needs none.
             step: from ``train_step``: its forward and backward passes are measured. None measures
                 inference, the micro-batches streamed.
-            chunks: micro-batches; what the placement says if None.
-            profile: what the placement was solved from, for the prediction; None leaves that out.
+            chunks: micro-batches; the placement's number if None.
+            profile: what the placement was solved from, for the prediction; None for no prediction.
             compile: in inference, as for ``stream``; a step runs as it was made.
             batch_options: in inference, where the samples of the batch lie; the flow's if None. A
                 step has its own.
@@ -208,8 +202,8 @@ class PipelinedRuns(nn.Module):
             The timelines, with ``table()`` and ``save_trace(path)``; ``rows`` has every pass.
 
         Raises:
-            InputError: the flow is not placed, or the model runs through hooks, or the profile is
-                of other layers; or there is a target without a step, or ``step`` is none;
+            InputError: the flow is not placed; the model runs through hooks; the profile is of
+                other layers; there is a target without a step; ``step`` is not a step of this flow;
                 ``chunks`` is more than the samples; or torch knows no such backend.
         """
         if step is None and target is not None:
@@ -234,11 +228,13 @@ class PipelinedRuns(nn.Module):
         backend = backend_of(compile)
         if step is not None and backend is not None:
             raise InputError(
-                f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; leave it out here"
+                f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
+                "leave it out here"
             )
         if step is not None and batch_options is not None:
             raise InputError(
-                "batch_options with step=: a step has those that train_step was given; leave them out here"
+                "batch_options with step=: a step has the options that train_step was given; "
+                "leave them out here"
             )
         options = self.batch_options if batch_options is None else batch_options
         refuse_no_options(options)

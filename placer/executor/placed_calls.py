@@ -1,5 +1,6 @@
-"""Calls of a placed flow: through a captured graph's segments or through hooks, recorded where they
-come again.
+"""Calls of a placed flow: through a captured graph's segments or through hooks.
+
+Calls that come again are recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class PlacedCalls(PipelinedRuns):
     Attributes:
         module: the model.
         lock: held while a call runs.
-        output_device: where results go.
+        output_device: the device of results.
         enable_clone: whether the weights are on every device.
         deferred_batch_norm: whether running statistics follow whole batches.
         batch_options: where the samples of a batch lie, and how results are joined, for calls that
@@ -73,9 +74,7 @@ class PlacedCalls(PipelinedRuns):
 
     @property
     def not_captured_because(self) -> str:
-        """Why the model runs through hooks in its present mode; empty where it was, or will be,
-        captured.
-        """
+        """Why the model runs through hooks in its present mode; empty unless it does."""
         with self.lock:
             return self._program.refused.get(self._program.mode(), "")
 
@@ -90,18 +89,18 @@ class PlacedCalls(PipelinedRuns):
 
         Args:
             args: as the model takes them, on any device.
-            chunks: cut the batch into so many micro-batches, which follow one another through the
-                devices; what the placement says if None. Batch norm then sees micro-batches, as in
-                any pipeline.
+            chunks: the number of micro-batches to cut the batch into, which follow one another
+                through the devices; the placement's number if None. Batch norm then sees
+                micro-batches, as in any pipeline.
             batch_options: where the samples of the batch lie, and how results are joined; the
                 flow's own if None.
             kwargs: as the model takes them.
 
         Returns:
-            What the model returns, on ``output_device``.
+            The model's result, on ``output_device``.
 
         Raises:
-            BatchError: micro-batches give something else than the batch does.
+            BatchError: micro-batches give another result than the batch does.
             InputError: the options do not fit the call, or it cannot be cut.
         """
         options = self.batch_options if batch_options is None else batch_options
@@ -114,15 +113,16 @@ class PlacedCalls(PipelinedRuns):
     def called_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, torch.device]:
-        """Run the model on one micro-batch; results stay where the last layer runs, as a loss of
-        them runs there.
+        """Run the model on one micro-batch, and leave the results on the device of the last layer.
+
+        A loss of them runs there.
 
         Args:
             args: as the model takes them, on any device.
             kwargs: the same.
 
         Returns:
-            What the model returns, and the device that all its tensors are on.
+            The model's result, and the device that all its tensors are on.
         """
         return self._call((args, kwargs), 1, self.batch_options, None)
 
@@ -155,8 +155,7 @@ class PlacedCalls(PipelinedRuns):
             place = target or plans[0][1][-1].device
             if results is None:
                 deferred = self.deferred_batch_norm and self.module.training
-                # While the flow is applied, what is left in a cache stays with the layers that will
-                # read it.
+                # While the flow is applied, a key/value cache stays with the layers that read it.
                 returned = len(captures[0].exported.outputs.paths) if self._hooks.stand else None
                 parts = [part.tensors for part in cut.parts]
                 looks = self._repeated.looked_at(captures, parts, cut.sizes, self._devices)
@@ -177,8 +176,9 @@ class PlacedCalls(PipelinedRuns):
         return weights_of(options, inputs, None, size, "; in a call the target is None")
 
     def run_compared(self, call: Call) -> Any:
-        """Run the model as it is placed: through hooks, or, where it has clones or allows no hooks,
-        captured.
+        """Run the model as it is placed, through hooks if it allows them, and captured otherwise.
+
+        It runs captured if it has clones, or modules that allow no hooks.
 
         Args:
             call: positional and keyword arguments.
@@ -201,27 +201,26 @@ class PlacedCalls(PipelinedRuns):
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model itself runs as it is placed, for a while: its call as the flow's, other methods
-        through hooks.
+        """Let the model itself run as it is placed, for a while.
 
             with flow.applied() as model:
                 ids = model.generate(ids, max_new_tokens=20)
 
-        In this thread; other threads' calls of the flow wait until it is over, and those of the
-        model raise. Operations of the caller's own code are aligned meanwhile, too: tensors of two
-        devices are brought to one. A call is one micro-batch. What checkpoints run again in a
+        A call of the model is a call of the flow, in one micro-batch; its other methods run through
+        hooks. This holds in this thread. Other threads' calls of the flow wait until it is over,
+        and their calls of the model raise. Operations of the caller's own code are aligned
+        meanwhile, too: tensors of two devices are brought to one. What checkpoints run again in a
         backward pass, which may come later, runs as it did in here.
 
         transformers' ``Trainer`` and accelerate's ``Accelerator``, made and used in here, neither
-        move nor wrap the
-        model: it has an attribute ``hf_device_map`` meanwhile.
+        move nor wrap the model: it has an attribute ``hf_device_map`` meanwhile.
 
         Returns:
             The model.
 
         Raises:
             CaptureError: a module was compiled by torch.jit, which allows no hooks.
-            InputError: the flow has clones, of which the model's own methods know nothing.
+            InputError: the flow has clones, which the model's own methods do not use.
         """
         if self._assignment is None:
             self._tell_of_edits()
@@ -229,7 +228,7 @@ class PlacedCalls(PipelinedRuns):
             return
         if self._clones is not None:
             raise InputError(
-                "the model's own methods know no clones: make the flow without enable_clone"
+                "`flow.applied()` does not support clones: make the flow without enable_clone"
             )
         with self.lock:
             self._bring_back()
@@ -238,21 +237,24 @@ class PlacedCalls(PipelinedRuns):
                 yield self.module
 
     def _calls(self) -> AbstractContextManager[None]:
-        """In it calls of the model are the flow's, unless its class has its own, which may do more:
-        another method.
+        """Return a context in which calls of the model are the flow's.
+
+        A model whose class has a ``__call__`` of its own keeps it: it may do more, as any other
+        method.
         """
         is_torchs = type(self.module).__call__.__module__.startswith("torch.")
         return calls_instead(self.module, self._called) if is_torchs else nullcontext()
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call of the model is while the flow is applied to it."""
+        """Run a call of the model while the flow is applied to it."""
         # the flow itself runs it, or captures it
         if self._hooks.runs or not devices.observed():
             return self.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._hooks.are_elsewhere:
             raise InputError(
-                "the flow is applied to this model in another thread; enter `with flow.applied():` in the thread that "
-                "calls the model, or call the flow, which waits for the end of the other"
+                "the flow is applied to this model in another thread; enter `with flow.applied():` "
+                "in the thread that calls the model, or call the flow, which waits for the other "
+                "thread"
             )
         return self(*args, chunks=1, **kwargs)
 
@@ -262,16 +264,18 @@ class PlacedCalls(PipelinedRuns):
         return self.enable_clone or self.deferred_batch_norm
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """The lock, but for what runs again in a backward pass: who waits for that has it, or
-        nobody.
+        """Return the lock, or nothing for layers that run again in a backward pass.
+
+        The thread that waits for that pass may hold the lock.
         """
         return nullcontext() if self._hooks.run_again else self.lock
 
     def _run_recorded(
         self, parts: list[Part], sizes: list[int]
     ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
-        """Return the captures of a call, None where it runs through hooks; and its results, if it
-        is recorded.
+        """Return the captures of a call, and its results if it is recorded.
+
+        The captures are None if the call runs through hooks.
         """
         captures, results = self._run_ahead(parts, sizes)
         if results is None:
@@ -289,8 +293,9 @@ class PlacedCalls(PipelinedRuns):
     def _run_ahead(
         self, parts: list[Part], sizes: list[int]
     ) -> tuple[list[Capture] | None, list[list[Any]] | None]:
-        """Run a call that is recorded, and look meanwhile whether the model has changed; no results
-        if so.
+        """Run a call that is recorded, and see meanwhile whether the model has changed.
+
+        There are no results if it has.
         """
         captures = self._program.captures_before(parts) if self._can_be_streamed(sizes) else None
         if captures is None:
@@ -299,17 +304,17 @@ class PlacedCalls(PipelinedRuns):
         return captures, self._repeated.ahead(captures, tensors, sizes, self._program.is_unchanged)
 
     def _can_be_streamed(self, weights: list[int]) -> bool:
-        """Whether a call may be recorded: its micro-batches leave no trace, and the map stays for a
-        while.
+        """Return whether a call may be recorded: it leaves no trace, and the map stays for a while.
 
-        One that is not cut may be on GPUs alone: a processor would gain nothing.
+        A call that is not cut is recorded only if it runs on GPUs alone: a processor would gain
+        nothing.
         """
         kept = torch.is_grad_enabled() or devices.has_tangents() or self.module.training
         helps = len(weights) > 1 or all(place.type == "cuda" for place in self._devices)
         return helps and not (kept or self.enable_clone)
 
     def _planned(self, captures: list[Capture]) -> list[tuple[LayerGraph, list[Segment]]]:
-        """The segments of each micro-batch, whose state is in place."""
+        """Return the segments of each micro-batch, once their state is in place."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self._planned(captures)
@@ -331,8 +336,8 @@ class PlacedCalls(PipelinedRuns):
         """Run through hooks, micro-batches one after another."""
         if self._clones is not None:
             raise InputError(
-                f"enable_clone needs a model that can be captured, and this one cannot: {self.not_captured_because}; "
-                "make the flow without enable_clone"
+                "enable_clone needs a model that can be captured, and this one cannot: "
+                f"{self.not_captured_because}; make the flow without enable_clone"
             )
         if self.deferred_batch_norm and self.module.training and len(cut.parts) > 1:
             refuse_uncaptured(self.module, self.not_captured_because)
@@ -367,12 +372,14 @@ class PlacedCalls(PipelinedRuns):
         return join(nests, cut.sizes, cut.joining, weights), place
 
     def compare_capture(self, capture: Capture, part: Part) -> str:
-        """Return in what a new graph differs from the model, run as it is placed; an empty string
-        if in nothing.
+        """Return how the results of a new graph differ from the model's, run as it is placed.
 
         Args:
             capture: the graph.
             part: inputs that it holds for.
+
+        Returns:
+            A description; an empty string if nothing differs.
         """
         if self._assignment is None or self._clones is not None or self._has_scripts():
             return ""
@@ -400,7 +407,7 @@ class PlacedCalls(PipelinedRuns):
         return any(isinstance(child, torch.jit.ScriptModule) for child in self.module.modules())
 
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
-        """The inputs of a call, flattened, with their batch dimensions."""
+        """Return the inputs of a call, flattened, with their batch dimensions."""
         raise NotImplementedError
 
     def _tell_of_edits(self) -> None:
@@ -416,5 +423,5 @@ class PlacedCalls(PipelinedRuns):
         raise NotImplementedError
 
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
-        """The segments of a capture under the present map."""
+        """Return the segments of a capture under the present map."""
         raise NotImplementedError

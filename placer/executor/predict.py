@@ -1,5 +1,6 @@
-"""What a profile says that a batch will do: its layers' times summed up by segment, and the
-schedule simulated.
+"""The timeline of a batch, predicted from a profile.
+
+The times of layers are summed up by segment, and the schedule is simulated.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from placer.schema import Profile
 
 
 def predicted(profile: Profile, parts: Sequence[Segment], plan: Plan) -> tuple[Row, ...]:
-    """The timeline of a batch.
+    """Return the predicted timeline of a batch.
 
     Args:
-        profile: of the model on these devices; its micro-batch is taken for the one that runs.
+        profile: of the model on these devices; its micro-batch counts as the one that runs.
         parts: the segments, in order.
         plan: the order of passes.
 
@@ -34,7 +35,7 @@ def predicted(profile: Profile, parts: Sequence[Segment], plan: Plan) -> tuple[R
 def _pipeline(
     profile: Profile, parts: Sequence[Segment], places: Sequence[int], training: bool
 ) -> Pipeline:
-    """The segments' times and what passes between them."""
+    """Return the segments' times and the times of the transfers between them."""
     known = {layer.name: layer for layer in profile.layers}
     forward, backward, weights = [], [], []
     for part in parts:
@@ -59,7 +60,7 @@ def _pipeline(
 
 
 def _type_of(profile: Profile, device: torch.device) -> str:
-    """The device type by which the profile has its times."""
+    """Return the type under which the profile has a device's times."""
     found = profile.cluster.devices if profile.cluster is not None else ()
     return next(
         (item.type for item in found if item.name == str(device)), None
@@ -67,8 +68,9 @@ def _type_of(profile: Profile, device: torch.device) -> str:
 
 
 def _transfers(profile: Profile, parts: Sequence[Segment], training: bool) -> tuple[Transfer, ...]:
-    """What passes between segments on two devices, all values together; free where no link was
-    measured.
+    """Return the transfers between segments on different devices, one for each pair of segments.
+
+    A transfer over a link that was not measured takes no time.
     """
     stage_of = {step.layer.name: index for index, part in enumerate(parts) for step in part.steps}
     times: dict[tuple[int, int], tuple[float, float | None]] = {}

@@ -1,3 +1,1 @@
-"""Training through the pipeline: stages with passes forwards and backwards, and the optimizer
-behind them.
-"""
+"""Training through the pipeline: stages with forward and backward passes, and the optimizer."""

@@ -1,4 +1,4 @@
-"""What a gradient goes back to, told by a look at autograd's graph: none is computed."""
+"""The leaves that a gradient would go back to, found in autograd's graph without computing one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from placer.executor.training.stages.training_slot import Key
 
 
 def reached(result: Any, leaves: Mapping[Key, Tensor]) -> frozenset[Key]:
-    """The leaves that a result was made of.
+    """Return the leaves that a result was made of.
 
     Args:
-        result: a tensor, or a number, of which no gradient goes back.
+        result: a tensor, or a number, from which no gradient goes back.
         leaves: of autograd, by name or position.
     """
     names = {id(leaf): key for key, leaf in leaves.items()}
@@ -22,8 +22,9 @@ def reached(result: Any, leaves: Mapping[Key, Tensor]) -> frozenset[Key]:
 
 
 def parameters(result: Tensor) -> list[nn.Parameter]:
-    """The parameters that a gradient goes back to; passes run over aliases of a model's own, which
-    are none.
+    """Return the parameters that a gradient goes back to.
+
+    Passes run over aliases of a model's parameters, which are not ``nn.Parameter`` objects.
     """
     return [leaf for leaf in _leaves(result) if isinstance(leaf, nn.Parameter)]
 

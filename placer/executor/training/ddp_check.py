@@ -1,7 +1,6 @@
-"""DistributedDataParallel around a model, or in it: gradients of a training step would never reach
-it.
+"""A check for DistributedDataParallel, which would never see the gradients of a training step.
 
-It adds up the gradients of all processes by hooks of C++ on the parameters' gradients. The passes
+It adds up the gradients of all processes by hooks in C++ on the parameters' gradients. The passes
 of a training step are recorded over aliases of the parameters, which have no such hooks: each
 process would go on with its own gradients.
 """
@@ -19,21 +18,22 @@ from torch.nn.parallel import DistributedDataParallel
 from placer.errors import InputError
 
 _SEEN, _CLEARED = "placer has seen it", "placer has found no DistributedDataParallel that holds it"
-"""What is noted on a gradient accumulator."""
+"""Notes on a gradient accumulator."""
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
-    """Refuse a model of whose parameters DistributedDataParallel holds some.
+    """Refuse a model with parameters that DistributedDataParallel holds.
 
-    Nothing leads from a model to what wraps it, so all objects of the process are looked through.
-    That takes a tenth of a second, and is done only while something holds the gradient accumulator
-    of the first trained parameter, as DistributedDataParallel does: once for each accumulator.
+    Nothing leads from a model to its wrapper, so the function looks through all objects of the
+    process. That takes a tenth of a second. It does so only while something holds the gradient
+    accumulator of the first trained parameter, as DistributedDataParallel does: once for each
+    accumulator.
 
     Args:
         module: the model.
 
     Raises:
-        InputError: there is one.
+        InputError: DistributedDataParallel holds a parameter.
     """
     # without, there can be none
     if not (dist.is_available() and dist.is_initialized()):
@@ -55,17 +55,17 @@ def refuse_data_parallel(module: nn.Module) -> None:
 
 def _refusal() -> InputError:
     return InputError(
-        "DistributedDataParallel holds parameters of this flow, and reduces the gradients of its own backward passes "
-        "only: those of a training step would stay unreduced, each process on its own. Place the model, wrap the flow, "
-        "ddp = DistributedDataParallel(flow), and train without train_step: loss_fn(ddp(inputs), target).backward(), "
-        "then optimizer.step()"
+        "DistributedDataParallel holds parameters of this flow, and reduces only the gradients of "
+        "its own backward passes: a training step would leave each process with its own gradients. "
+        "Place the model, wrap the flow, ddp = DistributedDataParallel(flow), and train without "
+        "train_step: loss_fn(ddp(inputs), target).backward(), then optimizer.step()"
     )
 
 
 def _is_held(parameter: nn.Parameter) -> bool:
-    """Whether something else holds the parameter's gradient accumulator.
+    """Return whether something else holds the parameter's gradient accumulator.
 
-    Autograd makes an accumulator when one is needed, and lets it go with the last graph, or hook,
+    Autograd makes an accumulator when one is needed, and releases it with the last graph, or hook,
     that has it.
     """
     _notes(parameter)[_SEEN] = True
@@ -73,13 +73,13 @@ def _is_held(parameter: nn.Parameter) -> bool:
 
 
 def _notes(parameter: nn.Parameter) -> dict[str, Any]:
-    """What is noted on the parameter's gradient accumulator; a new one has nothing."""
+    """Return the notes on the parameter's gradient accumulator; a new one has none."""
     # torch declares a method
     notes: dict[str, Any] = cast(Any, get_gradient_edge(parameter).node).metadata
     return notes
 
 
 def _holds(other: object, parameters: set[int]) -> bool:
-    # By its type alone: ``isinstance`` asks some objects, a dead proxy say, for more.
+    # ``isinstance`` runs code of some objects: of a dead proxy it raises. The type alone is safe.
     is_one = DistributedDataParallel in type(other).__mro__
     return is_one and any(id(one) in parameters for one in cast(nn.Module, other).parameters())

@@ -1,4 +1,4 @@
-"""A batch and its target on their way to the stages that read them, micro-batch by micro-batch."""
+"""A batch and its target on their way to the stages that read them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from placer.executor.training.stages.training_slot import Key
 class Feed:
     """The micro-batches of one batch.
 
-    What lies on another GPU than the stage that reads it is brought there whole, at once: its owner
-    would otherwise wait until the pipeline has come to the last micro-batch, and could not begin
-    the next step meanwhile.
+    A tensor on another GPU than the stage that reads it is brought there whole, at once. Otherwise
+    its owner would have to wait until the pipeline has come to the last micro-batch, and could not
+    begin the next step meanwhile.
 
     Args:
-        given: what the caller gave.
+        given: the caller's inputs, by name, and target, by position.
         sizes: samples in each micro-batch.
         courier: for the copies.
-        ready: by device, when what the caller gave is there.
+        ready: by device, a mark behind the caller's work on these tensors.
         dims: of each tensor, the dimension that it is cut along; None where every micro-batch has
             all of it.
 
     Attributes:
-        read: for each device that has a part of the batch, and each that reads it, when the last
-            copy is done.
+        read: for each device that has a part of the batch, and each that reads it, a mark behind
+            the last copy.
     """
 
     def __init__(
@@ -52,7 +52,13 @@ class Feed:
         self.read: dict[tuple[torch.device, torch.device], Mark] = {}
 
     def send(
-        self, key: Key, chunk: int, place: torch.device, target: Tensor, free: Mark, label: Any
+        self,
+        key: Key,
+        chunk: int,
+        place: torch.device,
+        target: Tensor,
+        free: Sequence[Mark],
+        label: Any,
     ) -> Mark:
         """Copy a part of the batch into a stage's slot.
 
@@ -61,11 +67,11 @@ class Feed:
             chunk: which micro-batch of it.
             place: the stage's device.
             target: of the same shape.
-            free: when it may be overwritten.
-            label: what a trace is to say of the copy.
+            free: marks after which it may be overwritten.
+            label: how a trace names the copy.
 
         Returns:
-            When the copy is done.
+            A mark behind the copy.
         """
         given = self._parts[key][chunk]
         here = devices.location(given)
@@ -81,12 +87,12 @@ class Feed:
     def _bring(
         self, key: Key, here: torch.device, place: torch.device, label: Any
     ) -> tuple[Sequence[Tensor], Mark]:
-        """The micro-batches of a tensor on another device, and when they are there."""
+        """Return the micro-batches of a tensor on another device, and a mark behind the copy."""
         if (key, place) not in self._brought:
             given = self._given[key].detach()
             whole = self._courier.landing(key, given, place)
-            # It is the caller's when it is new, and else when all have left it that went on from
-            # there.
+            # New memory may still be in use by the caller. Later it is free once all copies from it
+            # into slots are done.
             free = Lane(place, caller=True).mark(), self._courier.mark(place, place, "batch")
             mark = self._courier.send(given, self._ready[here], whole, free, "batch", label)
             self._brought[key, place] = self._cut(key, whole), mark

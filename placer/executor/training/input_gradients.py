@@ -1,10 +1,10 @@
-"""The gradients of what a training step was given: of inputs and targets that require one, leaves
-or not.
+"""The gradients of inputs and targets that require one, leaves or not.
 
-    a stage that reads it, by micro-batch ──▶ its part of the whole's gradient ──▶ .grad, or the
-    graph before it
+    gradient of a micro-batch's part, from each stage that reads it
+      ──▶ its part of the whole's gradient, one for each stage
+      ──▶ their sum ──▶ ``.grad``, or the caller's graph of autograd
 
-Several stages may read one; their gradients are added up.
+Several stages may read one tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from placer.executor.training.stages.training_slot import Key
 
 
 def detached(tensors: Sequence[Any]) -> list[Any]:
-    """The same tensors as leaves of their own; those that require a gradient still do."""
+    """Return the tensors as leaves of their own, which require gradients as before."""
     return [
         tensor.detach().requires_grad_(tensor.requires_grad)
         if isinstance(tensor, Tensor)
@@ -34,8 +34,9 @@ def detached(tensors: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def on_host(tensors: Sequence[Any]) -> list[Any]:
-    """Leaves of their own that keep none of a device's memory; those that require a gradient still
-    do.
+    """Return the tensors as leaves on the host, which require gradients as before.
+
+    They keep none of a device's memory.
     """
     return [
         devices.move(tensor, devices.HOST).detach().requires_grad_(tensor.requires_grad)
@@ -46,8 +47,7 @@ def on_host(tensors: Sequence[Any]) -> list[Any]:
 
 
 def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-    """Let gradients go where a backward pass would take them from here: into ``.grad``, or on
-    through a graph.
+    """Let gradients go where a backward pass takes them: into ``.grad``, or on through a graph.
 
     Args:
         tensors: as the caller gave them.
@@ -65,10 +65,10 @@ def hand_out(tensors: Sequence[Any], gradients: Sequence[Tensor | None]) -> None
 
 
 class InputGradients:
-    """Those of one batch.
+    """The gradients of one batch's inputs and targets.
 
     Args:
-        given: inputs and targets by name or position; those that require a gradient are meant.
+        given: inputs and targets by name or position; only those count that require a gradient.
         sizes: samples in each micro-batch.
         courier: for the copies.
         dims: of each, the dimension that it is cut along; None where every micro-batch has all of
@@ -102,15 +102,15 @@ class InputGradients:
         """Copy the gradient of a part of the batch out of a stage.
 
         Args:
-            key: of which tensor.
+            key: the tensor that it is a gradient of.
             reader: the stage.
-            chunk: of which micro-batch.
-            gradient: that of the part.
+            chunk: the micro-batch.
+            gradient: of this part of the tensor.
             ready: when it is there.
-            label: what a trace is to say of the copy.
+            label: how a trace names the copy.
 
         Returns:
-            When the copy is done.
+            A mark behind the copy.
         """
         home = devices.location(self._given[key])
         if (key, reader) not in self._parts:
@@ -125,9 +125,13 @@ class InputGradients:
     def _room(
         self, key: Key, home: torch.device, gradient: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory for a gradient: what is to be summed up, and in it the part of each micro-batch."""
+        """Make memory for a gradient.
+
+        Returns:
+            The tensors to be summed up, and in them the part of each micro-batch.
+        """
         like = self._given[key].detach()
-        # else the copy would hold the caller up
+        # A copy to memory of the host that is not pinned would hold the caller up.
         pinned = gradient.is_cuda and home.type == devices.CPU
         new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
         if self._dims[key] is not None:
@@ -137,7 +141,7 @@ class InputGradients:
         return each, each
 
     def hand_out(self) -> None:
-        """Let them go where a backward pass of the unsplit model would take them."""
+        """Let the sums go where a backward pass of the unsplit model would take them."""
         for home, mark in self._marks:
             Lane(home, caller=True).wait(mark)
         sums: dict[Key, Tensor] = {}

@@ -1,11 +1,10 @@
-"""The pipelines of a training step: one is made for each shape that comes, and kept for those that
-came last.
+"""The pipelines of a training step, one for each shape that comes.
 
     batch ──▶ capture that covers it ──▶ pipeline of its shape, kept or made now
-        └─────────────┴──▶ none, and why is told: micro-batches run one after another
+        └─────────────┴──▶ none, with a warning: micro-batches run one after another
 
-A shape is all that a pipeline is made for: sizes and types, what requires a gradient, what the flow
-asks of its passes.
+A shape is all that a pipeline depends on: sizes and types, which tensors require gradients, and
+what the flow asks of its passes. The pipelines that were used last are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from placer.utils.user_warnings import warn
 
 
 class Placed(Protocol):
-    """What pipelines are made of: a model, its captures, and where its layers are."""
+    """What pipelines are made of: a model, its captures, and the devices of its layers."""
 
     module: nn.Module
     in_flight: Sequence[int]
@@ -53,21 +52,20 @@ class Placed(Protocol):
         """The devices of the layers; None before the first ``update_flow``."""
 
     def recomputed(self) -> frozenset[torch.device]:
-        """The devices that run forwards once more in their backward passes."""
+        """Return the devices that run forwards once more in their backward passes."""
 
     def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """The capture for inputs like these; None where the model runs through hooks."""
+        """Return the capture for inputs like these; None if the model runs through hooks."""
 
     def holds(self, capture: Capture) -> bool:
-        """Whether a capture is still of the model as it is."""
+        """Return whether a capture is still of the model as it is."""
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """The layers of a capture and the device of each."""
+        """Return the layers of a capture and the device of each."""
 
 
 _every: WeakSet[Pipelines] = WeakSet()
-"""Those of all training steps: where memory is short, a step takes what other steps of its flow
-keep."""
+"""The pipelines of all training steps: one that runs short of memory releases those of others."""
 
 
 class Pipelines:
@@ -101,19 +99,22 @@ class Pipelines:
         is_compared: bool = False,
         has_waiting: Callable[[], bool] = lambda: False,
     ) -> TrainingPipeline | None:
-        """As ``of``, its passes made; where there is no memory for both, without those of other
-        shapes and steps.
+        """Return the stages for batches like this one, with their passes.
 
-        A shape beside others is recorded when it comes for the second time.
+        If there is no memory, the passes of other shapes and steps are released first. A shape
+        beside others is recorded when it comes for the second time.
 
         Args:
-            batch: what is to be trained on.
+            batch: what to train on.
             outputs: whether the caller wants the model's results.
-            is_compared: whether the loss is to be compared with that of the whole batch: results
-                are collected this once, by passes that are not recorded.
-            has_waiting: whether gradients of earlier batches wait: to record passes is to run them,
-                which would add to the gradients. They are recorded in a later step. Not called once
-                the passes are recorded, because it looks at every parameter.
+            is_compared: whether the loss will be compared with the whole batch's. Then results are
+                collected this once, by passes that are not recorded.
+            has_waiting: whether gradients of earlier batches wait. Recording runs the passes, which
+                would add to them, so it is left to a later step. Not called once the passes are
+                recorded, because it looks at every parameter.
+
+        Returns:
+            The stages; None where micro-batches run one after another.
         """
         pipeline = self.of(batch)
         if pipeline is not None and not pipeline.collect(outputs or is_compared):
@@ -125,8 +126,8 @@ class Pipelines:
         try:
             if pipeline is not None:
                 with nothing_held():
-                    # Recording pays where a shape comes back: the first is taken to, others when
-                    # they have.
+                    # Recording pays where a shape comes back. The first shape probably will; others
+                    # are recorded once they do.
                     comes_back = pipeline.is_prepared or not others
                     is_done = pipeline.is_prepared and pipeline.is_recorded
                     record = comes_back and not is_compared and (is_done or not has_waiting())
@@ -146,8 +147,9 @@ class Pipelines:
             one._made.keep_only(lambda key: False)
         devices.release_cache()
         warn(
-            f"there is no memory for a batch of this shape beside the passes of {count} other(s), of this step or of "
-            f"other steps of the flow, which are let go of and made again when such a batch comes: {why}"
+            f"there is no memory for a batch of this shape in addition to the passes of {count} "
+            "other(s), of this step or of other steps of the flow, which are released and made "
+            f"again when such a batch comes: {why}"
         )
         pipeline = self.of(batch)
         if pipeline is not None:
@@ -155,20 +157,23 @@ class Pipelines:
         return pipeline
 
     def of(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
-        """The stages for batches like this one; None where micro-batches run one after another
-        through the flow.
+        """Return the stages for batches like this one, or None where micro-batches run one by one.
 
-        So they do where there is no capture; where a layer reads a number that another took from a
-        tensor: passes are prepared once, and would keep the number that they were prepared with;
-        where a segment uses what another one changes; where a trained parameter is sparse or a
-        wrapper of other tensors; where parameters have hooks, which passes over aliases of them
-        would not run; where the loss reads some by itself, whose gradients such passes would not
-        find; and where a list has samples for items.
+        They run one by one, through the flow, if
+
+        - there is no capture;
+        - a layer reads a number that another took from a tensor: passes are prepared once, and
+        would keep
+          the number that they were prepared with;
+        - a segment uses what another one changes;
+        - a trained parameter is sparse or a wrapper of other tensors;
+        - parameters have hooks, which passes over aliases of them would not run;
+        - the loss reads parameters by itself, whose gradients such passes would not find;
+        - a list has samples for items.
 
         Args:
-            batch: what is to be trained on, or one like it.
-            needed: False lets it run so, too, where call after call would need a capture of its
-                own.
+            batch: what to train on, or a batch like it.
+            needed: whether to capture the model even if call after call would need a new capture.
         """
         flow, sizes = self._flow, batch.sizes
         if flow.assignment is not self._placed:
@@ -223,24 +228,25 @@ class Pipelines:
         return made
 
     def let_go(self, interrupted: TrainingPipeline | None) -> None:
-        """Keep no passes that were half made, and none that an interrupt, which comes anywhere, may
-        have left so.
+        """Release pipelines whose passes were half made, and the one that was interrupted.
+
+        An interrupt comes anywhere, and may have left its passes in any state.
         """
         for key, pipeline in list(self._made.items()):
             if pipeline is interrupted or not pipeline.is_prepared:
-                # of a device that is lost the first error tells
+                # a lost device raises here too; the first error has already reported it
                 with suppress(RuntimeError):
                     self._made.let_go(key)
 
 
 def room_of(in_flight: Any) -> tuple[int, ...]:
-    """For how many micro-batches each segment has room.
+    """Return for how many micro-batches each segment has room.
 
     Args:
-        in_flight: what a flow says.
+        in_flight: the flow's attribute.
 
     Raises:
-        InputError: it is no sequence of whole numbers, 1 or more.
+        InputError: it is not a sequence of whole numbers, 1 or more.
     """
     if (
         isinstance(in_flight, str)
@@ -248,20 +254,20 @@ def room_of(in_flight: Any) -> tuple[int, ...]:
         or not all(type(one) is int and one > 0 for one in in_flight)
     ):
         raise InputError(
-            f"flow.in_flight is {in_flight!r}: give a number of micro-batches, 1 or more, for each segment, or () for "
-            "as many as the order needs"
+            f"flow.in_flight is {in_flight!r}: give a number of micro-batches, 1 or more, for each "
+            "segment, or () for as many as the order needs"
         )
     return tuple(in_flight)
 
 
 def tell_in_turn(why: str) -> bool:
-    """Say why batches have no pipeline; True."""
+    """Warn why batches have no pipeline; return True."""
     warn(f"{why}: micro-batches run one after another")
     return True
 
 
 def _hooked(weights: Weights) -> bool:
-    """Whether the user has hooks on a parameter; says so."""
+    """Return whether the user has hooks on a parameter; warn if so."""
     name = weights.hooked()
     return name is not None and tell_in_turn(
         f"parameter {name!r} has hooks, which a pipeline would not run"
@@ -269,10 +275,10 @@ def _hooked(weights: Weights) -> bool:
 
 
 def _has_unusual_gradients(graph: LayerGraph) -> bool:
-    """Whether a trained parameter is sparse or wraps other tensors; says so.
+    """Return whether a trained parameter is sparse or wraps other tensors; warn if so.
 
-    Passes add to a gradient that is one block of numbers. Of these parameters their class decides
-    what a gradient is.
+    Passes add to a gradient that is one block of numbers. The class of such a parameter decides
+    what its gradient is.
     """
     used = (name for layer in graph.layers for name in layer.state)
     name = next(
@@ -289,12 +295,12 @@ def _has_unusual_gradients(graph: LayerGraph) -> bool:
 
 
 def _penalised(pipeline: TrainingPipeline) -> bool:
-    """Whether the loss reads parameters by itself; says so."""
+    """Return whether the loss reads parameters by itself; warn if so."""
     return bool(pipeline.penalised) and tell_in_turn(PENALTY)
 
 
 def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> bool:
-    """Whether a micro-batch would find in a buffer what later ones left; says so."""
+    """Return whether a micro-batch would find in a buffer what later ones left; warn if so."""
     name = taken_in_turn(segments(graph, places, lambda name, _: graph.state[name]), gathered)
     return name is not None and tell_in_turn(
         f"buffer {name!r} is changed in one segment and used in another"
@@ -302,14 +308,14 @@ def _in_turn(graph: LayerGraph, places: list[torch.device], gathered: bool) -> b
 
 
 def _tell_of(equal: list[int], sizes: list[int]) -> None:
-    """Say that micro-batches are of other sizes than those asked for."""
+    """Warn that micro-batches are of other sizes than the caller asked for."""
     warn(
-        f"forward does something else with the {sizes[-1]} samples of the last micro-batch than with {sizes[0]}: "
-        f"micro-batches are {len(equal)} of {equal[0]}, not {len(sizes)}; "
+        f"forward does something else with the {sizes[-1]} samples of the last micro-batch than "
+        f"with {sizes[0]}: micro-batches are {len(equal)} of {equal[0]}, not {len(sizes)}; "
         f"a batch whose size {len(sizes)} divides keeps them"
     )
 
 
 def _kinds(goals: list[Any]) -> Hashable:
-    """What passes keep of a target beside its values."""
+    """Return what passes keep of a target in addition to its values."""
     return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)

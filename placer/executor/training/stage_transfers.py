@@ -1,7 +1,9 @@
-"""What passes between the stages of a training pipeline, and how long that takes on these devices.
+"""The transfers between the stages of a training pipeline, and their times on these devices.
 
-stage 0 ── values, gradients back ──▶ stage 1 ──▶ stage 2          one transfer for each pair of stages
-└───────────── a skip ──────────────────────────┘
+    stage 0 ── values, gradients back ──▶ stage 1 ──▶ stage 2
+    └───────────── a skip connection ─────────────────┘
+
+All values from one stage to another are one transfer, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from placer.executor.training.stages.training_stage import TrainingStage
 from placer.schedule import Transfer
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""What is copied, and where to."""
+"""Pairs of a source and a target."""
 
 REPEATS = 3
+"""Timed copies; the median counts."""
 
 
 def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
-    """The transfers between stages of unlike devices; none where passes are not timed either.
+    """Return the transfers between stages of different devices, if their passes are timed too.
 
     Args:
-        stages: all, with slots; what lies in the first slot of each is overwritten.
+        stages: all, with slots; the contents of the first slot of each are overwritten.
     """
     if any(not stage.is_recorded for stage in stages):
         return []
@@ -35,7 +38,7 @@ def crossings(stages: Sequence[TrainingStage]) -> list[Transfer]:
 
 
 def found(stages: Sequence[TrainingStage], clock: Callable[[Copies], float]) -> list[Transfer]:
-    """The transfers, by a clock that is given what is copied at one time."""
+    """Return the transfers, timed by ``clock``, which is given all copies of one moment."""
     maker = {name: index for index, stage in enumerate(stages) for name in stage.writes}
     transfers = []
     for target, stage in enumerate(stages):
@@ -73,7 +76,7 @@ def _gradients(
 
 @torch.no_grad()
 def _copy_ms(copies: Copies) -> float:
-    """The median of a few copies behind a queue that is full."""
+    """Return the median time of a few copies behind a queue that is full."""
 
     def run() -> None:
         for source, target in copies:

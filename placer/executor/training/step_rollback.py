@@ -1,4 +1,4 @@
-"""Buffers and random numbers as they were, for a step that fails."""
+"""Copies of buffers and random numbers' states, to be restored after a step that fails."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Kept:
     """Copies of the buffers that layers change, and the states of random number generators.
 
     Args:
-        buffers: those to keep.
-        places: the devices whose generators are kept, beside the host's.
+        buffers: the buffers to keep.
+        places: the devices whose generators are kept, in addition to the host's.
     """
 
     def __init__(self, buffers: Iterable[Tensor], places: Iterable[torch.device]) -> None:
@@ -31,14 +31,14 @@ class Kept:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy them."""
+        """Copy the buffers and the states of the generators."""
         for own, copies in self._groups.values():
             torch._foreach_copy_(copies, own)
         self._random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give them the values back that they had when they were copied."""
+        """Give buffers and generators the values that they had when they were saved."""
         host, *others = self._random
         torch.set_rng_state(host)
         for place, state in zip(self._gpus, others, strict=True):

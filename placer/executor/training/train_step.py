@@ -1,4 +1,4 @@
-"""What ``DataFlow.train_step`` returns: one batch at a time, forwards, backwards and the optimizer."""
+"""``TrainStep``, which ``DataFlow.train_step`` returns: passes of one batch, and the optimizer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from placer.utils.user_warnings import warn
 
 
 class Flow(Placed, Protocol):
-    """What a training step needs of a ``DataFlow``."""
+    """The part of a ``DataFlow`` that a training step needs."""
 
     chunks: int
     batch_options: BatchOptions
@@ -83,8 +83,9 @@ class Flow(Placed, Protocol):
     def called_for_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, torch.device]:
-        """Run the model on one micro-batch; results stay where the last layer runs, which is
-        returned too.
+        """Run the model on one micro-batch; return the result and the device of the last layer.
+
+        The result stays there.
         """
 
 
@@ -92,7 +93,7 @@ class TrainStep:
     """A training step of a flow.
 
     Args:
-        flow: a flow to which ``update_flow`` has been called.
+        flow: a flow to which ``update_flow`` has been applied.
         loss_fn: ``loss_fn(output, target)``: the loss, or the loss and a dict of further values.
         update: what follows the gradients.
         schedule: the order of micro-batches.
@@ -101,7 +102,7 @@ class TrainStep:
         weigh: ``BatchOptions.weigh``, where it is given apart.
 
     Raises:
-        InputError: the loss is no function, or has parameters of its own; the schedule is not
+        InputError: the loss is not a function, or has parameters of its own; the schedule is not
             known; the optimizer is of another model; or DistributedDataParallel is around the model
             or in it.
     """
@@ -143,20 +144,20 @@ class TrainStep:
         update: bool = True,
         outputs: bool = False,
     ) -> Any:
-        """Train on one batch; afterwards every parameter's ``grad`` is that of the batch's loss.
+        """Train on one batch; then every parameter's ``grad`` is the gradient of the batch's loss.
 
         Args:
             inputs: one tensor, a tuple of positional or a dict of keyword arguments, the batch
-                first. Those that require a gradient are given theirs, and what they were made of,
+                first. Inputs that require a gradient are given theirs, and the graph before them,
                 as by the unsplit model.
-            target: what the loss compares with, the batch first; likewise. None where the inputs
-                have it.
-            chunks: micro-batches; what the placement says if None. Where the batch does not divide,
-                the last one is smaller, and its loss counts by its size; if it were less than half
-                as large, there are fewer.
-            update: False lets the gradients wait: the next call, also of another step of the flow,
-                adds its own to them, and the optimizer is stepped by the first call that does not
-                say so. ``optimizer.zero_grad()`` drops them.
+            target: what the loss compares with, the batch first; likewise. None if the inputs have
+                it.
+            chunks: micro-batches; the placement's number if None. If the batch does not divide, the
+                last micro-batch is smaller, and its loss counts by its size. It is at least half as
+                large as the others, or there are fewer.
+            update: False lets the gradients wait. The next call, also of another step of the flow,
+                adds its own to them. The first call with ``update=True`` steps the optimizer.
+                ``optimizer.zero_grad()`` drops them.
             outputs: whether to return the model's result for the batch as well, on
                 ``flow.output_device``.
 
@@ -170,7 +171,7 @@ class TrainStep:
                 trained then.
             InputError: the flow is not placed yet, or keeps clones, or its module is in eval mode,
                 or the target is of another size than the batch, or ``update`` or ``flow.in_flight``
-                is not what it can be.
+                is invalid.
         """
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
@@ -210,7 +211,8 @@ class TrainStep:
         self._checks.leave_out(batch)
         devices.release_cache()
         warn(
-            f"the loss of micro-batches was not compared with that of the whole batch, for want of memory: {why}"
+            "the loss of micro-batches was not compared with the whole batch's: "
+            f"out of memory: {why}"
         )
         return self._attempted(batch, keep, outputs, is_compared=False)
 
@@ -259,8 +261,10 @@ class TrainStep:
         made: list[Any],
         keep: Keep,
     ) -> Joining:
-        """Compare the loss with that of the whole batch, and return how its further values are
-        joined.
+        """Compare the loss with the whole batch's.
+
+        Returns:
+            How the loss's further values are joined.
         """
         labels = LabelWatch()
         try:
@@ -311,7 +315,7 @@ class TrainStep:
     def pipeline(
         self, inputs: Any, target: Any, chunks: int | None = None
     ) -> tuple[TrainingPipeline | None, list[Any], list[Any]]:
-        """What a batch like this goes through, without running it.
+        """Return the stages for a batch like this, without running them.
 
         Args:
             inputs: as for a step.
@@ -326,7 +330,7 @@ class TrainStep:
         return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals.leaves
 
     def _taken(self, inputs: Any, target: Any, chunks: int | None) -> Batch:
-        """Inputs and target, flattened and with their structures, and the sizes of micro-batches."""
+        """Return inputs and target, flattened, and how they are cut into micro-batches."""
         self._refuse()
         call = input_forms.split(inputs)
         refuse_arrays(target)
@@ -344,7 +348,7 @@ class TrainStep:
         return batch if torch.is_grad_enabled() else batch.without_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the passes, which are made again when needed."""
+        """Return the state without the passes, which are made again when needed."""
         return {**self.__dict__, "_pipelines": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -356,14 +360,12 @@ class TrainStep:
 
     @property
     def pipelines(self) -> list[TrainingPipeline]:
-        """What batches went through so far: one for each shape that is kept, the latest used last."""
+        """What batches went through, one for each shape that is kept, the latest last."""
         return list(self._pipelines)
 
     @property
     def not_recorded_because(self) -> dict[str, str]:
-        """For each segment on a GPU that runs without CUDA graphs: which layer does not allow them,
-        and why.
-        """
+        """By segment on a GPU without CUDA graphs: the layer that forbids them, and why."""
         return {
             place: why
             for item in self._pipelines
@@ -372,12 +374,12 @@ class TrainStep:
 
     @property
     def compiled(self) -> dict[str, str]:
-        """For each segment that torch.compile made faster: by how much, as measured."""
+        """By segment that torch.compile made faster: by how much, as measured."""
         return {place: gain for item in self._pipelines for place, gain in item.compiled.items()}
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
-        """For each segment that runs without torch.compile though it was asked for: why."""
+        """By segment that runs without torch.compile though asked for: why."""
         return {
             place: why
             for item in self._pipelines
@@ -396,7 +398,7 @@ class TrainStep:
             )
         if torch.is_inference_mode_enabled():
             raise InputError(
-                "inference mode makes no gradients: leave torch.inference_mode() for a training step"
+                "inference mode makes no gradients: leave torch.inference_mode() for a step"
             )
         if not flow.module.training:
             raise InputError("the model is in eval mode: call flow.train() before a training step")
@@ -431,7 +433,7 @@ class TrainStep:
                 batch.parts(leaves), self.loss_fn.shares(batch.sizes), strict=True
             ):
                 output, place = self.flow.called_for_loss(args, kwargs)
-                # only now: where the model itself fails on its inputs, that is what is told
+                # Only after a call: if the model fails on its inputs, that error comes first.
                 self._tell_once()
                 in_loss = place
                 # "cuda" in loss_fn means this device, as in a pipeline
@@ -455,14 +457,15 @@ class TrainStep:
         return torch.stack([devices.move(loss, place) for loss in losses]).sum(), made
 
     def _tell_once(self) -> None:
-        """Say why the model runs through hooks, the first time that it does."""
+        """Warn, once, why the model runs through hooks."""
         if self.flow.not_captured_because and not self._has_told:
             self._has_told = True
             tell_in_turn(f"the model is not captured: {self.flow.not_captured_because}")
 
     def _place(self, error: BaseException, micro_batch: int, in_loss: torch.device | None) -> Place:
-        """Where a micro-batch failed on its way through hooks, or in its loss, which runs on
-        ``in_loss``.
+        """Return where a micro-batch failed on its way through hooks, or in its loss.
+
+        The loss runs on ``in_loss``.
         """
         layer = failed_module(error, self.flow.module)
         if layer is None and in_loss is not None:
@@ -495,8 +498,9 @@ def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) ->
 
 
 class _LabelsSeen(Exception):
-    """The loss counts its labels, which was not known: the step is to run again, with samples
-    weighed by these.
+    """The loss turned out to count its labels.
+
+    The step is to run again, with samples weighed by these.
     """
 
 
@@ -507,6 +511,6 @@ def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
 
 
 def _sizes(wanted: int, size: int) -> list[int]:
-    """Of the micro-batches."""
+    """Return the sizes of micro-batches."""
     refuse_no_chunks(wanted)
     return micro_batch_sizes(size, wanted)

@@ -1,6 +1,4 @@
-"""The batch of a training step: inputs and target, flattened, and how they are cut into
-micro-batches.
-"""
+"""The batch of a training step: inputs and target, flattened, and how they are cut."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from placer.executor.training.loss.loss_weights import Goals
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step takes, flattened.
+    """Inputs and target of a step, flattened.
 
     Attributes:
         tensors: the inputs.
@@ -47,14 +45,12 @@ class Batch:
 
     @property
     def dims(self) -> tuple[int | None, ...]:
-        """Of each input the dimension that it is cut along; None where every micro-batch has all of
-        it.
-        """
+        """The dimension that each input is cut along; None where a micro-batch has all of it."""
         return self.layout.dims if len(self.sizes) > 1 else (None,) * len(self.tensors)
 
     @property
     def goal_dims(self) -> tuple[int | None, ...]:
-        """The same of the target."""
+        """The dimension that each tensor of the target is cut along; None as for ``dims``."""
         return self.goals.layout.dims
 
     def part(self, place: int) -> Part:
@@ -82,7 +78,7 @@ class Batch:
         return replace(self, tensors=_without_gradients(self.tensors), goals=goals)
 
     def of_equal_sizes(self) -> Batch:
-        """Return the same batch in the most micro-batches, up to as many, of one size."""
+        """Return the batch in micro-batches of one size: as many as its count allows."""
         wanted, size = len(self.sizes), sum(self.sizes)
         count = next(count for count in range(min(wanted, size), 0, -1) if size % count == 0)
         return replace(self, sizes=[size // count] * count)

@@ -1,9 +1,8 @@
-"""A training step through the pipeline: forward and backward passes in the order of a schedule,
-then the optimizer.
+"""The stages of a training step: made, recorded, and run with the passes of a schedule.
 
 Work is issued from one thread, in an order in which everything that a pass waits for was issued
-before it. Passes of one device go into one lane; copies go beside them, from the stage that made a
-value straight to each stage that reads it.
+before it. Passes of one device go into one lane; copies go in lanes of their own, from the stage
+that made a value straight to each stage that reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,11 @@ from placer.schedule import Plan, plan
 from placer.schema import Schedule
 from placer.utils.error_translation import ErrorTranslation
 
-PENALTY = "loss_fn reads parameters beside its arguments, whose gradients no pass over layers would bring to them"
+PENALTY = (
+    "loss_fn reads parameters in addition to its arguments, and no pass over layers would bring "
+    "them their gradients"
+)
+"""Why a batch has no pipeline if its loss reads parameters by itself."""
 
 Order = Schedule
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -51,7 +54,7 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a pipeline is to do with batches of one shape.
+    """What a pipeline does with batches of one shape.
 
     Attributes:
         loss_fn: the loss of a micro-batch, and its further values.
@@ -59,18 +62,18 @@ class Recipe:
         target: structure of the target.
         schedule: the order of micro-batches.
         sizes: samples in each micro-batch of a batch; the last may be smaller than the others.
+        dims: of each input, the dimension that it is cut along; None where every micro-batch has
+            all of it.
+        goal_dims: the same of the target.
         deferred_batch_norm: whether running statistics follow whole batches.
-        recompute: devices that run forwards once more in the backward pass, and so keep no
+        recompute: devices that run forwards once more in the backward pass, and keep no
             activations.
         compile: the backend of torch.compile, for segments that it makes faster; None to leave them
             as they are.
         checkpoints: the modules that the model itself lets run again in the backward pass.
-        dims: of each input, the dimension that it is cut along; None where every micro-batch has
-            all of it.
-        goal_dims: the same of the target.
         in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and
-            ``interleaved``; as many as the order has a use for where there are other segments than
-            so many.
+            ``interleaved``. If it is of another length than the segments, there is as much room as
+            the order has a use for.
     """
 
     loss_fn: Weighing
@@ -87,20 +90,19 @@ class Recipe:
     in_flight: tuple[int, ...] = ()
 
     def loss(self, leaves: list[Any], targets: list[Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss, and its further values, from the flattened result and target of a
-        micro-batch.
-        """
+        """Return a micro-batch's loss and its further values, from flattened result and target."""
         return self.loss_fn(self.outputs.unflatten(leaves), self.target.unflatten(targets))
 
     @property
     def shares(self) -> list[float]:
-        """By how much the loss of each micro-batch counts in that of the batch."""
+        """The weight of each micro-batch's loss in the batch's."""
         return self.loss_fn.shares(self.sizes)
 
 
 class PenaltyError(InputError):
-    """The loss has parameters in it that are not in the model's result, such as a penalty of their
-    size.
+    """The loss reads parameters that are not in the model's result.
+
+    A penalty of their size does so.
     """
 
 
@@ -110,15 +112,16 @@ class TrainingPipeline:
     Args:
         graph: of the model at the micro-batch's shape.
         places: the device of every layer.
-        recipe: what is done with them.
+        recipe: what to do with them.
 
     Attributes:
-        trace: a list that collects every pass of the next batches; None, as it is at first, to
-            collect none.
+        stages: in order.
+        plan: the order of passes.
+        engine: what issues them.
         is_prepared: whether its passes are ready, as they are once a batch has gone through.
         is_recorded: whether they were recorded, too, where they can be.
         collected: by micro-batch of the latest batch, the model's results and the loss's further
-            values, flattened; as far as ``collect`` asks for them.
+            values, flattened, as far as ``collect`` asks for them.
     """
 
     def __init__(
@@ -165,15 +168,16 @@ class TrainingPipeline:
         self._scaled = False
 
     def is_stale(self) -> bool:
-        """Whether a parameter or a buffer is elsewhere now than when the passes were made for it."""
+        """Return whether a parameter or a buffer has moved since the passes were made for it."""
         return self.weights.stale() or devices.addresses(self._buffers) != self._pointers
 
     def collect(self, outputs: bool) -> bool:
-        """Ask for the model's results of each micro-batch, or no longer; recorded passes go on
-        collecting them.
+        """Ask for the model's results of each micro-batch, or no longer.
+
+        Recorded passes go on collecting them.
 
         Returns:
-            False if its passes were made without that, so that another pipeline is needed.
+            False if the passes were made without results, so that another pipeline is needed.
         """
         head = self._head
         if outputs and self.is_prepared:
@@ -195,7 +199,7 @@ class TrainingPipeline:
         keep: Keep = keep_none,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """One batch, forwards and backwards; gradients are the parameters' afterwards.
+        """Run one batch forwards and backwards; then the parameters have its gradients.
 
         Args:
             batch: the flattened inputs; those that require a gradient are given theirs.
@@ -270,8 +274,9 @@ class TrainingPipeline:
 
     @property
     def penalised(self) -> list[nn.Parameter]:
-        """The parameters that the loss reads by itself, as far as is known: once the passes were
-        made.
+        """The parameters that the loss reads by itself.
+
+        They are known once the passes were made.
         """
         return self._head.parameters
 
@@ -289,8 +294,9 @@ class TrainingPipeline:
         keep: Keep,
         scale: Tensor | None,
     ) -> None:
-        """Issue a batch to the lanes; each begins when its own device has done what the caller
-        issued there.
+        """Issue a batch to the lanes.
+
+        Each lane begins when its own device has done what the caller issued there.
         """
         shared = any(stage.spread for stage in self.stages)  # then they work on each other's state
         for place, lane in self.lanes.items():
@@ -304,10 +310,8 @@ class TrainingPipeline:
         self.engine.run_batch(self.plan.issue, feed, gradients, self.collected)
 
     def recover(self) -> None:
-        """After a batch that failed: nothing runs any more; buffers are as before it, and there are
-        no gradients.
-        """
-        # of a device that is lost the first error tells
+        """Wait for the devices, restore buffers and drop gradients, after a batch that failed."""
+        # a lost device raises here too; the first error has already reported it
         with suppress(RuntimeError):
             for place in self.lanes:
                 devices.synchronise(place)
@@ -317,7 +321,7 @@ class TrainingPipeline:
         self.weights.drop()
 
     def _stages(self, parts: Sequence[Segment], head: Head) -> list[TrainingStage]:
-        """Segments with what passes between them; the last one has the loss."""
+        """Return segments with the values that cross their borders; the last has the loss."""
         reads, writes = borders(parts, self.graph.outputs)
         stages = []
         for index, part in enumerate(parts):
@@ -340,8 +344,9 @@ class TrainingPipeline:
         self._scaled = scale is not None
 
     def _balanced(self) -> Plan:
-        """The schedule by the stages' own times, and those of what passes between them, in the room
-        that there is.
+        """Return the schedule for the measured times of passes and transfers.
+
+        It keeps the room that there is.
         """
         forward, backward, weights = zip(*(stage.pass_ms() for stage in self.stages), strict=True)
         whole = [one + other for one, other in zip(backward, weights, strict=True)]
@@ -357,8 +362,9 @@ class TrainingPipeline:
         )
 
     def prepare(self, batch: Sequence[Any], targets: Sequence[Any], record: bool = True) -> None:
-        """Make every stage's slots from a batch, once, and record them; buffers and random numbers
-        stay.
+        """Make every stage's slots from a batch, once, and record their passes.
+
+        Buffers and random numbers are left as they were.
 
         Args:
             batch: the flattened inputs.
@@ -382,7 +388,8 @@ class TrainingPipeline:
                 self.weights.leave_to_holders()
                 self._record()
         except BaseException:
-            for stage in self.stages:  # the next batch begins anew
+            # the next batch makes new slots
+            for stage in self.stages:
                 stage.close_slots()
             self.is_prepared = False
             raise
@@ -415,9 +422,7 @@ class TrainingPipeline:
         drop_unreached(self.stages)
 
     def _record(self) -> None:
-        """Record the passes of every stage, compiled where that was asked for, and order them by
-        what they take.
-        """
+        """Compile, if that was asked for, and record the passes; then order them by their times."""
         for index, stage in enumerate(self.stages):
             with self._naming(index, "recorded", 0):
                 devices.synchronise(stage.device)
@@ -425,7 +430,7 @@ class TrainingPipeline:
                 if self.recipe.compile is not None:
                     compile_stage(stage, self.recipe.compile)
                 stage.record()
-        # an optimizer's state would keep pieces of memory in which little else fits
+        # An optimizer's state, allocated next, would leave gaps in cached pieces of memory.
         devices.release_cache()
         self.engine.warn_of_eager_stages()
         alone = len(set(self._device_of)) == len(self._device_of)

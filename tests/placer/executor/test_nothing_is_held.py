@@ -148,7 +148,7 @@ def test_a_new_shape_takes_the_memory_of_others_before_it_runs_out() -> None:
         faults.reset()
         faults.at["forward", 0] = _no_memory
         with pytest.warns(
-            UserWarning, match=r"beside the passes of 2 other\(s\), of this step or of"
+            UserWarning, match=r"in addition to the passes of 2 other\(s\), of this step or of"
         ):
             loss = step(X[:6], TARGET[:6], chunks=2)
         assert len(step.pipelines) == 1

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_an_unknown_compiler_is_refused() -> None:
     model = small_gpt()
-    with pytest.raises(InputError, match="is no backend of"):
+    with pytest.raises(InputError, match="is not a backend of"):
         refined_by_flops(model, TOKENS, training=True, compile="inductr")
 
 

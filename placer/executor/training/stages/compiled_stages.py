@@ -1,12 +1,12 @@
 """``torch.compile`` of a whole segment, and of the loss, kept where it is faster.
 
-It fuses what a layer border would keep apart. What it gains is measured against the same segment
-without it, on the device; where it gains nothing, or cannot compile the segment, the segment stays
-as it was and the reason is told.
+It fuses operations across the borders of layers. A compiled segment is measured against the same
+segment without it, on the device. If it is not faster, or cannot be compiled, the segment stays as
+it was, and the stage notes the reason.
 
-Where weight gradients are a pass of their own they stay one: see
-``placer.capture.weight_grads.compiled_layers``. A segment that cannot be compiled so is compiled
-with whole backward passes.
+Weight gradients that are a pass of their own stay so: see
+``placer.capture.weight_grads.compiled_layers``. A segment that cannot be compiled in this way is
+compiled with whole backward passes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from placer.executor.training.stages.training_stage import TrainingStage
 
 
 def compile_stage(stage: TrainingStage, backend: Backend) -> None:
-    """Let a stage whose slots are open run compiled, if that is faster; its loss, too.
+    """Let a stage whose slots are open run compiled, and its loss too, if that is faster.
 
     Args:
-        stage: notes in ``compiled`` what was gained, or in ``not_compiled_because`` why it stays as
-            it is.
+        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why the stage stays
+            as it is.
         backend: of ``torch.compile``.
     """
     stage.not_compiled_because = _obstacle(stage)
@@ -59,13 +59,13 @@ def compile_stage(stage: TrainingStage, backend: Backend) -> None:
 
 
 def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -> float:
-    """What the stage's passes take then."""
+    """Compile the segment if that is faster, and return the time of the stage's passes."""
     plain, split = stage.segment, stage.split
     why_whole, border = "", _border(stage)
     for kind in (
         (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,)
     ):
-        # such passes write to what the forward pass left
+        # Compiled backward passes write to what the forward pass left.
         stage.split, stage.reuses = kind is OpenedSegment, True
         try:
             stage.segment = kind.of(plain, border, backend)
@@ -88,8 +88,9 @@ def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -
 
 
 def _compile_loss(stage: TrainingStage, head: Head, backend: Backend, before_ms: float) -> None:
-    """Also behind a segment that stays as it is. A loss that cannot be compiled stays as it is,
-    too.
+    """Compile the loss if that is faster, also behind a segment that stays as it is.
+
+    A loss that cannot be compiled stays as it is, too.
     """
     plain = head.loss
     try:
@@ -100,7 +101,7 @@ def _compile_loss(stage: TrainingStage, head: Head, backend: Backend, before_ms:
         if stage.compiled:
             stage.compiled += f"; the loss is not: {told(error)}"
     if gains(after_ms, before_ms):
-        stage.reuses = True  # as above
+        stage.reuses = True  # as in _compile_segment
         times = _times(after_ms, before_ms)
         stage.compiled = (
             f"{stage.compiled}; the loss too: {times}"
@@ -116,7 +117,7 @@ def _times(after_ms: float, before_ms: float) -> str:
 
 
 def _obstacle(stage: TrainingStage) -> str:
-    """What forbids to compile a stage; empty if nothing does."""
+    """Return why a stage cannot be compiled; an empty string if nothing is known to forbid it."""
     if stage.gathers:
         return "deferred_batch_norm takes batch normalisations apart"
     if isinstance(stage, RecomputedStage):
@@ -125,7 +126,7 @@ def _obstacle(stage: TrainingStage) -> str:
 
 
 def _border(stage: TrainingStage) -> Border:
-    """What a stage's segment is given, and what it makes that something outside it reads."""
+    """Return the values that a stage's segment is given and those that it makes for others."""
     made = {name for step in stage.segment.steps for name in step.layer.writes}
     names = [*stage.writes, *(stage.head.names if stage.head is not None else ())]
     writes = [name for name in dict.fromkeys(names) if name in made]
@@ -134,7 +135,7 @@ def _border(stage: TrainingStage) -> Border:
 
 
 def _awaited_by_loss(stage: TrainingStage) -> set[str]:
-    """Of what the loss is given, the values that it depends on."""
+    """Return the names of the values that the loss depends on, among those that it is given."""
     slot, head = stage.slots[0], stage.head
     if head is None:
         return set()
@@ -161,5 +162,5 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _trial_ms(stage: TrainingStage) -> float:
-    """Time of a forward and a backward pass of the first slot."""
+    """Return the time of all passes of the first slot, in milliseconds."""
     return trial_ms(list(stage.slots[0].passes.values()), stage.device)

@@ -1,12 +1,11 @@
-"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in
-its backward pass.
+"""A stage that keeps only the inputs of a micro-batch, and runs forwards again to go backwards.
 
-    forward     inputs ──▶ (no graph) ──▶ outputs               kept: the inputs
-    backward    inputs ──▶ forward again ──▶ backward ──▶ input gradients, and everything is let go
+    forward     inputs ──▶ (no graph) ──▶ outputs          kept: the inputs
+    backward    inputs ──▶ forward again ──▶ backward ──▶ input gradients; nothing is kept
 
-It holds the activations of one micro-batch, in its backward pass, in place of those of every
-micro-batch in flight, for one more forward pass. Random numbers and buffers are in the second pass
-what they were in the first.
+It holds the activations of one micro-batch, in its backward pass, instead of those of every
+micro-batch in flight. It pays for that with one more forward pass. Random numbers and buffers are
+in the second pass what they were in the first.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe (Huang et al.,
 NeurIPS 2019).
@@ -31,7 +30,10 @@ from placer.executor.training.stages.training_stage import TrainingStage
 
 
 class RecomputedStage(TrainingStage):
-    """As ``TrainingStage``, but not split: nothing is kept that weight gradients could be made of apart."""
+    """A training stage that recomputes its activations.
+
+    It is never split: it keeps nothing that a pass of its own could make weight gradients of.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,7 +44,7 @@ class RecomputedStage(TrainingStage):
         self._chances: dict[int, Repeated] = {}
 
     def begin(self) -> None:
-        """New random numbers for a batch."""
+        """Draw new random numbers for a batch."""
         if self.is_recorded:
             for chance in self._chances.values():
                 chance.seed()
@@ -52,8 +54,7 @@ class RecomputedStage(TrainingStage):
     ) -> tuple[list[TrainingSlot], dict[str, Any]]:
         slots, made = super()._opened(count, inputs, targets, weight)
         for slot in slots:
-            # What passes leave for others is not theirs: recorded, they all share the memory of
-            # their own results.
+            # All recorded passes share one memory, so results that others read lie outside of it.
             slot.outputs = {name: self._static(value) for name, value in made.items()}
             slot.landing = self._landing(slot)
             self._before[id(slot)] = [
@@ -64,28 +65,31 @@ class RecomputedStage(TrainingStage):
         return slots, made
 
     def close_slots(self) -> None:
-        """Let go of the slots and of what is kept for them."""
+        """Release the slots and what is kept for them."""
         super().close_slots()
         self._before.clear()
         self._chances.clear()
 
     def release(self) -> None:
-        """Nothing is left in the slots between passes."""
+        """Let go of what a failed batch left: between passes nothing else is in the slots."""
         self._accumulation.drop()
         for slot in self.all_slots():
             self._let_go(slot)
 
     def _rooms(self, slot: TrainingSlot, shares_backward: bool) -> list[devices.Rooms]:
-        """None: both passes share one memory, in which the larger leaves room for the smaller. They
-        are not warm.
+        """Return no rooms: each pass takes memory piece by piece.
+
+        Both passes share one memory, in which the larger leaves room for the smaller. They are not
+        warm.
         """
         return []
 
     def _recorded(
         self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
     ) -> None:
-        """No pass leaves anything but in static tensors, so that all of them share their memory;
-        each runs first.
+        """Record the passes of a slot; they are run before, as they are not warm.
+
+        No pass leaves anything but in static tensors, so that all of them share their memory.
         """
         chance = self._chances.get(id(slot))
         generators = (
@@ -103,8 +107,7 @@ class RecomputedStage(TrainingStage):
     def forward(self, slot: TrainingSlot) -> None:
         """Compute the segment in a slot without a graph of autograd."""
         _write(self._before[id(slot)], self._changed())
-        # Copies, since a layer may write to what it reads, and the backward pass needs it as it
-        # was.
+        # A layer may write to what it reads, and the backward pass needs that unchanged.
         inputs = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in slot.inputs.items()
@@ -137,7 +140,7 @@ class RecomputedStage(TrainingStage):
             self._let_go(slot)
 
     def _changed(self) -> list[Tensor]:
-        """What a forward pass changes: the buffers, and then the weights."""
+        """Return what a forward pass changes: the buffers, and then the weights."""
         return [buffer for buffer, _ in self._buffers] + self._written
 
     def _chance(self, slot: TrainingSlot, which: str) -> AbstractContextManager[None]:
@@ -153,9 +156,9 @@ class RecomputedStage(TrainingStage):
 
 
 def _with_copies(segment: Segment) -> tuple[list[tuple[Tensor, Tensor]], Segment]:
-    """The buffers that a segment changes, each with a copy, and the segment over the copies.
+    """Return the buffers that a segment changes, each with a copy, and the segment over the copies.
 
-    Weights are not among them: gradients are those of the weights themselves.
+    Weights are not among them: gradients belong to the weights themselves.
     """
     copies: dict[int, tuple[Tensor, Tensor]] = {}
     steps = []
@@ -170,7 +173,7 @@ def _with_copies(segment: Segment) -> tuple[list[tuple[Tensor, Tensor]], Segment
 
 
 def _written_weights(segment: Segment) -> list[Tensor]:
-    """The weights that forward writes to, as an embedding with a largest norm does."""
+    """Return the weights that forward writes to, as an embedding with a largest norm does."""
     found = {
         id(tensor): tensor
         for step in segment.steps

@@ -1,6 +1,4 @@
-"""What training adds to compiled segments: weight gradients that stay a pass of their own, and the
-loss.
-"""
+"""Compiled segments whose weight gradients stay a pass of their own, and the compiled loss."""
 
 from __future__ import annotations
 
@@ -31,20 +29,21 @@ Loss = Callable[[list[Any], list[Any]], tuple[Tensor, dict[str, Any]]]
 _OPTIONS: dict[str, dict[str, Any]] = {
     INDUCTOR: {"keep_output_stride": False, "bw_outputs_user_visible": False}
 }
-"""What products are given and their gradients stay in the layout that the compiler works in: where
-it chose channels last, it would copy each of them back to the model's own, and keep both."""
+"""Operands of products, and gradients, stay in the layout that the compiler chose.
+
+If that is channels last, the compiler would otherwise copy each of them back to the model's own
+layout, and keep both."""
 
 
 @dataclass
 class OpenedSegment(CompiledSegment):
-    """A segment as one compiled function, whose backward passes leave the weight gradients of
-    products for later.
+    """A segment as one compiled function, whose backward passes leave weight gradients for later.
 
     Attributes:
         function: ``function(reads, states, openings) -> (writes, given)``, the latter two by layer
             and product.
         as_written: the same, not compiled.
-        products: by layer.
+        products: by layer, the products whose weight gradients are left.
     """
 
     as_written: Callable[..., Any] = lambda *given: ()
@@ -65,7 +64,7 @@ class OpenedSegment(CompiledSegment):
 
     @contextmanager
     def deferring(self, queue: Queue) -> Iterator[None]:
-        """Leave to the queue what ``products`` tells."""
+        """Leave the weight gradients of ``products`` to the queue."""
         self._queue = queue
         try:
             yield
@@ -118,7 +117,7 @@ class OpenedSegment(CompiledSegment):
 
 
 def compiled_loss(loss: Loss, backend: Backend) -> Loss:
-    """A loss, compiled; the compiler runs when it first runs.
+    """Return a loss compiled; the compiler runs when it first runs.
 
     Args:
         loss: of the model's result and the target, both flattened.
@@ -138,7 +137,7 @@ class _AsWritten:
 
     Attributes:
         zeros: by layer, a zero as large as each product's result; they take no memory.
-        layouts: of what it makes for others.
+        layouts: of the values that it makes for others.
     """
 
     zeros: list[list[Tensor]]
@@ -146,7 +145,7 @@ class _AsWritten:
 
 
 def _layout_of(value: Any) -> torch.memory_format | None:
-    """Of what a segment makes; None for a layout that has no name, or what is no tensor."""
+    """Return the memory format of a value; None if it has no name, or is not a tensor."""
     if not isinstance(value, Tensor):
         return None
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(
@@ -159,13 +158,13 @@ def _layout_of(value: Any) -> torch.memory_format | None:
 
 
 def _laid_out(value: Any, layout: torch.memory_format | None) -> Any:
-    """As other devices expect it: copies between unlike layouts are slow."""
+    """Return a value in a memory format, in which copies to other devices are fast."""
     return value if layout is None else value.contiguous(memory_format=layout)
 
 
 @dataclass
 class _Left:
-    """What a product of a micro-batch leaves for later."""
+    """A product of a micro-batch whose weight gradient is left for later."""
 
     queue: Queue
     layer: str
@@ -174,13 +173,13 @@ class _Left:
     x: Tensor | None = None
 
     def put(self, gradient: Tensor) -> None:
-        """The gradient of the product's result is there."""
+        """Put the weight gradient into the queue: the gradient of the product's result is there."""
         assert self.x is not None
         self.queue.put(replace(self.product.left(self.x, gradient, self.state), layer=self.layer))
 
 
 class _Opening(torch.autograd.Function):
-    """Zeros whose gradient is that of a product's result."""
+    """Zeros that are added to a product's result, so that their gradient is the result's."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, zeros: Tensor, later: _Left) -> Tensor:

@@ -1,4 +1,4 @@
-"""A micro-batch in flight through one segment in training, and the loss behind the last one."""
+"""A micro-batch in flight through one stage in training, and the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = str | int
 
 @dataclass
 class Collected:
-    """What a caller is given of a micro-batch in addition to its loss.
+    """What the caller is given of a micro-batch in addition to its loss.
 
     Attributes:
         outputs: the model's results, flattened; None where nobody asks for them.
@@ -61,11 +61,10 @@ class Head:
         names: the values that the model returns.
         loss: from those, and the target of the micro-batch, to a number, and further values by
             name.
-        targets: the static tensors of each slot's target.
         total: sum over micro-batches of loss times weight.
-        scale: what the gradient of the loss begins with; 1 but for a GradScaler.
+        scale: the gradient of the loss; 1, or what a GradScaler says.
         dtype: of the loss, once it was computed.
-        parameters: those that it reads beside result and target, as a penalty of their size does.
+        parameters: those that it reads itself, as a penalty of their size does.
         collects: whether the model's results are kept for the caller.
     """
 
@@ -114,12 +113,12 @@ class TrainingSlot(Slot):
     collected: Collected | None = None
 
     def static(self, key: Key) -> Any:
-        """The static tensor of an input or a target."""
+        """Return the static tensor of an input or a target."""
         return self.inputs[key] if isinstance(key, str) else self.targets[key]
 
 
 class NamedQueue(Queue):
-    """Weight gradients that are left for later, each with the layer that it is of."""
+    """Weight gradients that are left for later, each with the name of its layer."""
 
     def __init__(
         self, trail: Trail, reach: Callable[[Tensor], None], accumulation: Accumulation
@@ -130,7 +129,7 @@ class NamedQueue(Queue):
         self._accumulation = accumulation
 
     def put(self, addition: Addition) -> None:
-        """Leave something for later; see ``Queue``."""
+        """Leave a weight gradient for later; see ``Queue``."""
         self.append(replace(addition, layer=addition.layer or self._trail.layer))
         self._reached(addition.weights)
 
@@ -140,7 +139,7 @@ class NamedQueue(Queue):
                 self._reach(weight)
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """What is added to, inside ``Accumulation`` and outside; see ``Queue``."""
+        """Return the tensor that gradients of a weight are added to; see ``Queue``."""
         return self._accumulation.total(weight)
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
@@ -151,12 +150,13 @@ class NamedQueue(Queue):
 
 
 class AtOnce(NamedQueue):
-    """Weight gradients that are not left for later: a product is added as it is made, which is no
-    gradient more.
+    """Weight gradients that are not left for later.
+
+    A product is added to the gradient as it is made, so that no further gradient takes memory.
     """
 
     def put(self, addition: Addition) -> None:
-        """Do it now; nothing where the pass is not run for gradients of weights."""
+        """Add it now, unless the pass is run without gradients of weights."""
         if self._accumulation.is_open:
             addition.run(self)
             self._reached(addition.weights)

@@ -1,10 +1,12 @@
-"""One segment of a pipeline in training: a forward and a backward pass for each micro-batch in
-flight.
+"""One segment of a pipeline in training: passes forwards and backwards for micro-batches in flight.
 
-    inputs (static)  ──▶ forward ──▶ outputs (static)          one slot for each micro-batch in flight;
-    input gradients  ◀── backward ◀── output gradients         its activations live until its backward pass
+    inputs (static)  ──▶ forward ──▶ outputs (static)      a slot for each micro-batch in flight;
+    input gradients  ◀── backward ◀── output gradients     its activations live until the backward
+                              │                            pass
+                              ▼
+                      weight gradients, at once or in a pass of their own
 
-On a GPU every pass of every slot is one CUDA graph; where that cannot be had the passes run
+On a GPU every pass of every slot is one CUDA graph. If a layer cannot be recorded, the passes run
 eagerly.
 """
 
@@ -40,12 +42,13 @@ from placer.executor.training.stages.training_slot import (
 from placer.schedule import Phase
 
 LOSS = "(loss)"
-"""What stands for the loss where a layer is named."""
+"""Name of the loss where a layer is named."""
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets a layer write in place to what it reads: a leaf of autograd, and any view of one, may
-    not be written to.
+    """The identity, whose result a layer may write to in place.
+
+    Autograd forbids that for a leaf, and for any view of one.
     """
 
     @staticmethod
@@ -58,16 +61,15 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Entered(MicroBatch):
-    """A micro-batch that enters a stage: what gradients go back from does so when the first layer
-    reads it.
+    """A micro-batch that enters a stage: a value becomes autograd's input when it is first read.
 
-    Backward passes run what was entered last first. So the gradient of a value is ready as soon as
-    its first reader's is, and no slice of a larger one stays, with all of that, until the pass is
-    over.
+    Backward passes run the latest operation first. So the gradient of a value is ready as soon as
+    that of its first reader, and no slice of a larger value stays until the pass is over, with all
+    its memory.
 
     Args:
         inputs: by name.
-        leaves: of some of them, what a gradient goes back to.
+        leaves: of some of them, the leaf that a gradient goes back to.
         trail: is told which layer runs.
     """
 
@@ -78,7 +80,7 @@ class _Entered(MicroBatch):
         self._leaves = dict(leaves)
 
     def read(self, name: str, device: torch.device) -> Any:
-        """The value on that device."""
+        """Return the value on that device."""
         if name in self._leaves:
             self.write([name], [_Entrance.apply(self._leaves.pop(name))])  # type: ignore[no-untyped-call]
         return super().read(name, device)
@@ -163,10 +165,10 @@ class TrainingStage(Stage[TrainingSlot]):
 
         Args:
             count: micro-batches in flight.
-            inputs: an example of every value that the stage reads; it requires a gradient where one
-                goes back to it.
+            inputs: an example of every value that the stage reads; it requires a gradient if a
+                gradient goes back to it.
             targets: an example of the loss's target, likewise.
-            weight: of each one's loss in the batch's.
+            weight: of each micro-batch's loss in the batch's.
 
         Returns:
             An example of every value that other stages read, on the host.
@@ -177,15 +179,23 @@ class TrainingStage(Stage[TrainingSlot]):
     def open_tail(
         self, micro_batch: int, inputs: Mapping[str, Any], targets: Sequence[Any], weight: float
     ) -> dict[str, Any]:
-        """Make a slot of its own for the last micro-batch, which is smaller than the others; as
-        ``open_slots``.
+        """Make a slot for the last micro-batch, which is smaller than the others.
+
+        Args:
+            micro_batch: its number.
+            inputs: as for ``open_slots``.
+            targets: likewise.
+            weight: likewise.
+
+        Returns:
+            As for ``open_slots``.
         """
         tail, made = self._opened(1, inputs, targets, weight)
         self.tail = {micro_batch: tail[0]}
         return made
 
     def close_slots(self) -> None:
-        """Let go of the slots; they are made anew before the next batch."""
+        """Release the slots; the next batch makes new ones."""
         self.slots, self.tail, self._shared_memory = [], {}, None
         self.is_recorded, self.not_recorded_because = False, ""
 
@@ -195,7 +205,7 @@ class TrainingStage(Stage[TrainingSlot]):
         slots = []
         examples: dict[Key, Any] = dict(enumerate(targets))
         examples.update(inputs)
-        # what stays would keep pieces of memory in which little else fits
+        # Slots stay. In cached pieces of memory they would leave gaps in which little else fits.
         devices.release_cache()
         for _ in range(count):
             static = {name: self._static(inputs[name]) for name in self.reads}
@@ -221,11 +231,11 @@ class TrainingStage(Stage[TrainingSlot]):
         self.awaited = {
             name: {*readers} for name, readers in self.writes.items() if _flows_back(made[name])
         }
-        # What ran here ran beside the lane that will record: a graph of it that lived on would be
-        # waited for.
+        # A graph of autograd remembers the stream that it was made on. If this one lived on, the
+        # recording, on another stream, would wait for it.
         first.leaves, first.outputs, first.roots = {}, {}, []
         made = dict(zip(made, on_host(list(made.values())), strict=True))
-        # nothing of the pass is left here, and what comes now stays
+        # As above: nothing of the pass is left, and the gradients stay.
         devices.release_cache()
         for slot in slots:
             slot.collected = slot.collected or (first.collected and Collected.like(first.collected))
@@ -236,7 +246,7 @@ class TrainingStage(Stage[TrainingSlot]):
         return slots, made
 
     def _beyond_loss(self, slot: TrainingSlot) -> frozenset[Key]:
-        """Of what entered, the values that the loss does not depend on."""
+        """Return the values that entered and that the loss does not depend on."""
         if not slot.leaves:
             return frozenset()
         with autocast.off(self.device):
@@ -247,11 +257,12 @@ class TrainingStage(Stage[TrainingSlot]):
         )
 
     def expect(self, stages: Sequence[TrainingStage]) -> None:
-        """Wait for no gradient of a value that the loss does not depend on, by way of any stage
-        that reads it.
+        """Stop waiting for gradients of values that the loss does not depend on.
+
+        A value counts if the loss does not depend on it by way of any stage that reads it.
 
         Args:
-            stages: all; those after this one have been told so.
+            stages: all; those after this one have done the same.
         """
         for name, readers in list(self.awaited.items()):
             readers -= {reader for reader in readers if name in stages[reader].unreached}
@@ -264,11 +275,12 @@ class TrainingStage(Stage[TrainingSlot]):
             self.unreached = frozenset(self.slots[0].entering) - awaited
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Prepare for a batch."""
 
     def release(self) -> None:
-        """Let go of what passes that ran left in the slots, after a failure; recorded passes keep
-        theirs.
+        """Release what passes left in the slots, after a failure.
+
+        Recorded passes keep their memory, which they use again.
         """
         self._accumulation.drop()
         if self.is_recorded:
@@ -307,8 +319,8 @@ class TrainingStage(Stage[TrainingSlot]):
         """Return by slot, the tail's included, the memory in which its backward pass works.
 
         A whole backward pass leaves nothing, so that all slots share one memory. An input-gradient
-        pass leaves something to its weight-gradient pass: slots share a memory where the plan has
-        that run before the next input-gradient pass in it.
+        pass leaves something to its weight-gradient pass. There, slots share a memory if the plan
+        runs that pass before the next input-gradient pass in it.
         """
         count = len(self.slots) + len(self.tail)
         if not self.split:
@@ -320,8 +332,9 @@ class TrainingStage(Stage[TrainingSlot]):
         ]
 
     def _rooms(self, slot: TrainingSlot, shares_backward: bool) -> list[devices.Rooms]:
-        """In which pieces of memory each pass of a slot works best; the passes of all slots are
-        warm then.
+        """Return the pieces of memory in which each pass of a slot works best.
+
+        The passes of all slots are warm then.
         """
         shared = [1] if not self.split else [1, 2] if shares_backward else [2]
         passes = [slot.passes[phase] for phase in self.phases]
@@ -330,12 +343,14 @@ class TrainingStage(Stage[TrainingSlot]):
     def _recorded(
         self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
     ) -> None:
-        # What a pass leaves must not lie where another one works before it is used. A forward pass
-        # leaves activations to the backward pass of its slot. The last pass leaves nothing: those
-        # of all slots share their memory. Where weight gradients are apart, an input-gradient pass
-        # leaves something to their pass, and works in a memory of its own or of slots whose passes
-        # do not come between the two. Gradients that are still on their way to other stages when
-        # another pass works there are copied out of a shared memory first.
+        """Record the passes of a slot."""
+        # What a pass leaves must not lie where another pass works before it is used:
+        #   forward    leaves activations to the backward pass of its slot: memory of its own
+        #   backward   the last pass leaves nothing, and all slots share one memory. If weight
+        #              gradients are split, it leaves something to their pass: see _backward_pools
+        #   weights    leaves nothing: shared
+        # Gradients that are still on their way to other stages when another pass works there are
+        # copied out of a shared memory first (_land).
         pools = {
             "forward": devices.memory_pool(self.device),
             "backward": backward_pool if self.split else self._shared_memory,
@@ -351,8 +366,9 @@ class TrainingStage(Stage[TrainingSlot]):
         slot.passes.update(zip(self.phases, replays, strict=True))
 
     def pass_ms(self) -> tuple[float, float, float]:
-        """Times of one forward pass and of both halves of a backward pass; (1, 1, 1) where work is
-        done at once.
+        """Return the milliseconds of a forward, an input-gradient and a weight-gradient pass.
+
+        They are (1, 1, 1) unless the passes are recorded.
         """
         if not self.is_recorded:
             return 1.0, 1.0, 1.0
@@ -380,8 +396,8 @@ class TrainingStage(Stage[TrainingSlot]):
         """Run a segment over the inputs of a slot, with a graph for the backward pass."""
         slot.leaves = {key: slot.static(key).detach().requires_grad_() for key in slot.entering}
         leaves = {key: leaf for key, leaf in slot.leaves.items() if isinstance(key, str)}
-        # A write to what has no gradient yet may give it one, with a graph: the next pass finds
-        # none of that.
+        # A layer may write in place to an input without gradient, and so attach a graph to it. The
+        # next pass must not find that graph.
         inputs = dict(zip(slot.inputs, detached(list(slot.inputs.values())), strict=True))
         batch = _Entered(inputs, leaves, self.trail)
         slot.deferred.clear()
@@ -416,7 +432,7 @@ class TrainingStage(Stage[TrainingSlot]):
             slot.collected.take(made)
 
     def backward(self, slot: TrainingSlot) -> None:
-        """Compute the input gradients of a slot, and the weight gradients unless these are split."""
+        """Compute the input gradients of a slot, and the weight gradients unless they are split."""
         roots, gradients = list(slot.roots), [self._scale(root) for root in slot.roots]
         for name, gradient in slot.gradients.items():
             roots.append(slot.outputs[name])
@@ -446,7 +462,7 @@ class TrainingStage(Stage[TrainingSlot]):
 
     @torch.no_grad()
     def _land(self, slot: TrainingSlot) -> None:
-        """Copy input gradients out of the memory in which they were made, where others work in it."""
+        """Copy input gradients out of the memory that other backward passes work in."""
         if slot.landing:
             for name, static in slot.landing.items():
                 static.copy_(slot.input_gradients[name])
@@ -473,16 +489,18 @@ class TrainingStage(Stage[TrainingSlot]):
 
 
 def drop_unreached(stages: Sequence[TrainingStage]) -> None:
-    """Send no gradient back for what the loss does not depend on: zeros would let weight decay
-    change the weights.
+    """Let no gradient flow to values that the loss does not depend on.
+
+    Zeros would let weight decay change the weights, which it leaves alone in the unsplit model.
     """
     for stage in reversed(stages):
         stage.expect(stages)
 
 
 def _apart(result: Any, received: Iterable[Any]) -> Any:
-    """A result that lies in none of what is received: the next micro-batch's comes while this one
-    is still sent.
+    """Return a result, copied if it lies in memory that the stage receives values in.
+
+    The next micro-batch's values come there while this result may still be on its way.
     """
     if not isinstance(result, Tensor):
         return result

@@ -1,6 +1,4 @@
-"""The parameters as the passes of a pipeline see them: aliases on each device, with gradients that
-stay in place.
-"""
+"""The parameters as the passes of a pipeline see them: aliases with gradients in fixed memory."""
 
 from __future__ import annotations
 
@@ -30,17 +28,17 @@ _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def keep_none(parameter: Tensor) -> bool:
-    """No gradient waits."""
+    """Return False: no gradient waits."""
     return False
 
 
 @dataclass
 class _Held:
-    """What one device has of the parameters.
+    """The parameters of one device.
 
     Attributes:
         own: the parameters that belong there, and their aliases.
-        replicas: those that belong elsewhere, and their aliases here.
+        replicas: the parameters that belong elsewhere, and their aliases here.
     """
 
     own: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
@@ -49,17 +47,17 @@ class _Held:
 
 @dataclass
 class Weights:
-    """Aliases of the model's parameters that the passes differentiate by, with gradients that stay
-    in place.
+    """Aliases of the model's parameters that the passes differentiate by.
 
-    An alias shares its parameter's storage but none of its history, so a loss that the user keeps
-    does not disturb a recording. A parameter that layers on several devices use has a replica on
-    each further one.
+    Their gradients stay in place, since a recorded pass adds to the same memory at every replay. An
+    alias shares its parameter's storage but none of its history, so a loss that the user keeps does
+    not disturb a recording. If layers on several devices use a parameter, each further device has a
+    replica.
 
     Attributes:
         aliases: by name and device.
         parameters: of the graph, by name.
-        idle: those of the model that no layer of the graph uses; see ``leave_out``.
+        idle: parameters of the model that no layer of the graph uses; see ``leave_out``.
     """
 
     aliases: dict[tuple[str, torch.device], Tensor]
@@ -73,7 +71,7 @@ class Weights:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Weights:
-        """For a graph's parameters; aliases are made when they are looked up."""
+        """Return the weights of a graph's parameters; aliases are made when they are looked up."""
         return cls(
             {}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)}
         )
@@ -88,7 +86,7 @@ class Weights:
         self.idle = [parameter for parameter in everything if id(parameter) not in used]
 
     def lookup(self, graph: LayerGraph) -> Callable[[str, torch.device], Tensor]:
-        """What the layers of a graph use for their state."""
+        """Return a function that gives the layers of a graph their state."""
         # what layers change has to be the model's own
         copied = graph.constants - mutated(graph)
 
@@ -127,13 +125,14 @@ class Weights:
         return alias
 
     def reach(self, alias: Tensor) -> None:
-        """A backward pass, which may be recorded, gives this alias a gradient; the others'
-        parameters have none.
+        """Note that a backward pass, which may be recorded, gives this alias a gradient.
+
+        Parameters of other aliases get no gradient.
         """
         self._reached.add(id(alias))
 
     def _passed(self, alias: Tensor) -> None:
-        """A backward pass came to an alias; compiled ones do so without a gradient, too."""
+        """Note that a backward pass came to an alias; compiled ones may bring no gradient."""
         if alias.grad is not None:
             self.reach(alias)
 
@@ -142,15 +141,14 @@ class Weights:
         return devices.same(devices.location(self.parameters[name]), place)
 
     def stale(self) -> bool:
-        """Whether a parameter's data is another tensor now than when its alias was made, or it is
-        frozen or thawed.
-        """
+        """Return whether a parameter has other data than its alias, or was frozen or unfrozen."""
         used, required, own, pointers = self._as_made
         return [*map(_REQUIRES_GRAD, used)] != required or devices.addresses(own) != pointers
 
     def hooked(self) -> str | None:
-        """The name of a parameter on which the user has hooks, which run when its gradient is made;
-        None if of none.
+        """Return the name of a parameter with hooks of the user, or None.
+
+        They would run when its gradient is made, which passes over aliases do not do.
         """
         if not any(chain.from_iterable(map(_HOOKS, self.parameters.values()))):
             return None
@@ -160,8 +158,10 @@ class Weights:
 
     @cached_property
     def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
-        """The parameters that are used and whether they required gradients; those with an own alias
-        and their data.
+        """The parameters in use as they were when the aliases were made.
+
+        These are the parameters and whether they required gradients, then those with an alias of
+        their own storage and the addresses of their data.
         """
         used = [self.parameters[name] for name, _ in self.aliases]
         return (
@@ -183,12 +183,12 @@ class Weights:
 
     @cached_property
     def _own(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Of all devices, the parameters that belong there, and their aliases."""
+        """The parameters that belong to the device of an alias, with it, of all devices."""
         return [pair for held in self._held.values() for pair in held.own]
 
     @cached_property
     def _guests(self) -> list[nn.Parameter]:
-        """Parameters that no layer uses where they belong: their gradients are replicas' alone."""
+        """Parameters that no layer uses where they belong: only replicas give them gradients."""
         own = {id(parameter) for parameter, _ in self._own}
         return [
             self.parameters[name]
@@ -198,7 +198,7 @@ class Weights:
 
     @cached_property
     def homes(self) -> frozenset[torch.device]:
-        """Where parameters belong that have replicas elsewhere."""
+        """The devices of parameters that have replicas elsewhere."""
         return frozenset(
             devices.location(item) for held in self._held.values() for item, _ in held.replicas
         )
@@ -215,8 +215,8 @@ class Weights:
         Args:
             lanes: of each device.
             begun: by device, also those of ``homes``, when the parameters there are up to date.
-            keep: whether the batch adds to the gradient that a parameter has; else it begins at
-                zero.
+            keep: whether the batch adds to the gradient that a parameter has; otherwise it begins
+                at zero.
         """
         unreached = (parameter for parameter, alias in self._own if id(alias) not in self._reached)
         for parameter in chain(self._guests, self.idle, unreached):
@@ -257,9 +257,7 @@ class Weights:
                     )
 
     def _has(self, parameter: nn.Parameter, alias: Tensor) -> bool:
-        """Whether the parameter's gradient is the one that it was handed, in the place where passes
-        leave it.
-        """
+        """Return whether the parameter's gradient is still the one that it was handed."""
         known = self._handed.get(id(alias))
         return known is not None and parameter.grad is not None and parameter.grad is known()
 
@@ -270,14 +268,12 @@ class Weights:
 
     @torch.no_grad()
     def leave_to_holders(self) -> None:
-        """Give gradients that somebody keeps memory of their own: passes are about to run for a
-        look.
-        """
+        """Copy gradients that the caller keeps, before passes are run for a recording."""
         for parameter, alias in self._own:
             self._leave_to_holder(parameter, alias)
 
     def _leave_to_holder(self, parameter: nn.Parameter, alias: Tensor) -> None:
-        """A gradient that somebody keeps, who took it from its parameter, gets memory of its own."""
+        """Copy a gradient that the caller keeps after taking it from its parameter."""
         if not self._has(parameter, alias):
             known = self._handed.pop(id(alias), None)
             kept = None if known is None else known()
@@ -285,7 +281,7 @@ class Weights:
                 kept.data = kept.clone()
 
     def _adopt(self, parameter: nn.Parameter, alias: Tensor) -> bool:
-        """Bring the gradient that a parameter has into its place; False where it has none."""
+        """Bring the gradient that a parameter has into its place; return False if it has none."""
         if alias.grad is None or parameter.grad is None:
             return False
         if not self._has(parameter, alias):
@@ -293,7 +289,7 @@ class Weights:
         return True
 
     def drop(self) -> None:
-        """Leave no parameter with a gradient: a batch failed on its way."""
+        """Leave no parameter with a gradient, after a batch that failed."""
         for name, _ in self.aliases:
             self.parameters[name].grad = None
 

@@ -350,5 +350,5 @@ def test_a_step_is_measured_as_it_was_made() -> None:
     (batch,) = _batches(4)
     with pytest.raises(InputError, match=r"a step runs as train_step\(compile=...\) made it"):
         flow.measure(batch, batch, step=step, compile=True)
-    with pytest.raises(InputError, match="is no backend of"):
+    with pytest.raises(InputError, match="is not a backend of"):
         flow.measure(batch, compile="inductr")

@@ -367,9 +367,9 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
     [
         (
             "inducter",
-            r"compile='inducter' is no backend of torch.compile; it knows .*aot_eager.*inductor",
+            r"compile='inducter' is not a backend of torch.compile; give one of .*aot_eager.*inductor",
         ),
-        ("", "compile='' is no backend"),
+        ("", "compile='' is not a backend"),
         (2, "compile=2: give True, False, a hashable function, or the name of a backend"),
     ],
 )

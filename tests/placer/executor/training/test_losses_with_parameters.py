@@ -70,7 +70,9 @@ def test_what_a_loss_reads_of_the_model_is_trained(
             ]
             torch.stack(losses).sum().backward()
             optimizer.step()
-            with pytest.warns(UserWarning, match="loss_fn reads parameters beside its arguments"):
+            with pytest.warns(
+                UserWarning, match="loss_fn reads parameters in addition to its arguments"
+            ):
                 torch.testing.assert_close(step(X, Y, chunks=4).cpu(), sum(losses))
     for ours, theirs in zip(model.parameters(), unsplit.parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs)
@@ -85,7 +87,7 @@ def test_such_a_step_is_not_measured() -> None:
             flow.measure(X, Y, step=step, chunks=2)
         with pytest.warns(UserWarning, match="loss_fn reads parameters"):
             step(X, Y, chunks=2)
-        with pytest.raises(InputError, match="the step has warned of what else is in the way"):
+        with pytest.raises(InputError, match="the step has warned of another reason"):
             flow.measure(X, Y, step=step, chunks=2)
 
 

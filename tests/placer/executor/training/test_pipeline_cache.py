@@ -91,7 +91,7 @@ def test_without_memory_for_a_further_shape_the_passes_of_others_are_let_go_of(
         )
         expected = functional.mse_loss(model(inputs), target).detach()
         with (
-            pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)")
+            pytest.warns(UserWarning, match=r"in addition to the passes of 1 other\(s\)")
             if held
             else nullcontext()
         ):
@@ -123,7 +123,7 @@ def test_without_memory_for_a_further_step_the_passes_of_others_are_let_go_of(
     expected = functional.mse_loss(model(inputs), target).detach()
     for turn, number in enumerate((0, 1, 2, 1)):
         with (
-            pytest.warns(UserWarning, match=r"beside the passes of 1 other\(s\)")
+            pytest.warns(UserWarning, match=r"in addition to the passes of 1 other\(s\)")
             if turn > 1
             else nullcontext()
         ):
