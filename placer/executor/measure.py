@@ -108,7 +108,7 @@ def measure_stream(
         chunks: micro-batches.
         options: what was declared of the batch.
         profile: the prediction is made from it; None for no prediction.
-        backend: of ``torch.compile``; None to leave segments as they are.
+        backend: of ``torch.compile``; None to compile nothing.
 
     Raises:
         InputError: the flow is not placed, the model runs through hooks, or the profile is of other

@@ -160,7 +160,7 @@ class PipelinedRuns(nn.Module):
             A generator of the model's result for each batch, in their order, on ``output_device``.
 
         Raises:
-            InputError: these are not batches, ``in_flight`` is not a count, or torch knows no such
+            InputError: these are not batches, ``in_flight`` is not a count, or torch has no such
                 backend.
             StageError: from the generator, when it comes to a batch on which a layer failed;
                 results before are whole.
@@ -194,7 +194,7 @@ class PipelinedRuns(nn.Module):
                 inference, the micro-batches streamed.
             chunks: micro-batches; the placement's number if None.
             profile: what the placement was solved from, for the prediction; None for no prediction.
-            compile: in inference, as for ``stream``; a step runs as it was made.
+            compile: in inference, as for ``stream``; a step has its own.
             batch_options: in inference, where the samples of the batch lie; the flow's if None. A
                 step has its own.
 
@@ -204,7 +204,7 @@ class PipelinedRuns(nn.Module):
         Raises:
             InputError: the flow is not placed; the model runs through hooks; the profile is of
                 other layers; there is a target without a step; ``step`` is not a step of this flow;
-                ``chunks`` is more than the samples; or torch knows no such backend.
+                ``chunks`` is more than the samples; or torch has no such backend.
         """
         if step is None and target is not None:
             raise InputError(

@@ -85,7 +85,7 @@ class PlacedCalls(PipelinedRuns):
         batch_options: BatchOptions | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the model; before the first ``update_flow``, just as it is.
+        """Run the model; before the first ``update_flow``, unplaced.
 
         Args:
             args: as the model takes them, on any device.
@@ -176,7 +176,7 @@ class PlacedCalls(PipelinedRuns):
         return weights_of(options, inputs, None, size, "; in a call the target is None")
 
     def run_compared(self, call: Call) -> Any:
-        """Run the model as it is placed, through hooks if it allows them, and captured otherwise.
+        """Run the placed model, through hooks if it allows them, and captured otherwise.
 
         It runs captured if it has clones, or modules that allow no hooks.
 
@@ -201,7 +201,7 @@ class PlacedCalls(PipelinedRuns):
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Let the model itself run as it is placed, for a while.
+        """Let the model itself run placed, for a while.
 
             with flow.applied() as model:
                 ids = model.generate(ids, max_new_tokens=20)
@@ -372,7 +372,7 @@ class PlacedCalls(PipelinedRuns):
         return join(nests, cut.sizes, cut.joining, weights), place
 
     def compare_capture(self, capture: Capture, part: Part) -> str:
-        """Return how the results of a new graph differ from the model's, run as it is placed.
+        """Return how the results of a new graph differ from the placed model's.
 
         Args:
             capture: the graph.

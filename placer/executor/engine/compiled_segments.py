@@ -48,7 +48,7 @@ def backend_of(compile: bool | Backend | None) -> Backend | None:
             takes in its place.
 
     Raises:
-        InputError: torch knows no backend of that name, or ``compile`` is of another type.
+        InputError: torch has no backend of that name, or ``compile`` is of another type.
     """
     if compile is None or compile is False:
         return None

@@ -36,13 +36,13 @@ class Engine(Generic[AnyStage]):
 
     Args:
         stages: in pipeline order.
-        lanes: of each device. Without a lane, passes run in the caller's own order, as those
-            of eager calls do.
+        lanes: of each device. Without a lane, passes run in the caller's own order, like eager
+            calls.
         courier: for the copies.
         unit: what a pass computes for, in error messages: a micro-batch, or in a stream a batch.
 
     Attributes:
-        trace: a list that collects every pass; None, as it is at first, to collect none.
+        trace: a list that collects every pass; None, the initial value, to collect none.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from placer.schedule import Phase
 
 
 class Issued(NamedTuple):
-    """A pass of a stage as it was issued, between two marks in its device's lane."""
+    """An issued pass of a stage, between two marks in its device's lane."""
 
     device: torch.device
     stage: int

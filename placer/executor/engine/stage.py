@@ -26,9 +26,9 @@ class Stage(Generic[AnySlot]):
         segment: its layers.
         reads: names of the values that other stages or the caller send.
         writes: for each value that leaves: the stages that read it; empty for a mere result.
-        trail: is told which layer runs; a new one if None.
+        trail: notes which layer runs; a new one if None.
         number: a value among ``reads`` that is a number and differs from batch to batch. A recorded
-            pass would keep the first one. None if there is none.
+            pass would keep the first one. None if it has none.
 
     Attributes:
         device: where the segment runs.
@@ -37,7 +37,7 @@ class Stage(Generic[AnySlot]):
         is_recorded: whether the passes are CUDA graphs.
         not_recorded_because: why they cannot be; empty where they are, or may still be recorded, or
             no GPU runs them.
-        compiled: what torch.compile gained; empty where the segment runs as it is.
+        compiled: what torch.compile gained; empty where it does not run.
         not_compiled_because: why it is not compiled, where that was asked for.
     """
 

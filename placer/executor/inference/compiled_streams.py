@@ -23,8 +23,7 @@ def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, if that is faster.
 
     Args:
-        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why the stage stays
-            as it is.
+        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why nothing was.
         backend: of ``torch.compile``.
     """
     stage.not_compiled_because = stage.number_obstacle or obstacle(stage.segment)

@@ -59,13 +59,13 @@ class RepeatedCalls:
         weights: Sequence[int],
         is_unchanged: Callable[[], bool],
     ) -> list[list[Any]] | None:
-        """Run a recorded call before it is known whether the model is still as it was recorded.
+        """Run a recorded call before it is known whether the model is unchanged.
 
         Args:
             captures: of each micro-batch, if the model is unchanged.
             parts: the flattened inputs of each.
             weights: samples in each.
-            is_unchanged: whether the model is as it was recorded.
+            is_unchanged: whether the model is unchanged since it was recorded.
 
         Returns:
             The flattened results of each; None if the call is not recorded, or the model has

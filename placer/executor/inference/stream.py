@@ -60,7 +60,7 @@ class Known(NamedTuple):
     Attributes:
         capture: the graph that covers it.
         tensors: the flattened inputs.
-        backend: of torch.compile; None where segments run as they are.
+        backend: of torch.compile; None where segments run uncompiled.
     """
 
     capture: Capture
@@ -87,7 +87,7 @@ class Flow(Protocol):
         """Return the inputs of a call, flattened, with their batch dimensions."""
 
     def holds(self, capture: Capture) -> bool:
-        """Return whether a capture is still of the model as it is."""
+        """Return whether a capture still matches the model."""
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """Return the layers of a capture and the device of each."""
@@ -145,7 +145,7 @@ class Streams:
             batches: an iterable.
             in_flight: batches that are taken before the first result is handed out; None for as
                 many as fill the pipeline, and two more.
-            backend: of torch.compile; None to leave segments as they are.
+            backend: of torch.compile; None to compile nothing.
             options: what is declared of the batches.
 
         Raises:
@@ -179,7 +179,7 @@ class Streams:
 
         Args:
             batches: of one call.
-            is_unchanged: whether their captures are of the model as it is.
+            is_unchanged: whether their captures still match the model.
 
         Returns:
             Their flattened results; None if one is not recorded, or the model has changed.
@@ -277,7 +277,7 @@ class Streams:
     def _take(
         self, source: Iterator[Any], number: int, enter: Callable[[Any, int], Ticket]
     ) -> Ticket | None:
-        """Return the source's next batch, on its way; None where there is none."""
+        """Return the source's next batch, on its way; None if it is exhausted."""
         try:
             batch = next(source)
         except StopIteration:

@@ -40,8 +40,8 @@ class InferencePipeline:
         copies: of the model's state, on devices that read it and do not own it.
         lanes: of every device; missing ones are added.
         courier: for the copies.
-        compile: the backend of torch.compile, for segments that it makes faster; None to leave them
-            as they are.
+        compile: the backend of torch.compile, for segments that it makes faster; None to compile
+            nothing.
 
     Attributes:
         graph: of the model.

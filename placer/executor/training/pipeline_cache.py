@@ -58,14 +58,14 @@ class Placed(Protocol):
         """Return the capture for inputs like these; None if the model runs through hooks."""
 
     def holds(self, capture: Capture) -> bool:
-        """Return whether a capture is still of the model as it is."""
+        """Return whether a capture still matches the model."""
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
         """Return the layers of a capture and the device of each."""
 
 
 _every: WeakSet[Pipelines] = WeakSet()
-"""The pipelines of all training steps: one that runs short of memory releases those of others."""
+"""All training steps' pipelines: a step that runs short of memory releases the others'."""
 
 
 class Pipelines:
@@ -101,8 +101,8 @@ class Pipelines:
     ) -> TrainingPipeline | None:
         """Return the stages for batches like this one, with their passes.
 
-        If there is no memory, the passes of other shapes and steps are released first. A shape
-        beside others is recorded when it comes for the second time.
+        If there is no memory, the passes of other shapes and steps are released first. Every shape
+        but the first is recorded when it comes for the second time.
 
         Args:
             batch: what to train on.

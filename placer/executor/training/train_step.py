@@ -98,7 +98,7 @@ class TrainStep:
         update: what follows the gradients.
         schedule: the order of micro-batches.
         compile: the backend of torch.compile; None to compile nothing.
-        options: of the batch; the flow's, as they are now, if None.
+        options: of the batch; the flow's present ones if None.
         weigh: ``BatchOptions.weigh``, where it is given apart.
 
     Raises:

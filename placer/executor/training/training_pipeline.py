@@ -68,8 +68,8 @@ class Recipe:
         deferred_batch_norm: whether running statistics follow whole batches.
         recompute: devices that run forwards once more in the backward pass, and keep no
             activations.
-        compile: the backend of torch.compile, for segments that it makes faster; None to leave them
-            as they are.
+        compile: the backend of torch.compile, for segments that it makes faster; None to compile
+            nothing.
         checkpoints: the modules that the model itself lets run again in the backward pass.
         in_flight: for how many micro-batches each segment has room under ``zero-bubble`` and
             ``interleaved``. If it is of another length than the segments, there is as much room as
@@ -118,7 +118,7 @@ class TrainingPipeline:
         stages: in order.
         plan: the order of passes.
         engine: what issues them.
-        is_prepared: whether its passes are ready, as they are once a batch has gone through.
+        is_prepared: whether its passes are ready; a batch has gone through then.
         is_recorded: whether they were recorded, too, where they can be.
         collected: by micro-batch of the latest batch, the model's results and the loss's further
             values, flattened, as far as ``collect`` asks for them.
@@ -364,12 +364,12 @@ class TrainingPipeline:
     def prepare(self, batch: Sequence[Any], targets: Sequence[Any], record: bool = True) -> None:
         """Make every stage's slots from a batch, once, and record their passes.
 
-        Buffers and random numbers are left as they were.
+        Buffers and random numbers are restored.
 
         Args:
             batch: the flattened inputs.
             targets: the flattened target.
-            record: False leaves passes that are not recorded yet as they are: issued operation by
+            record: False leaves passes that are not recorded yet to be issued operation by
                 operation.
 
         Raises:

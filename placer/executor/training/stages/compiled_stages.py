@@ -1,8 +1,8 @@
 """``torch.compile`` of a whole segment, and of the loss, kept where it is faster.
 
 It fuses operations across the borders of layers. A compiled segment is measured against the same
-segment without it, on the device. If it is not faster, or cannot be compiled, the segment stays as
-it was, and the stage notes the reason.
+segment without it, on the device. If it is not faster, or cannot be compiled, the segment runs
+uncompiled, and the stage notes the reason.
 
 Weight gradients that are a pass of their own stay so: see
 ``placer.capture.weight_grads.compiled_layers``. A segment that cannot be compiled in this way is
@@ -39,8 +39,7 @@ def compile_stage(stage: TrainingStage, backend: Backend) -> None:
     """Let a stage whose slots are open run compiled, and its loss too, if that is faster.
 
     Args:
-        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why the stage stays
-            as it is.
+        stage: ``compiled`` notes what was gained, or ``not_compiled_because`` why nothing was.
         backend: of ``torch.compile``.
     """
     stage.not_compiled_because = _obstacle(stage)
@@ -88,9 +87,9 @@ def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -
 
 
 def _compile_loss(stage: TrainingStage, head: Head, backend: Backend, before_ms: float) -> None:
-    """Compile the loss if that is faster, also behind a segment that stays as it is.
+    """Compile the loss if that is faster, also behind a segment that runs uncompiled.
 
-    A loss that cannot be compiled stays as it is, too.
+    A loss that cannot be compiled runs uncompiled, too.
     """
     plain = head.loss
     try:

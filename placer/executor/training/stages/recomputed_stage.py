@@ -3,9 +3,9 @@
     forward     inputs ──▶ (no graph) ──▶ outputs          kept: the inputs
     backward    inputs ──▶ forward again ──▶ backward ──▶ input gradients; nothing is kept
 
-It holds the activations of one micro-batch, in its backward pass, instead of those of every
-micro-batch in flight. It pays for that with one more forward pass. Random numbers and buffers are
-in the second pass what they were in the first.
+It holds the activations of one micro-batch, in its backward pass, instead of the activations of
+every micro-batch in flight. It pays for that with one more forward pass. Random numbers and buffers
+are in the second pass what they were in the first.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe (Huang et al.,
 NeurIPS 2019).
@@ -87,7 +87,7 @@ class RecomputedStage(TrainingStage):
     def _recorded(
         self, slot: TrainingSlot, backward_pool: Any, rooms: Sequence[devices.Rooms], warm: bool
     ) -> None:
-        """Record the passes of a slot; they are run before, as they are not warm.
+        """Record the passes of a slot; they run first, since they are not warm.
 
         No pass leaves anything but in static tensors, so that all of them share their memory.
         """

@@ -89,7 +89,7 @@ class TrainingSlot(Slot):
         leaves: what the forward pass differentiates by, of these.
         roots: what the backward pass starts from.
         input_gradients: what the backward pass made for the values that entered.
-        unreached: those of them that it had no gradient for; zeros stand for it.
+        unreached: values that entered without getting a gradient; zeros stand for it.
         deferred: the weight gradients that the backward pass left to the weight-gradient pass.
         landing: static tensors that input gradients are copied to, where other passes work in the
             memory in which they are made.
@@ -152,7 +152,7 @@ class NamedQueue(Queue):
 class AtOnce(NamedQueue):
     """Weight gradients that are not left for later.
 
-    A product is added to the gradient as it is made, so that no further gradient takes memory.
+    A product is added to the gradient at once, so that no further gradient takes memory.
     """
 
     def put(self, addition: Addition) -> None:

@@ -64,13 +64,13 @@ class _Entered(MicroBatch):
     """A micro-batch that enters a stage: a value becomes autograd's input when it is first read.
 
     Backward passes run the latest operation first. So the gradient of a value is ready as soon as
-    that of its first reader, and no slice of a larger value stays until the pass is over, with all
+    its first reader has run, and no slice of a larger value stays until the pass is over, with all
     its memory.
 
     Args:
         inputs: by name.
         leaves: of some of them, the leaf that a gradient goes back to.
-        trail: is told which layer runs.
+        trail: notes which layer runs.
     """
 
     def __init__(

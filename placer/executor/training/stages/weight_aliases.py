@@ -158,7 +158,7 @@ class Weights:
 
     @cached_property
     def _as_made(self) -> tuple[list[nn.Parameter], list[bool], list[nn.Parameter], list[int]]:
-        """The parameters in use as they were when the aliases were made.
+        """The parameters in use, at the time when the aliases were made.
 
         These are the parameters and whether they required gradients, then those with an alias of
         their own storage and the addresses of their data.
@@ -214,7 +214,7 @@ class Weights:
 
         Args:
             lanes: of each device.
-            begun: by device, also those of ``homes``, when the parameters there are up to date.
+            begun: by device, including ``homes``, when the parameters there are up to date.
             keep: whether the batch adds to the gradient that a parameter has; otherwise it begins
                 at zero.
         """
