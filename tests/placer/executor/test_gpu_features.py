@@ -234,19 +234,19 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_model_as_it_was(micro_b
     _unsplit(whole, [4] * CHUNKS)
     theirs.step()
     slot = step.pipelines[0].stages[-1].slot(micro_batch)
-    replay, count = slot.backward, 0
+    replay, count = slot.passes["backward"], 0
 
     def interrupted() -> None:
         nonlocal count
         count += 1
         raise KeyboardInterrupt
 
-    slot.backward = interrupted
+    slot.passes["backward"] = interrupted
     with pytest.raises(KeyboardInterrupt):
         step(*_batch(), chunks=CHUNKS)
     assert count == 1
     _same(model, whole)
-    slot.backward = replay
+    slot.passes["backward"] = replay
     theirs.zero_grad()
     loss = step(*_batch(), chunks=CHUNKS)
     torch.testing.assert_close(loss.cpu(), _unsplit(whole, [4] * CHUNKS), atol=1e-9, rtol=1e-9)

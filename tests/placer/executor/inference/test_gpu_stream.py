@@ -90,7 +90,7 @@ def test_a_recorded_stream_equals_the_unsplit_model(name: str, interleaved: bool
         stage.not_recorded_because
         for p in flow._streams.pipelines()
         for stage in p.stages
-        if p._is_open
+        if p.is_open
     ]
     assert reasons and reasons == [""] * len(reasons)
 

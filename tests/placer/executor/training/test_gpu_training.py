@@ -144,7 +144,7 @@ def test_passes_that_follow_leave_gradients_that_are_still_sent_as_they_are(
                 run
                 for other in stage.slots
                 if other is not slot
-                for run in (other.forward, other.backward)
+                for run in (other.passes["forward"], other.passes["backward"])
             ]
             for run in (*others, slot.passes["weights"], slot.passes["forward"]):
                 run()
