@@ -366,25 +366,23 @@ class TrainStep:
     @property
     def not_recorded_because(self) -> dict[str, str]:
         """By segment on a GPU without CUDA graphs: the layer that forbids them, and why."""
-        return {
-            place: why
-            for item in self._pipelines
-            for place, why in item.not_recorded_because.items()
-        }
+        return self._notes("not_recorded_because")
 
     @property
     def compiled(self) -> dict[str, str]:
         """By segment that torch.compile made faster: by how much, as measured."""
-        return {place: gain for item in self._pipelines for place, gain in item.compiled.items()}
+        return self._notes("compiled")
 
     @property
     def not_compiled_because(self) -> dict[str, str]:
         """By segment that runs without torch.compile though asked for: why."""
-        return {
-            place: why
-            for item in self._pipelines
-            for place, why in item.not_compiled_because.items()
-        }
+        return self._notes("not_compiled_because")
+
+    def _notes(self, attribute: str) -> dict[str, str]:
+        notes: dict[str, str] = {}
+        for pipeline in self._pipelines:
+            notes |= pipeline.engine.notes(attribute)
+        return notes
 
     def _refuse(self) -> None:
         flow = self.flow

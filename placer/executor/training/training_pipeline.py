@@ -258,21 +258,6 @@ class TrainingPipeline:
         gradients.hand_out()
 
     @property
-    def not_recorded_because(self) -> dict[str, str]:
-        """By segment on a GPU without CUDA graphs: the layer that forbids them, and why."""
-        return self.engine.notes("not_recorded_because")
-
-    @property
-    def compiled(self) -> dict[str, str]:
-        """By segment that torch.compile made faster: by how much."""
-        return self.engine.notes("compiled")
-
-    @property
-    def not_compiled_because(self) -> dict[str, str]:
-        """By segment that runs without torch.compile though it was asked for: why."""
-        return self.engine.notes("not_compiled_because")
-
-    @property
     def penalised(self) -> list[nn.Parameter]:
         """The parameters that the loss reads by itself.
 
