@@ -88,6 +88,7 @@ class Group:
             return tuple(inner.read(name, device) for name in self.writes)
 
         reads = [values.read(name, device) for name in self.reads]
+        # Weight gradients of a checkpoint cannot be left for later: its activations are gone then.
         with whole():
             made = checkpoint(
                 compute,
@@ -131,6 +132,7 @@ def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
         runs[-1][1].append(step)
     if all(path is None for path, _ in runs):
         return part
+    # A group that reads what a later step overwrites would see other values the second time.
     overwritten = frozenset().union(*(_overwritten(step.layer) for step in part.steps))
     groups = [Group.of(steps, path is not None) for path, steps in runs]
     kept = [

@@ -140,6 +140,7 @@ class CompiledSegment(Segment):
 
 def obstacle(segment: Segment) -> str:
     """Return why a segment cannot be compiled; an empty string if nothing is known to forbid it."""
+    # The compiler would trace the observer of logical_devices instead of the model.
     if devices.registries:
         return "logical_devices looks at every operation"
     if isinstance(segment, CheckpointedSegment):

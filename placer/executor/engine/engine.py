@@ -104,12 +104,16 @@ class Engine(Generic[AnyStage]):
         Raises:
             StageError: a layer failed.
         """
+        # An eager call records no marks: they would cost the host time in every pass.
         lane = self.lanes.get(self.stages[item.stage].device)
         if lane is None:
             self._work(item, slot)
             return None
+        # Taken out before anything can fail: the next micro-batch in this slot has copies of its
+        # own.
         arrived, slot.arrived = slot.arrived, []
         lane.wait(*arrived, *after)
+        # Events without timing are cheaper, so only traced passes have it.
         timed = self.trace is not None
         began = lane.mark(timed=True) if timed else None
         with lane:
@@ -183,6 +187,8 @@ class Engine(Generic[AnyStage]):
         Returns:
             A mark behind the copies.
         """
+        # Copies of one channel follow one another. So a gradient never waits for a value that has
+        # no room yet.
         channel = "batch" if source is None else reading.phase
         label = (source, *reading)
         mark = self.courier.send_all(sources, ready, targets, free, channel, label, adds)

@@ -45,11 +45,15 @@ def run(
     Raises:
         StageError: a layer failed.
     """
+    # One trail for all: passes are issued by one thread, so the last layer entered is the one that
+    # fails.
     trail = Trail()
     for batch in batches:
         batch.trail = trail
     stages = []
     for index, segment in enumerate(pipeline[0]):
+        # Nothing is sent between these stages: a MicroBatch moves its values to the device that
+        # reads them, and autograd moves the gradients back.
         stage = Stage[Slot](segment, (), {}, trail)
         for parts, batch in zip(pipeline, batches, strict=True):
             work = partial(_compute, parts[index], batch, partial(gather, index))

@@ -54,6 +54,8 @@ class LatestShapes(OrderedDict[Hashable, Made]):
 
     def let_go(self, key: Hashable) -> None:
         """Release a shape, once the devices are done with it."""
+        # Memory of a recording goes back to the allocator, which does not know that lanes still use
+        # it.
         for place in self._places(self[key]):
             devices.synchronise(place)
         del self[key]

@@ -53,6 +53,7 @@ class Stage(Generic[AnySlot]):
         self.device = segment.device
         self.reads = tuple(reads)
         self.writes = dict(writes)
+        # Eager calls share one trail among all stages, as a micro-batch runs in all of them.
         self.trail = Trail() if trail is None else trail
         self.number = number
         self.slots: list[AnySlot] = []
@@ -105,6 +106,7 @@ class Stage(Generic[AnySlot]):
 
     def record(self) -> None:
         """Turn the passes of every slot into CUDA graphs, if the device and the layers allow it."""
+        # A stand-in does its work at once: there is nothing to record.
         if self.device.type != "cuda":
             return
         self.not_recorded_because = self.recording_obstacle()
@@ -115,6 +117,7 @@ class Stage(Generic[AnySlot]):
             self.is_recorded = True
         except devices.NotRecordable as error:
             self.not_recorded_because = f"layer {self.trail.layer!r}: {error}"
+            # Some slots may be recorded already, but a stage is recorded as a whole or not at all.
             for slot in self.all_slots():
                 slot.passes = self.eager_passes(slot)
 

@@ -106,6 +106,7 @@ class RepeatedCalls:
                 return list(self._streams.open(list(map(Known, captures, parts))))
         except (StageError, torch.OutOfMemoryError) as error:
             self._refused.add(call)
+            # Half-made recordings hold memory that the eager run needs.
             self._streams.clear()
             if isinstance(error, torch.OutOfMemoryError):
                 warn(

@@ -250,6 +250,7 @@ class Streams:
                         break
                     taken += 1
                     tickets.append(ticket)
+                    # The first device has work now: the look at the model costs no time.
                     if taken == 1 and are_current is not None and not are_current():
                         raise _OutdatedError
                     is_open = all(ticket.error is None for ticket in tickets)
@@ -343,6 +344,7 @@ class Streams:
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
         """Make the pipeline of a new shape, in place of the one that was not used for longest."""
+        # Pipelines of a model that has changed would only take memory.
         self._pipelines.keep_only(lambda other: self._flow.holds(other[0]))
         self._pipelines.make_room()
         graph, places = self._flow.layers(batch.capture)

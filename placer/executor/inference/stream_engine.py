@@ -84,12 +84,14 @@ class StreamEngine(Engine[Stage[Slot]]):
         given = dict(zip(self._inputs, tensors, strict=True))
         returned = {name: given[name] for name in self._outputs if name in given}
         passage = Passage(number, self._turns, returned)
+        # Streams that share these stages take turns: their batches are counted together.
         self._turns += 1
         for name, value in given.items():
             caller = (
                 Lane(devices.location(value), caller=True) if isinstance(value, Tensor) else None
             )
             ready = caller.mark() if caller is not None else None
+            # Straight to every stage that reads it, so that no device passes it on.
             for reader in self._readers[name]:
                 stage = self.stages[reader]
                 taken = devices.staged(value, stage.device) if caller is not None else value

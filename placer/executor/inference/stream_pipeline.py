@@ -74,9 +74,12 @@ class InferencePipeline:
         self.in_turn = taken_in_turn(parts) is not None
         self.stages = _stages(graph, parts)
         for stage in self.stages:
+            # All recordings of a device replay in one lane: they share what libraries keep for
+            # their stream, such as workspaces of cuBLAS.
             lanes.setdefault(stage.device, devices.shared_lane(stage.device))
             stage.open(Slot())
         self.engine = StreamEngine(self.stages, lanes, courier, graph, target)
+        # A call may run ahead of the check of the model only if nothing of it remains.
         self._is_pure = not any(layer.mutated or layer.random for layer in graph.layers)
         self.is_known = False
         self.is_open = False
@@ -126,6 +129,7 @@ class InferencePipeline:
             StageError: a layer failed.
         """
         self.engine.advance(passage)
+        # Values get their static memory as they come for the first time.
         self.is_known |= self.engine.is_through(passage)
 
     def _open(self) -> None:
@@ -164,6 +168,7 @@ def _stages(graph: LayerGraph, parts: Sequence[Segment]) -> list[Stage[Slot]]:
                 writes[index].setdefault(name, [])
         numbers = (name for name in reads[index] if graph.values[name].from_values)
         stage = Stage[Slot](part, reads[index], writes[index], number=next(numbers, None))
+        # An input of the model comes from before stage 0.
         distances = [index - made_by.get(name, -1) for name in reads[index]]
         stage.count = max([1, *distances]) + 1
         stages.append(stage)

@@ -44,6 +44,7 @@ class Ticket:
         try:
             self.pipeline.advance(self.passage)
         except Exception as error:
+            # A stage's error names the layer; any other one comes from between the stages.
             self.error = (
                 error if isinstance(error, StageError) else _outside_layers(error, self.passage)
             )

@@ -84,6 +84,8 @@ class TrainingEngine(Engine[TrainingStage]):
         Raises:
             StageError: a layer failed.
         """
+        # By device, and not one mark for all: a device may begin the step while others still work
+        # on the one before.
         start = {place: lane.mark() for place, lane in self.lanes.items()}
         self._batch = _Batch(feed, gradients, collected, start)
         try:
@@ -126,6 +128,7 @@ class TrainingEngine(Engine[TrainingStage]):
 
     def _fetch(self, item: Pass, stage: TrainingStage, slot: TrainingSlot, batch: _Batch) -> None:
         """Copy what a forward pass reads into its slot; what comes from one stage, at one time."""
+        # The batch before may still be in this slot.
         free = self._free(stage, slot, batch)
         coming: defaultdict[int, list[str]] = defaultdict(list)
         for name in stage.reads:
@@ -137,8 +140,10 @@ class TrainingEngine(Engine[TrainingStage]):
                 self._feed(name, item, static, free, slot, batch)
             else:
                 coming[maker].append(name)
+        # One wait and one mark for all values of a stage, which saves the host time.
         for maker, names in coming.items():
             source = self.stages[maker].slot(item.micro_batch)
+            # A copy is no operation of autograd: gradients go back by copies, too.
             made = [source.outputs[name].detach() for name in names]
             statics = [slot.inputs[name] for name in names]
             source.fetched.append(self.send(made, source.made, statics, free, maker, item, slot))

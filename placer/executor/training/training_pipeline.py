@@ -162,6 +162,7 @@ class TrainingPipeline:
         self._kept = Kept((graph.state[name] for name in mutated), self.lanes)
         state = {name: graph.state[name] for layer in graph.layers for name in layer.state}
         self._buffers = [item for item in state.values() if not isinstance(item, nn.Parameter)]
+        # A recording reads fixed addresses. A tensor that moves makes it stale.
         self._pointers = devices.addresses(self._buffers)
         self.is_prepared = False
         self.is_recorded = False
@@ -393,6 +394,7 @@ class TrainingPipeline:
         """Give every stage its slots, and one stage's results to the next."""
         shares = self.recipe.shares
         last = self.chunks - 1
+        # Recorded passes have one shape: a smaller last micro-batch needs a slot of its own.
         uneven = self.sizes[last] != self.sizes[0]
         known: dict[str, Any] = dict(zip(self.graph.inputs, parts[0], strict=True))
         for index, stage in enumerate(self.stages):
@@ -418,6 +420,7 @@ class TrainingPipeline:
         # An optimizer's state, allocated next, would leave gaps in cached pieces of memory.
         devices.release_cache()
         self.engine.warn_of_eager_stages()
+        # 1F1B and fill-drain do not depend on times. The other orders fit the measured ones.
         alone = len(set(self._device_of)) == len(self._device_of)
         if self.plan.split or (self.recipe.schedule == "interleaved" and not alone):
             self.plan = self._balanced()
