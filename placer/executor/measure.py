@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,8 +11,7 @@ import torch
 from placer import devices
 from placer.capture import input_forms
 from placer.capture.batch_dims.batch_layout import Call
-from placer.capture.layers import LayerGraph
-from placer.devices import Clock, Courier, Delivery, Lane
+from placer.devices import Clock, Courier, Delivery
 from placer.errors import InputError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
@@ -24,6 +22,7 @@ from placer.executor.inference.stream import Flow, Streams
 from placer.executor.inference.stream_pipeline import InferencePipeline
 from placer.executor.micro_batches import MicroBatches
 from placer.executor.predict import predicted
+from placer.executor.state.segment_state import restored
 from placer.executor.training.step_rollback import Kept
 from placer.executor.training.train_step import TrainStep
 from placer.executor.training.training_pipeline import TrainingPipeline
@@ -67,7 +66,7 @@ def measure_step(
     pipeline, tensors, goals = step.pipeline(inputs, target, chunks)
     if pipeline is None:
         raise _not_captured(step.flow)
-    with _unchanged(pipeline.graph, pipeline.lanes):
+    with restored(pipeline.graph, pipeline.lanes):
         pipeline.prepare(tensors, goals)
         for _ in range(WARM_UPS):
             pipeline.run(tensors, goals)
@@ -241,20 +240,6 @@ def _transfer(item: Delivery, stages: Sequence[torch.device], clock: Clock) -> R
     there = item.target if target is None else stages[target]
     began_ms, ended_ms = clock.ms(item.began, item.clock), clock.ms(item.ended, item.clock)
     return Row(f"{here} → {there}", kind, source, target, number, began_ms, ended_ms)
-
-
-@contextmanager
-def _unchanged(graph: LayerGraph, lanes: dict[torch.device, Lane]) -> Iterator[None]:
-    """Restore buffers and random numbers afterwards."""
-    mutated = {name for layer in graph.layers for name in layer.mutated}
-    kept = {name: graph.state[name].clone() for name in mutated}
-    try:
-        with devices.keep_random_state(list(lanes)):
-            yield
-    finally:
-        with torch.no_grad():
-            for name, value in kept.items():
-                graph.state[name].copy_(value)
 
 
 def _not_captured(flow: Any) -> InputError:

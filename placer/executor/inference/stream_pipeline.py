@@ -24,7 +24,7 @@ from placer.executor.engine.stage import Stage
 from placer.executor.inference.compiled_streams import compile_stage
 from placer.executor.inference.stream_engine import Passage, StreamEngine
 from placer.executor.segments import Segment, StateLookup, borders, segments, taken_in_turn
-from placer.executor.state.segment_state import Replicas, mutated
+from placer.executor.state.segment_state import Replicas, restored
 from placer.executor.state.state_copies import Copies
 
 
@@ -136,10 +136,9 @@ class InferencePipeline:
         """Give every stage all its slots, and record them."""
         for place in self._lanes:
             devices.synchronise(place)
-        # Recording runs the passes: buffers and random numbers are put back.
-        kept = {name: self.graph.state[name].clone() for name in mutated(self.graph)}
         try:
-            with devices.keep_random_state(list(self._lanes)):
+            # Recording runs the passes.
+            with restored(self.graph, self._lanes):
                 for stage in self.stages:
                     while len(stage.slots) < stage.count:
                         stage.open(Slot())
@@ -148,8 +147,6 @@ class InferencePipeline:
                         compile_stage(stage, self._backend)
                     stage.record()
         finally:
-            for name, value in kept.items():
-                self.graph.state[name].copy_(value)
             for place in self._lanes:
                 devices.synchronise(place)
         self.engine.warn_of_eager_stages()

@@ -4,6 +4,8 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, starmap
 
 import torch
@@ -68,3 +70,21 @@ class Replicas:
 def mutated(graph: LayerGraph) -> set[str]:
     """The state that layers change."""
     return {name for layer in graph.layers for name in layer.mutated}
+
+
+@contextmanager
+def restored(graph: LayerGraph, places: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the state that layers change, and random numbers, after passes run for a look.
+
+    Args:
+        graph: the layers.
+        places: the devices whose random numbers are restored.
+    """
+    kept = {name: graph.state[name].clone() for name in mutated(graph)}
+    try:
+        with devices.keep_random_state(list(places)):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in kept.items():
+                graph.state[name].copy_(value)
