@@ -1,10 +1,14 @@
-"""From a model to a placement in one call: profile here, solve on a server or here."""
+"""``suggest``: from a model to a placement in one call.
+
+model ──▶ profile, here or on the server ──▶ request ──▶ solve, on the server or here
+profiles ────────────────────────────────────▲
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,19 +22,22 @@ from placer.errors import (
     UnreachableError,
     kind_of,
 )
-from placer.request_spec import blank_profiles
 from placer.schema import (
     BatchOptions,
-    Constraints,
+    Cluster,
+    Device,
+    Layer,
+    Link,
     Objective,
     Placement,
     PlacementRequest,
     Profile,
-    ScheduleChoice,
-    Steps,
-    Transfers,
+    ProfileOptions,
+    SolveOptions,
+    SuggestOptions,
 )
 from placer.schema.graph import Graph, Optimizer, ProfileRequest
+from placer.schema.options import combined
 
 from .client import Client
 from .connection import url_of
@@ -38,243 +45,240 @@ from .connection import url_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from placer.capture.granularity import Granularity
     from placer.devices import DeviceLike
 
 __all__ = ["suggest"]
 
 
 def suggest(
-    model: nn.Module | None = None,
+    model: nn.Module | Profile | Sequence[Profile] | None = None,
     example_inputs: Any = None,
     *,
-    server: str | None = None,
     devices: int | Sequence[DeviceLike] | None = None,
-    training: bool = True,
-    optimizer: Any = "adam",
-    granularity: Granularity = "auto",
-    objective: Objective = "throughput",
-    constraints: Constraints | None = None,
-    chunks: int = 1,
+    training: bool | None = None,
+    objective: Objective | None = None,
     batch_size: int | None = None,
-    batch_sizes: Sequence[int] | None = None,
-    schedule: ScheduleChoice | None = None,
-    steps: Steps | None = None,
-    transfers: Transfers = "added",
-    time_limit_s: float = 30.0,
-    work_limit: float | None = None,
-    break_ties: bool = False,
-    bottleneck_ms: float | None = None,
-    explain: bool = False,
-    split_tied: bool = False,
     memory_bytes: int | Mapping[DeviceLike, int] | None = None,
-    profile: Profile | Sequence[Profile] | None = None,
-    cache: bool | str | os.PathLike[str] = True,
+    server: str | None = None,
     progress: bool = True,
-    profile_on_server: bool | None = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    target: Any = None,
-    batch_options: BatchOptions | None = None,
+    options: SuggestOptions | SolveOptions | ProfileOptions | None = None,
+    **fields: Any,
 ) -> Placement:
     """Find where each layer of a model should run.
 
+        suggest(model, inputs, devices=2)
+        suggest(model, inputs, granularity="blocks", time_limit_s=5)
+        suggest(profile, options=placer.SolveOptions(objective="memory"))
+
     Args:
-        model: any module, on any device, ``meta`` included; None where a profile is given.
-        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword
-            arguments. What the model carries if None: Lightning's ``example_input_array``,
-            transformers' ``dummy_inputs``.
-        server: the URL of a service that solves; ``PLACER_URL`` from the environment if None;
-            without both, it is solved in this process.
-        devices: to place on: a count, a list of devices, or None for all that are available.
-        training: whether a training step or inference is placed; a given profile of inference is
-            placed as such.
-        optimizer: whose state takes memory, in training: a name from ``torch.optim``, a class, an
-            optimizer, a list of optimizers, or None.
-        granularity: how the model is cut into layers: ``auto``, ``blocks``, ``submodule``,
-            ``fine``, a depth, or a function. With ``blocks`` every repeated block is one layer, as
-            ``Placement.device_map`` needs it.
-        objective: what is made small: ``throughput``, the bottleneck; ``step``, the time of a whole
-            batch; ``latency``, one sample's time; ``memory``, the largest use; or ``devices``, how
-            many keep within ``bottleneck_ms``.
-        constraints: what the placement must respect beside memory.
-        chunks: micro-batches in a batch; chosen under objective ``step``.
-        batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches if None.
-        batch_sizes: objective ``step``: micro-batches of so many samples are measured, and one of
-            them chosen; those of the example alone if None.
-        schedule: how they are ordered: ``fill-drain``, ``1f1b``, ``zero-bubble`` or
-            ``interleaved``; if None, or ``auto``, it is chosen under objective ``step``; else None
-            is ``1f1b``.
-        steps: objective ``step``: whether the step that is made short is ``alone``, from idle
-            devices to idle devices, or ``in-a-row``, one of many that overlap; if None, as a
-            training loop has them: in a row, in inference alone.
-        transfers: whether transfers add to a device's time, or overlap with its compute.
-        time_limit_s: after so many seconds the best answer so far is returned.
-        work_limit: after so much work in the solver's own measure, too: the same answer on every
-            machine.
-        break_ties: whether, of placements as good, the one is looked for with less transfer, then
-            better balance.
-        bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
-        explain: whether to find out, too, what limits the placement and what would help most.
-        split_tied: whether layers that share parameters may be on several devices; each device but
-            that of the first layer then holds a copy, see ``Profile.untied``. They share a device
-            otherwise.
-        memory_bytes: what a placement may use, in bytes, of each device or by device; None for all
-            of its memory.
-        profile: an earlier profile of the model, to be placed without measuring again; under
-            objective ``step`` also several of different micro-batch sizes.
-        cache: whether layers that were measured before are taken from the cache, see
-            ``placer.profile``; or its folder.
-        progress: whether to show bars on a terminal.
-        profile_on_server: whether the server's machine measures the model, on all of its devices,
-            or on as many as ``devices`` says; it is sent the operations, shapes and dtypes of the
-            model, and no weights. If None: where there is no GPU here, one there, and neither
-            ``devices`` nor ``memory_bytes`` is given.
-        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of
-            the layer that makes the model's result. It is measured here, and belongs to a model
-            that is.
-        target: of one micro-batch, for ``loss_fn``.
-        batch_options: where the samples of a batch lie, and how its loss is reduced; the placement
-            carries them to ``update_flow``. The first dimension is the batch if None; those of a
-            given profile stay.
+        model: any module, on any device, ``meta`` included; or its profile, to place it without
+            measuring again. Under objective ``step`` also several profiles of different
+            micro-batch sizes.
+        example_inputs: one micro-batch: one argument, a tuple of positional or a dict of keyword
+            arguments. None: the inputs that the model carries, as Lightning's
+            ``example_input_array`` or transformers' ``dummy_inputs``.
+        devices: the devices to place on: a number, a list, or None for all available devices.
+        training: whether to place a training step (by default) or inference. A profile of
+            inference is placed as inference by default.
+        objective: the quantity to minimise: ``throughput`` (the bottleneck, by default),
+            ``step`` (the time of a whole batch), ``latency`` (the time of one sample), ``memory``
+            (the largest use of a device's memory), or ``devices`` (the number of devices that keep
+            within ``bottleneck_ms``).
+        batch_size: samples in a whole batch, for objective ``step``; by default ``chunks``
+            micro-batches.
+        memory_bytes: the memory that a placement may use, in bytes, of each device or by device;
+            by default all of it.
+        server: the URL of a service that solves; by default ``PLACER_URL`` from the environment.
+            Without either, this process solves.
+        progress: show progress on a terminal.
+        options: what to solve and how to measure, in addition to the arguments above.
+        fields: single fields of ``options``, for short.
 
     Returns:
         The placement, for ``DataFlow(model).update_flow(placement)``.
 
     Raises:
-        InputError: an argument cannot be used; the message says which, before anything is measured
-            where that is known.
+        InputError: an argument cannot be used. The message names it; where possible, before
+            anything is measured.
         MissingExtraError: torch is not installed.
         InfeasibleError: no placement meets the requirements.
-        SolveLimitError: none was found in time.
+        SolveLimitError: no placement was found in time.
         ServerError: the server cannot be reached or cannot answer.
     """
-    if not isinstance(batch_options, BatchOptions | None):
-        raise InputError(
-            f"batch_options is {kind_of(batch_options)}; give placer.BatchOptions(...), or leave it out"
-        )
-    if profile is not None and batch_options is not None:
-        raise InputError("a profile is given, which has batch_options of its own: leave them out")
-    if not isinstance(split_tied, bool):
-        raise InputError(f"split_tied is {split_tied!r}; give True or False")
+    if training not in (True, False, None):
+        raise InputError(f"training is {training!r}; give True or False")
+    direct = {"training": training, "objective": objective, "batch_size": batch_size}
+    fields |= {name: given for name, given in direct.items() if given is not None}
+    asked = combined(SuggestOptions, options, fields)
     server = server or os.environ.get("PLACER_URL")
+    request = question(
+        model,
+        example_inputs,
+        asked,
+        devices=devices,
+        memory_bytes=memory_bytes,
+        server=server,
+        progress=progress,
+    )
+    with _waiting("solving", progress):
+        placement = answer(request, server)
+    return _found(placement, request.time_limit_s)
+
+
+def question(
+    model: Any,
+    example_inputs: Any,
+    asked: SuggestOptions,
+    *,
+    devices: Any = None,
+    memory_bytes: Any = None,
+    server: str | None = None,
+    progress: bool = True,
+) -> PlacementRequest:
+    """Return the request that answers ``suggest``; measure the model unless it is a profile.
+
+    Args:
+        model: as for ``suggest``.
+        example_inputs: as for ``suggest``.
+        asked: the options, including the direct parameters of ``suggest``.
+        devices: as for ``suggest``.
+        memory_bytes: as for ``suggest``.
+        server: the URL of the service, or None.
+        progress: show progress on a terminal.
+
+    Raises:
+        InputError: as for ``suggest``.
+    """
     if server:
-        # else it is told only after minutes of measuring that this is none
-        url_of(server)
-    there = profile is None and _measures_there(profile_on_server, server, devices, memory_bytes)
-    if (profile is not None or there) and not (loss_fn is None and target is None):
-        why = (
-            "a server runs no functions"
-            if there
-            else "a profile is given, which was made with a loss or without"
+        url_of(server)  # Refuse a wrong URL now, not after minutes of measuring.
+    profiles = _given_profiles(model)
+    if profiles:
+        if devices is not None or memory_bytes is not None:
+            raise InputError(
+                "a profile is given, so its cluster counts: leave devices and memory_bytes out"
+            )
+        _refuse_measuring(asked)
+        return _request(asked, profiles)
+    there = _measures_there(asked.profile_on_server, server, devices, memory_bytes)
+    if there and not (asked.loss_fn is None and asked.target is None):
+        raise InputError(
+            "a server runs no functions: leave loss_fn and target out, or have the model measured"
+            " here with profile_on_server=False"
         )
-        raise InputError(f"{why}: leave loss_fn and target out, or have the model measured here")
-
-    def request_of(profiles: list[Profile], rules: Constraints) -> PlacementRequest:
-        trains = training and profiles[-1].training
-        profiles = [one.untied() for one in profiles] if split_tied else profiles
-        return PlacementRequest(
-            profile=profiles[-1],
-            profiles=profiles[:-1],
-            batch_size=batch_size,
-            objective=objective,
-            constraints=rules,
-            training=trains,
-            chunks=chunks,
-            schedule=schedule or ("auto" if objective == "step" else "1f1b"),
-            steps=steps or ("in-a-row" if objective == "step" and trains else "alone"),
-            transfers=transfers,
-            time_limit_s=time_limit_s,
-            work_limit=work_limit,
-            break_ties=break_ties,
-            bottleneck_ms=bottleneck_ms,
-            explain=explain,
-        )
-
-    rules = _rules(constraints)
-    if profile is None:
-        module = _checked(model)
-        example_inputs = _carried_inputs(module) if example_inputs is None else example_inputs
-        sizes = _sizes(module, example_inputs, batch_sizes, batch_options or BatchOptions())
-        expected = _expected(sizes, training, None if there else _names(devices), rules)
-        # what is wrong of it is told before minutes of measuring
-        request_of(expected, rules)
+    module = _checked(model)
+    inputs = carried_inputs(module) if example_inputs is None else example_inputs
+    sizes = _sizes(module, inputs, asked)
+    # Find faults of the request before minutes of measuring.
+    _request(asked, _expected(sizes, asked, None if there else _names(devices)))
     if there and server:
         with _waiting("measuring on the server", progress):
-            profiles = _measure_there(
-                server,
-                module,
-                example_inputs,
-                devices,
-                training=training,
-                optimizer=optimizer,
-                granularity=granularity,
-                batch_sizes=batch_sizes,
-                options=batch_options or BatchOptions(),
-            )
-    elif profile is None:
-        profiles = _measure(
-            module,
-            example_inputs,
-            devices,
-            training=training,
-            optimizer=optimizer,
-            granularity=granularity,
-            progress=progress,
-            memory_bytes=memory_bytes,
-            cache=cache,
-            batch_sizes=batch_sizes,
-            loss_fn=loss_fn,
-            target=target,
-            batch_options=batch_options,
-        )
-    elif devices is not None or memory_bytes is not None:
-        raise InputError(
-            "a profile is given, so its cluster counts: leave devices and memory_bytes out"
-        )
-    elif granularity != "auto" or optimizer != "adam":
-        raise InputError(
-            "a profile is given, as it was measured: leave granularity and optimizer out"
-        )
+            measured = _measure_there(server, module, inputs, devices, asked)
     else:
-        profiles = _given(profile)
-    if not profiles or (batch_sizes is not None and profile is not None):
+        measured = _measure(module, inputs, asked, devices, memory_bytes, progress)
+    return _request(asked, measured)
+
+
+def answer(request: PlacementRequest, server: str | None) -> Placement:
+    """Solve a request on the server, or in this process if ``server`` is None."""
+    if server:
+        with Client(server) as client:
+            return client.place(request)
+    from placer.solver.solve import solve
+
+    return solve(request)
+
+
+def _request(asked: SuggestOptions, profiles: list[Profile]) -> PlacementRequest:
+    profiles = [one.untied() for one in profiles] if asked.split_tied else profiles
+    training = profiles[-1].training if asked.training is None else asked.training
+    return PlacementRequest.from_options(asked.model_copy(update={"training": training}), profiles)
+
+
+def _given_profiles(model: Any) -> list[Profile]:
+    """Return the profiles that were given instead of a model, the largest micro-batch last.
+
+    Raises:
+        InputError: what was given looks like a profile, but is not a ``Profile``.
+    """
+    given = [model] if isinstance(model, Profile) else model
+    if not isinstance(given, list | tuple | dict | str | os.PathLike):
+        return []
+    if not isinstance(given, list | tuple) or not all(isinstance(one, Profile) for one in given):
         raise InputError(
-            "batch_sizes are measured here, and a profile is given; give one or several profiles, or sizes"
+            f"model is {kind_of(model)}; give an nn.Module, or a Profile, which"
+            " Profile.model_validate_json(text) makes of JSON, or a list of them"
         )
-    request = request_of(profiles, rules)
-    with _waiting("solving", progress):
-        placement = _solve(request, server)
-    return _found(placement, time_limit_s)
+    if not given:
+        raise InputError("model is an empty list; give an nn.Module, or one profile or several")
+    return sorted(given, key=lambda one: one.batch_size)
 
 
-def _rules(constraints: Any) -> Constraints:
-    """The constraints, which may be given as what their JSON holds."""
-    if isinstance(constraints, Constraints):
-        return constraints
-    return Constraints.model_validate({} if constraints is None else constraints)
+def _refuse_measuring(asked: SuggestOptions) -> None:
+    """Refuse options that say how to measure where a profile is given."""
+    measuring = {*ProfileOptions.model_fields, "batch_sizes", "profile_on_server"}
+    for name in sorted(asked.model_fields_set & measuring):
+        if getattr(asked, name) != SuggestOptions.model_fields[name].default:
+            raise InputError(
+                f"{name} says how to measure, but a profile is given, which was measured before;"
+                f" leave {name} out"
+            )
 
 
-def _sizes(
-    model: nn.Module, example_inputs: Any, batch_sizes: Any, options: BatchOptions
-) -> list[int]:
+def blank_profiles(
+    training: bool,
+    layers: Iterable[str] = (),
+    devices: Iterable[str] = (),
+    sizes: Iterable[int] = (1,),
+) -> list[Profile]:
+    """Return stand-ins for the profiles that will be measured, to check a request beforehand.
+
+    The layers are unknown before measuring. The stand-ins have the layers that the request names,
+    and as many others as there are devices, so that every device can have one.
+
+    Args:
+        training: whether a training step will be measured.
+        layers: the layers that pins and other constraints name.
+        devices: the devices that will be measured; one of any name if empty.
+        sizes: samples in each micro-batch that will be measured.
+    """
+    names = list(dict.fromkeys(devices)) or ["device"]
+    measured = dict.fromkeys([*layers, *(f"layer {number}" for number, _ in enumerate(names))])
+    cluster = Cluster(
+        devices=tuple(Device(name=name, type="any", memory_bytes=1) for name in names),
+        links=tuple(
+            Link(source=names[0], target=name, bandwidth_bytes_per_s=1.0) for name in names[1:]
+        ),
+    )
+    rows = tuple(
+        Layer(name=name, forward_ms={"any": 1.0}, backward_ms={"any": 1.0}) for name in measured
+    )
+    return [
+        Profile(layers=rows, cluster=cluster, training=training, batch_size=size) for size in sizes
+    ]
+
+
+def _sizes(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> list[int]:
+    """Return the sizes of the micro-batches that will be measured."""
     from placer.capture.batch_dims.batch_layout import Parameters
     from placer.profiler import profile_inputs
 
-    return profile_inputs.sizes(example_inputs, batch_sizes, options, Parameters.of(model))
+    options = asked.batch_options or BatchOptions()
+    return profile_inputs.sizes(example_inputs, asked.batch_sizes, options, Parameters.of(model))
 
 
-def _expected(
-    sizes: list[int], training: bool, devices: list[str] | None, rules: Constraints
-) -> list[Profile]:
-    """Blank profiles as they will be measured: on devices that the constraints name, and enough of
-    them, if None.
+def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None) -> list[Profile]:
+    """Return stand-ins for the profiles that will be measured.
+
+    If the server chooses the devices, they are unknown here (None). The stand-ins then have the
+    devices that the constraints name, and as many as they need.
     """
+    rules = asked.constraints
     layers = [*rules.pinned, *rules.forbidden, *chain(*rules.colocated)]
     if devices is None:
-        asked = () if isinstance(rules.recompute, str) else rules.recompute
-        devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *asked]
+        named = () if isinstance(rules.recompute, str) else rules.recompute
+        devices = [*rules.pinned.values(), *chain(*rules.forbidden.values()), *named]
         devices += [f"device {number}" for number in range(rules.min_devices or 1)]
-    return blank_profiles(training, layers, devices, sizes)
+    return blank_profiles(asked.training is not False, layers, devices, sizes)
 
 
 def _names(devices: Any) -> list[str]:
@@ -283,27 +287,38 @@ def _names(devices: Any) -> list[str]:
     return [str(device) for device in resolve(devices)]
 
 
-def _given(profile: Profile | Sequence[Profile]) -> list[Profile]:
-    """The profiles that were made before, the largest micro-batch last."""
-    found = [profile] if isinstance(profile, Profile) else profile
-    if not isinstance(found, Sequence) or not all(isinstance(one, Profile) for one in found):
-        raise InputError(
-            f"profile is {kind_of(profile)}; give a Profile, which Profile.model_validate_json(text) makes of "
-            "JSON, or a list of them"
-        )
-    return sorted(found, key=lambda one: one.batch_size)
-
-
-def _measure(model: nn.Module, example_inputs: Any, devices: Any, **options: Any) -> list[Profile]:
-    """The model's profile, or those of several micro-batch sizes, the largest last."""
+def _measure(
+    model: nn.Module,
+    example_inputs: Any,
+    asked: SuggestOptions,
+    devices: Any,
+    memory_bytes: Any,
+    progress: bool,
+) -> list[Profile]:
+    """Return the model's profile, or one for each micro-batch size, the largest last."""
     from placer.profiler.profile import profile
 
-    measured: Profile | list[Profile] = profile(model, example_inputs, devices, **options)
+    how = {name: getattr(asked, name) for name in ProfileOptions.model_fields}
+    measured: Profile | list[Profile] = profile(
+        model,
+        example_inputs,
+        devices,
+        training=asked.training is not False,
+        memory_bytes=memory_bytes,
+        batch_sizes=asked.batch_sizes,
+        progress=progress,
+        options=ProfileOptions(**how),
+    )
     return [measured] if isinstance(measured, Profile) else measured
 
 
 def _checked(model: Any) -> nn.Module:
-    """The model, if it is one and torch is here."""
+    """Return the model.
+
+    Raises:
+        InputError: it is not an nn.Module.
+        MissingExtraError: torch is not installed.
+    """
     try:
         from placer.capture.user_objects import refuse_no_module
     except ModuleNotFoundError as error:
@@ -318,7 +333,17 @@ def _checked(model: Any) -> nn.Module:
 def _measures_there(
     wanted: bool | None, server: str | None, devices: Any, memory_bytes: Any
 ) -> bool:
-    """Whether the server's machine measures the model."""
+    """Return whether the server's machine measures the model.
+
+    Args:
+        wanted: what the caller asked for; None to decide here.
+        server: the URL of the service, or None.
+        devices: as for ``suggest``.
+        memory_bytes: as for ``suggest``.
+
+    Raises:
+        InputError: the server cannot do so with these arguments.
+    """
     if wanted is None:
         return (
             server is not None
@@ -338,10 +363,11 @@ def _measures_there(
 
 
 def _only_there_are_gpus(server: str) -> bool:
+    """Return whether the server has a GPU and this machine has none."""
     try:
         import torch
     except ModuleNotFoundError:
-        return False  # what is said then names the extra
+        return False  # Measuring here then raises an error that names the extra.
     if torch.cuda.is_available():
         return False
     try:
@@ -349,73 +375,65 @@ def _only_there_are_gpus(server: str) -> bool:
             return any(not device.name.startswith("cpu") for device in client.cluster().devices)
     except UnreachableError:
         raise
-    except ServerError:  # it cannot measure, or is too old to say
+    except ServerError:  # The server cannot measure, or is too old to answer.
         return False
 
 
 def _measure_there(
-    server: str,
-    model: nn.Module,
-    example_inputs: Any,
-    devices: Any,
-    *,
-    optimizer: Any,
-    options: BatchOptions,
-    **how: Any,
+    server: str, model: nn.Module, example_inputs: Any, devices: Any, asked: SuggestOptions
 ) -> list[Profile]:
-    """The model's profile on the server's devices, or those of several micro-batch sizes, the
-    largest last.
-    """
+    """Return profiles on the server's devices, one for each micro-batch size, the largest last."""
     from placer.profiler.remote.sending import describe
 
-    graphs = describe(model, example_inputs, options=options, **how)
-    requests = [_profile_request(graph, devices, optimizer) for graph in graphs]
+    options = asked.batch_options or BatchOptions()
+    graphs = describe(
+        model,
+        example_inputs,
+        training=asked.training is not False,
+        granularity=asked.granularity,
+        batch_sizes=asked.batch_sizes,
+        options=options,
+    )
+    requests = [_profile_request(graph, devices, asked) for graph in graphs]
     with Client(server) as client:
         measured = [client.profile(request) for request in requests]
     return [one.model_copy(update={"batch_options": options}) for one in measured]
 
 
-def _profile_request(graph: Graph, devices: Any, optimizer: Any) -> ProfileRequest:
+def _profile_request(graph: Graph, devices: Any, asked: SuggestOptions) -> ProfileRequest:
+    optimizer = asked.optimizer
     name = optimizer.lower() if isinstance(optimizer, str) else optimizer
-    try:
-        return ProfileRequest(graph=graph, devices=devices, optimizer=name)
-    except InputError as error:
-        known = ", ".join(get_args(Optimizer))
+    known = get_args(Optimizer)
+    if name is not None and name not in known:
         raise InputError(
-            f"a server measures the optimizers {known}, or None, on at least one device; not {optimizer!r} on {devices}"
-        ) from error
+            f"a server measures the optimizers {', '.join(known)}, or None; not {optimizer!r}"
+        )
+    return ProfileRequest(graph=graph, devices=devices, optimizer=name, repeats=asked.repeats)
 
 
-def _carried_inputs(model: nn.Module) -> Any:
-    """The example inputs that a model brings along.
+def carried_inputs(model: nn.Module) -> Any:
+    """Return the example inputs that a model carries as an attribute.
 
     Raises:
-        InputError: it brings none.
+        InputError: it carries none.
     """
     for name in ("example_input_array", "dummy_inputs"):
         try:
             carried = getattr(model, name, None)
         except Exception:
-            # transformers computes dummy_inputs, which fails for some models
+            # transformers computes dummy_inputs, which fails for some models.
             continue
         if carried is not None and not callable(carried):
             return carried
     raise InputError(
         f"{type(model).__name__} carries no example inputs (example_input_array or dummy_inputs):"
-        " pass one micro-batch, suggest(model, x), suggest(model, (x, y)) or suggest(model, {'input_ids': x})"
+        " pass one micro-batch, suggest(model, x), suggest(model, (x, y)) or"
+        " suggest(model, {'input_ids': x})"
     )
 
 
-def _solve(request: PlacementRequest, server: str | None) -> Placement:
-    if server:
-        with Client(server) as client:
-            return client.place(request)
-    from placer.solver.solve import solve
-
-    return solve(request)
-
-
 def _found(placement: Placement, time_limit_s: float) -> Placement:
+    """Return the placement, or raise the error that explains why there is none."""
     if placement.status == "infeasible":
         reason = (
             placement.infeasible.text
@@ -432,7 +450,7 @@ def _found(placement: Placement, time_limit_s: float) -> Placement:
 
 @contextmanager
 def _waiting(text: str, shown: bool) -> Iterator[None]:
-    """A spinner on stderr, where that is a terminal."""
+    """Show a spinner on stderr if that is a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield
         return

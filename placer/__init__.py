@@ -32,35 +32,28 @@ from placer.errors import (
 )
 
 if TYPE_CHECKING:
-    from placer import distributed as distributed
-    from placer import testing as testing
-    from placer.capture.capture import capture_graph as capture_graph
-    from placer.executor.dataflow import DataFlow as DataFlow
-    from placer.profiler.merge import merge_profiles as merge_profiles
-    from placer.profiler.profile import profile as profile
-    from placer.profiler.remote.gather import gather_profile as gather_profile
-    from placer.refinement.refine import refine as refine
+    from placer import distributed, testing
+    from placer.capture.capture import capture_graph
+    from placer.executor.dataflow import DataFlow
+    from placer.profiler.merge import merge_profiles
+    from placer.profiler.profile import profile
+    from placer.profiler.remote.gather import gather_profile
+    from placer.refinement.refine import refine
     from placer.schema import (
-        BatchOptions as BatchOptions,
+        BatchOptions,
+        Cluster,
+        Constraints,
+        Placement,
+        PlacementRequest,
+        Profile,
+        ProfileOptions,
+        RefineOptions,
+        SolveOptions,
+        SuggestOptions,
     )
-    from placer.schema import (
-        Cluster as Cluster,
-    )
-    from placer.schema import (
-        Constraints as Constraints,
-    )
-    from placer.schema import (
-        Placement as Placement,
-    )
-    from placer.schema import (
-        PlacementRequest as PlacementRequest,
-    )
-    from placer.schema import (
-        Profile as Profile,
-    )
-    from placer.schema.refinement import Refinement as Refinement
-    from placer.solver.solve import solve as solve
-    from placer_client.suggest import suggest as suggest
+    from placer.schema.refinement import Refinement
+    from placer.solver.solve import solve
+    from placer_client.suggest import suggest
 
 __all__ = [
     "BatchError",
@@ -79,11 +72,15 @@ __all__ = [
     "PlacerError",
     "Profile",
     "ProfileError",
+    "ProfileOptions",
     "ProfilingError",
+    "RefineOptions",
     "Refinement",
     "ServerError",
     "SolveLimitError",
+    "SolveOptions",
     "StageError",
+    "SuggestOptions",
     "TimeoutExceeded",
     "UnreachableError",
     "capture_graph",
@@ -111,7 +108,11 @@ _HOMES = {
     "Placement": "placer.schema",
     "PlacementRequest": "placer.schema",
     "Profile": "placer.schema",
+    "ProfileOptions": "placer.schema",
+    "RefineOptions": "placer.schema",
     "Refinement": "placer.schema.refinement",
+    "SolveOptions": "placer.schema",
+    "SuggestOptions": "placer.schema",
     "capture_graph": "placer.capture.capture",
     "gather_profile": "placer.profiler.remote.gather",
     "merge_profiles": "placer.profiler.merge",

@@ -56,7 +56,7 @@ def run_without(extra: str, code: str, folder: Path) -> subprocess.CompletedProc
         "import placer.distributed",
         "import placer.capture",
         "import placer.demo",
-        "import placer.model_spec",
+        "import placer.cli.model_arguments",
         "from placer.executor.dataflow import DataFlow",
         "import placer; placer.DataFlow",
         "import placer; placer.profile",

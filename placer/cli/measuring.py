@@ -1,4 +1,4 @@
-"""``placer measure``: run a placement here, and set its timeline beside the predicted one."""
+"""``placer measure``: run a placement here, and compare its timeline with the prediction."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from placer.cli.files import emit, load_placement, load_profile, writing
-from placer.cli.options import Arguments, AsJson, Inputs, Model, Output, in_a_folder
+from placer.cli.files import load_placement, load_profile, writing
+from placer.cli.option_fields import expanded
+from placer.cli.options import Example, Model, Printed, in_a_folder
 from placer.cli.terminal import extra, spinner, users_code
 from placer.errors import InputError
 from placer.report.timeline import Measurement
 from placer.schema import Placement, Profile
 
 
+@expanded()
 def measure(
     model: Model,
     placement: Annotated[
         str, typer.Argument(metavar="PLACEMENT|-", help="JSON of a placement; - for stdin")
     ],
-    arg: Arguments = [],  # noqa: B006
-    input: Inputs = [],  # noqa: B006
+    example: Example,
     chunks: Annotated[
-        int | None, typer.Option(min=1, help="micro-batches; what the placement says if left out")
+        int | None, typer.Option(min=1, help="micro-batches; by default as in the placement")
     ] = None,
     profile: Annotated[
         str | None,
@@ -38,18 +39,18 @@ def measure(
     compile: Annotated[
         bool, typer.Option("--compile", help="as it runs under torch.compile")
     ] = False,
-    output: Output = None,
-    json: AsJson = False,
+    *,
+    printed: Printed,
 ) -> None:
-    """Run a batch as a placement says, and measure when each device works on which micro-batch.
+    """Run a batch under a placement, and measure when each device computes which micro-batch.
 
-    The inputs are a whole batch. A training step has the mean square of the results for its loss,
-    and no optimizer.
+    The inputs are a whole batch. The loss of a training step is the mean square of the outputs,
+    and there is no optimizer.
     """
     where, known = load_placement(placement), None if profile is None else load_profile(profile)
     with spinner("measuring"):
-        found = _measured(model, arg, input, where, chunks, known, compile)
-    emit(found, output, json)
+        found = _measured(model, example, where, chunks, known, compile)
+    printed.emit(found)
     if trace is not None:
         with writing(trace):
             found.save_trace(trace)
@@ -58,8 +59,7 @@ def measure(
 @users_code()
 def _measured(
     model: str,
-    arguments: list[str],
-    inputs: list[str],
+    example: Example,
     placement: Placement,
     chunks: int | None,
     known: Profile | None,
@@ -70,11 +70,10 @@ def _measured(
 
         from placer.capture.pytrees import flatten
         from placer.executor.dataflow import DataFlow
-        from placer.model_spec import load_model, parse_inputs
-    if not inputs:
+    if not example.input:
         raise InputError("give the inputs of a whole batch: --input 32x3x224x224")
-    module = load_model(model, arguments).train(placement.training)
-    batch: Any = parse_inputs(inputs)
+    loaded, batch = example.load(model)
+    module = loaded.train(placement.training)
     flow = DataFlow(module, sorted(set(placement.layer_devices.values())))
     flow.update_flow(placement)
     if not placement.training:

@@ -14,12 +14,10 @@ from placer.capture.batch_dims.batch_layout import (
     DEFAULT,
     Parameters,
     refuse_absent_outputs,
-    refuse_no_options,
 )
 from placer.capture.capture import capture_graph
 from placer.capture.granularity import Granularity
 from placer.capture.layers import LayerGraph
-from placer.capture.loss_functions import LossFunction
 from placer.capture.pytrees import outline
 from placer.capture.user_objects import refuse_no_flags, refuse_no_module
 from placer.devices import (
@@ -31,10 +29,10 @@ from placer.devices import (
     unobserved,
     warm_libraries,
 )
-from placer.errors import InputError, ProfilingError
+from placer.errors import ProfilingError
 from placer.optimizers import OptimizerLike, OptimizerState
 from placer.profiler import profile_inputs
-from placer.profiler.cache.file_cache import Cache, CacheLike, open_cache
+from placer.profiler.cache.file_cache import Cache, open_cache
 from placer.profiler.cache.graph_cache import KnownGraphs
 from placer.profiler.cache.layer_cache import Remembered
 from placer.profiler.conditions import conditions, optimizer_facts
@@ -45,7 +43,8 @@ from placer.profiler.loss_measurement import Loss, given_loss, with_loss
 from placer.profiler.measure import Measurement, measure_layers
 from placer.profiler.profile_writer import fragmented_bytes, write
 from placer.profiler.progress import Bar, Shown, Step, progress_bar
-from placer.schema import BatchOptions
+from placer.schema import BatchOptions, ProfileOptions
+from placer.schema.options import combined
 
 _log = logging.getLogger(__name__)
 
@@ -57,16 +56,11 @@ def profile(
     devices: int | Sequence[DeviceLike] | None = None,
     *,
     training: bool = True,
-    optimizer: OptimizerLike = "adam",
-    granularity: Granularity = "auto",
-    progress: Shown = True,
-    repeats: int = 10,
     memory_bytes: MemoryLimit = None,
-    cache: CacheLike = True,
     batch_sizes: None = None,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    batch_options: BatchOptions | None = None,
+    progress: Shown = True,
+    options: ProfileOptions | None = None,
+    **fields: Any,
 ) -> schema.Profile: ...
 
 
@@ -77,16 +71,11 @@ def profile(
     devices: int | Sequence[DeviceLike] | None = None,
     *,
     training: bool = True,
-    optimizer: OptimizerLike = "adam",
-    granularity: Granularity = "auto",
-    progress: Shown = True,
-    repeats: int = 10,
     memory_bytes: MemoryLimit = None,
-    cache: CacheLike = True,
     batch_sizes: Sequence[int],
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    batch_options: BatchOptions | None = None,
+    progress: Shown = True,
+    options: ProfileOptions | None = None,
+    **fields: Any,
 ) -> list[schema.Profile]: ...
 
 
@@ -96,76 +85,55 @@ def profile(
     devices: int | Sequence[DeviceLike] | None = None,
     *,
     training: bool = True,
-    optimizer: OptimizerLike = "adam",
-    granularity: Granularity = "auto",
-    progress: Shown = True,
-    repeats: int = 10,
     memory_bytes: MemoryLimit = None,
-    cache: CacheLike = True,
     batch_sizes: Sequence[int] | None = None,
-    loss_fn: LossFunction | None = None,
-    target: Any = None,
-    batch_options: BatchOptions | None = None,
+    progress: Shown = True,
+    options: ProfileOptions | None = None,
+    **fields: Any,
 ) -> schema.Profile | list[schema.Profile]:
     """Measure a model's layers, the values between them, the devices and the links.
 
-    Every layer runs alone, its state copied to the device for it, so that a model larger than any
-    device, or on ``meta``, profiles too. The model is left as it was: parameters, gradients,
-    buffers and modes; so are the random number generators.
+    Every layer runs alone, with its state copied to the device. A model that is larger than any
+    device, or on ``meta``, can be measured, too. The model is left unchanged: parameters,
+    gradients, buffers and modes; so are the random number generators.
+
+        profile(model, inputs)
+        profile(model, inputs, optimizer="sgd", cache=False)
 
     Args:
         model: any module, on any device.
-        example_inputs: of one micro-batch: one argument, a tuple of positional or a dict of keyword
+        example_inputs: one micro-batch: one argument, a tuple of positional or a dict of keyword
             arguments.
-        devices: a count, a list of devices, or None for all that are available. Each type of device
-            is measured once.
-        training: whether to measure a training step; the model is profiled in training mode, else
-            in evaluation mode.
-        optimizer: whose state counts, in training: a name from ``torch.optim``, a class, an
-            optimizer, a list of optimizers, a function of a list of parameters that makes one, or
-            None.
-        granularity: how the model is cut into layers, see ``capture``.
-        progress: whether to show a bar on stderr: where it is a terminal, ``"always"``, or not.
-        repeats: how often each pass is timed at most; medians are kept.
-        memory_bytes: what a placement may use of each device, in bytes, or by device; None for all
-            of its memory.
-        cache: whether layers and links that were measured before, under the same conditions, are
-            taken from the cache: in the folder that ``PLACER_CACHE`` names or the user's own, in a
-            given folder, or not at all. What is measured goes there at once, so that a run that was
-            interrupted goes on where it was.
-        batch_sizes: micro-batches of so many samples are measured instead of the example's: its
-            inputs are repeated or cut along their first dimension. The layers are cut for the
-            smallest, and are the same for all.
-        loss_fn: ``loss_fn(output, target)``, in training: its time and memory count with those of
-            the layer that makes the model's result, as it runs behind that. It is measured on
-            random results; without it, a prediction of a training step is of the model alone.
-        target: of one micro-batch, for ``loss_fn``; ``batch_sizes`` repeat or cut it as they do the
-            inputs.
-        batch_options: where the samples of the inputs and the target lie, and how the loss is
-            reduced; the profile and its placements carry them. The first dimension is the batch if
-            None.
+        devices: the devices to measure: a number, a list, or None for all available devices. Each
+            type of device is measured once.
+        training: whether to measure a training step, with the model in training mode, or
+            inference, with the model in evaluation mode.
+        memory_bytes: the memory that a placement may use, in bytes, of each device or by device;
+            by default all of it.
+        batch_sizes: measure micro-batches of these sizes instead of the example's. The example's
+            inputs and target are repeated or cut. The layers are cut for the smallest size, and
+            are the same for all.
+        progress: show a bar on stderr if that is a terminal; ``"always"`` shows it everywhere.
+        options: how to measure, in addition to the arguments above.
+        fields: single fields of ``options``, for short.
 
     Returns:
-        The profile, with its cluster; for several batch sizes a list of profiles, the smallest size
-        first.
+        The profile, with its cluster; for several batch sizes a list of profiles, the smallest
+        size first.
 
     Raises:
-        InputError: inputs, ``training``, devices, optimizer, limits, granularity, batch sizes or
-            loss cannot be used.
-        CaptureError: the model's layers could not be had.
+        InputError: inputs, ``training``, devices, limits, batch sizes or options cannot be used.
+        CaptureError: the model's layers cannot be captured.
         ProfilingError: a layer, a link or the loss could not be measured.
     """
     refuse_no_module(model)
     refuse_no_flags(training=training)
-    options = DEFAULT if batch_options is None else refuse_no_options(batch_options)
-    if not isinstance(repeats, int) or repeats < 1:
-        raise InputError(
-            f"repeats is {repeats!r}; give a whole number: each layer is timed at least once"
-        )
+    how = combined(ProfileOptions, options, fields)
+    batch_options, repeats, optimizer = how.batch_options or DEFAULT, how.repeats, how.optimizer
     args, kwargs = profile_inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
-    folder = open_cache(cache)
+    folder = open_cache(how.cache)
     # looked at in inference, too, where none counts: a misspelt one is told
     asked = OptimizerState(optimizer)
     state = asked if training else OptimizerState(None)
@@ -179,14 +147,14 @@ def profile(
         profile_inputs.mode(model, training),
     ):
         tensors, structure, layout = profile_inputs.trackable(
-            args, kwargs, options, Parameters.of(model)
+            args, kwargs, batch_options, Parameters.of(model)
         )
         given = (
             [tensors]
             if batch_sizes is None
             else profile_inputs.resized(tensors, layout, batch_sizes)
         )
-        loss = given_loss(loss_fn, target, training, layout.size, options)
+        loss = given_loss(how.loss_fn, how.target, training, layout.size, batch_options)
         known = {
             kind: _remembered(folder, device, training, optimizer, repeats)
             for kind, device in by_type.items()
@@ -197,10 +165,10 @@ def profile(
         with progress_bar(progress, links_to_measure(found, folder)) as step:
             rows = list(known.values())
             graphs = _graphs(
-                model, calls, granularity, folder, rows, step, loss is not None, options
+                model, calls, how.granularity, folder, rows, step, loss is not None, batch_options
             )
             if loss is None:
-                refuse_absent_results(options, graphs[0])
+                refuse_absent_results(batch_options, graphs[0])
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
             waits = CoreWaits()
@@ -216,7 +184,7 @@ def profile(
             waited = waits.share()
             losses = _losses(loss, graphs, measured, by_type, batch_sizes, repeats, step)
             if loss is not None:
-                refuse_absent_results(options, graphs[0], loss.values)
+                refuse_absent_results(batch_options, graphs[0], loss.values)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
     counts = [
         sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")
@@ -226,7 +194,7 @@ def profile(
         write(graph, rows, training, state, cluster, by_type)
         for graph, rows in zip(graphs, measured, strict=True)
     ]
-    profiles = [one.model_copy(update={"batch_options": options}) for one in profiles]
+    profiles = [one.model_copy(update={"batch_options": batch_options}) for one in profiles]
     for kind, device in by_type.items():
         waiting = busy(kind, waited) if device.type == CPU else ""
         if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):

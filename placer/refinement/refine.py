@@ -7,10 +7,10 @@ solve ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from placer.capture import input_forms
 from placer.capture.batch_dims.batch_layout import layout_of
@@ -18,12 +18,13 @@ from placer.capture.loss_functions import LossFunction
 from placer.capture.pytrees import flatten
 from placer.capture.user_objects import refuse_half_a_loss, refuse_no_loss, refuse_no_module
 from placer.errors import InputError, kind_of
-from placer.executor.engine.compiled_segments import Backend, backend_of
+from placer.executor.engine.compiled_segments import backend_of
 from placer.profiler import profile_inputs
 from placer.profiler.profile import profile as measure_profile
 from placer.refinement.correction import improve
-from placer.refinement.stage_times import Stages, Timer, device_times
-from placer.schema import Constraints, Placement, PlacementRequest, Profile
+from placer.refinement.stage_times import Stages, device_times
+from placer.schema import Constraints, Placement, PlacementRequest, Profile, RefineOptions
+from placer.schema.options import combined
 from placer.schema.refinement import Refinement
 from placer.solver import costs
 from placer.solver.problem import Problem
@@ -37,47 +38,36 @@ def refine(
     *,
     profile: Profile | None = None,
     request: PlacementRequest | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    target: Any = None,
-    rounds: int = 3,
-    tolerance: float = 0.01,
-    repeats: int = 7,
-    compile: bool | Backend = False,
-    timer: Timer | None = None,
+    options: RefineOptions | None = None,
+    **fields: Any,
 ) -> Refinement:
-    """Measure a placement's stages, correct the profile by them, and solve again, until nothing
-    moves.
+    """Measure a placement's stages, correct the profile by them, and solve again.
 
-    The model is left as it was and where it was: parameters, gradients, buffers, modes; so are the
-    random number generators.
+    This repeats until the placement stays the same. The model is left unchanged, and where it is:
+    parameters, gradients, buffers and modes; so are the random number generators.
+
+        refine(placement, model, inputs, profile=profile)
+        refine(placement, model, inputs, request=request, rounds=5)
 
     Args:
-        placement: of the model, as ``suggest`` or ``solve`` gave it.
+        placement: a placement of the model, as ``suggest`` or ``solve`` returned it.
         model: the model.
-        example_inputs: of one micro-batch, as for ``profile``.
-        profile: the one that the placement rests on; the request's, or a new one of the placement's
-            layers, if None.
-        request: the question that the placement answers, for its constraints; one like the
-            placement if None.
-        loss_fn: ``loss_fn(output, target)``, in training; its time goes to the layer that feeds it.
-            If None, a mean of the outputs, which takes next to no time.
-        target: of one micro-batch, for ``loss_fn``.
-        rounds: the most placements that are measured.
-        tolerance: a gain below this share of the objective is not worth another round.
-        repeats: how often each pass is timed; medians are kept.
-        compile: as for ``DataFlow.train_step``, or ``DataFlow.stream`` in inference: stages are
-            measured as those run them, and tell what it gained, or why they were not compiled.
-        timer: times passes on a device; by default CUDA graphs on a GPU, the host's clock on a CPU
-            stand-in.
+        example_inputs: one micro-batch, as for ``profile``.
+        profile: the profile that the placement was solved from. None: the profile of the request,
+            or a new one of the placement's layers.
+        request: the request that the placement answers, for its constraints. None: a request like
+            the placement.
+        options: the loss, how to measure, and when to stop.
+        fields: single fields of ``options``, for short.
 
     Returns:
-        The best placement that was measured, the corrected profile, and every round's prediction
-        and measurement.
+        The best placement that was measured, the corrected profile, and the prediction and the
+        measurement of every round.
 
     Raises:
-        InputError: there is no placement, or rounds or repeats are below 1; the profile is of other
-            layers, another model or another batch; the inputs hold no tensor; a loss or a target is
-            given without the other; or torch knows no such backend.
+        InputError: the placement is empty; the profile has other layers, another model or another
+            batch; the inputs hold no tensor; a loss is given without a target, or the reverse; or
+            an option cannot be used.
         ProfilingError: the model cannot be captured, so its stages cannot be run.
     """
     if not isinstance(placement, Placement):
@@ -88,14 +78,13 @@ def refine(
         raise InputError(
             f"the placement is {placement.status} and places no layer, so there is nothing to measure"
         )
-    for name, number in (("rounds", rounds), ("repeats", repeats)):
-        if not isinstance(number, int) or number < 1:
-            raise InputError(f"{name} is {number!r}; give a whole number, at least 1")
+    how = combined(RefineOptions, options, fields)
+    loss_fn, target = how.loss_fn, how.target
     refuse_no_module(model)
     refuse_half_a_loss(loss_fn, target)
     if loss_fn is not None:
         refuse_no_loss(loss_fn)
-    backend = backend_of(compile)
+    backend = backend_of(how.compile)
     _refuse_others(profile, request)
     if request is None:
         request = _request(
@@ -105,11 +94,11 @@ def refine(
         request = request.model_copy(update={"profile": profile})
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, model, example_inputs)
-    timed = timer or device_times
+    timed = how.timer or device_times
     stages = Stages(
-        model, example_inputs, loss_fn, target, repeats, backend, timed, request.profile
+        model, example_inputs, loss_fn, target, how.repeats, backend, timed, request.profile
     )
-    return improve(placement, request, stages.measure, solve, rounds, tolerance)
+    return improve(placement, request, stages.measure, solve, how.rounds, how.tolerance)
 
 
 def _refuse_others(profile: Any, request: Any) -> None:

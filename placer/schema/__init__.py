@@ -25,6 +25,13 @@ from placer.schema.batch_options import BatchOptions
 from placer.schema.cluster import Cluster, Device, Link, Node, NodeList, Rate
 from placer.schema.history import PlacementPage, Progress, Summary
 from placer.schema.judgement import Comparison, Evaluation, Fault, FaultKind, Move
+from placer.schema.options import (
+    Constraints,
+    ProfileOptions,
+    RefineOptions,
+    SolveOptions,
+    SuggestOptions,
+)
 from placer.schema.placement import (
     DeviceLoad,
     Help,
@@ -39,7 +46,7 @@ from placer.schema.placement import (
 )
 from placer.schema.profile import Edge, Layer, Profile, TiedParameters
 from placer.schema.refinement import Refinement, Round, StageTime
-from placer.schema.request import Constraints, PlacementRequest
+from placer.schema.request import PlacementRequest
 from placer.schema.timeline import DeviceTime, Timeline, TimelineCopy, TimelinePass
 
 __all__ = [
@@ -73,19 +80,23 @@ __all__ = [
     "PlacementPage",
     "PlacementRequest",
     "Profile",
+    "ProfileOptions",
     "Progress",
     "Rate",
     "Recompute",
+    "RefineOptions",
     "Refinement",
     "Round",
     "Schedule",
     "ScheduleChoice",
     "SingleDevice",
+    "SolveOptions",
     "StageTime",
     "Status",
     "Step",
     "StepChoice",
     "Steps",
+    "SuggestOptions",
     "Summary",
     "TiedParameters",
     "Ties",

@@ -1,134 +1,89 @@
-"""What is asked: a profile, devices, an objective and constraints."""
+"""The request for a placement: a profile, devices, and what to solve."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from placer.schema.base import (
     FIRST,
-    IN_ORDER,
-    MAX_DEVICES,
-    MAX_LAYERS,
     SCHEMA_VERSION,
-    Name,
-    Objective,
-    Recompute,
     ScheduleChoice,
     Steps,
-    Transfers,
     Wire,
     refuse_duplicates,
     refuse_unknown,
 )
 from placer.schema.cluster import Cluster, Device
+from placer.schema.options import SolveOptions
 from placer.schema.profile import Edge, Profile
 from placer.utils.units import count_text
-
-
-class Constraints(Wire):
-    """What a placement must respect, beside memory.
-
-    Attributes:
-        contiguous: each stage is a set of layers with no path that leaves it and comes back (the
-            quotient graph over devices is acyclic). None: contiguous, unless a group of colocated
-            layers would then pull the whole model onto one device, as tied embeddings do. Then all
-            other layers are contiguous under objective ``throughput``, where that fits into memory,
-            and else the placement is free.
-        recompute: whether a device that holds layers keeps, in training, of micro-batches in flight
-            only the values that come from other devices, and runs forwards once more before each
-            backward pass: ``never``, ``always``, or ``auto``, if memory would not do otherwise. One
-            word for all devices, or device -> word; a device of ``*`` stands for all others, which
-            else never do. Where one always does, objective ``step`` has no free stages.
-        pinned: layer -> the device that it must be on.
-        forbidden: layer -> devices that it must not be on. A layer of ``*`` stands for every layer.
-        colocated: groups of layers that must share a device, beside those of the profile.
-        max_devices: use at most so many devices.
-        min_devices: use at least so many; with as many ``max_devices``, exactly so many.
-        max_layers: no device holds more layers.
-    """
-
-    contiguous: bool | None = None
-    recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
-    pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
-    forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
-    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
-    max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
-    min_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
-    max_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
-
-    def recompute_on(self, device: str) -> Recompute:
-        """Whether a device recomputes, by its name."""
-        if isinstance(self.recompute, str):
-            return self.recompute
-        return self.recompute.get(device, self.recompute.get("*", "never"))
-
 
 MOST_CHUNKS_OF_A_STEP = 10_000
 """Of more micro-batches the simulation of one device's step alone takes longer than a second."""
 
 
-class PlacementRequest(Wire):
-    """A question: where should the layers of this profile run?
+class Question(Wire):
+    """What a placement is asked for: measured layers, and the devices to place them on."""
 
-    Attributes:
-        profile: what was measured.
-        cluster: the devices to place on; the profile's own if None.
-        objective: what is made small, see ``Objective``.
-        constraints: what must be respected.
-        training: whether a training step or inference is placed; as profiled if None.
-        profiles: objective ``step``: what was measured of the same layers at further micro-batch
-            sizes, of which the answer takes one.
-        batch_size: objective ``step``: samples in a whole batch; ``chunks`` micro-batches of
-            ``profile`` if None.
-        chunks: micro-batches in a batch; chosen under objective ``step``, which simulates each pass
-            of at most 10,000.
-        schedule: how micro-batches are ordered, which sets how many are in flight at a stage in
-            training: all of them for ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and
-            ``interleaved``, and for ``zero-bubble`` as many as memory allows between that and ``2 *
-            stages``, 1 for a single stage (contiguous placements; else all of them, or under
-            objective ``step`` and ``interleaved`` what its order holds, which goes by the memory
-            that there is). Objective ``step`` also knows ``auto``.
-        steps: objective ``step``: whether the step that is made short is ``alone``, from idle
-            devices to idle devices, or ``in-a-row``, one of many, each begun by a device when its
-            own part of the one before is over.
-        transfers: ``added``: a device computes and transfers one after the other; ``overlapped``:
-            its load is the largest of its compute, its sends and its receives.
-        time_limit_s: after this the best answer so far and its bound are returned.
-        work_limit: ends the search as well, after so much work in CP-SAT's own measure, its
-            deterministic time; the answer is then the same on every machine, unless the time runs
-            out first. Not under objective ``step``.
-        seed: of the solver's random choices.
-        workers: cores that the solver may use.
-        bottleneck_ms: objective ``devices``: no device may be busy longer for one micro-batch.
-        break_ties: whether, of the placements with as small an objective, the one is looked for
-            that transfers least, and of those the one whose devices' compute times differ least;
-            under objective ``step``, of those with the micro-batches and the schedule of the best.
-        explain: whether the answer says what limits it and what would help, by solving changed
-            questions in what is left of the time.
-    """
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     schema_version: Literal["1"] = SCHEMA_VERSION
+
     profile: Profile
+    """The measurements of the layers."""
+
     profiles: Annotated[tuple[Profile, ...], Field(max_length=64), FIRST] = ()
+    """Measurements of the same layers at further micro-batch sizes, for objective ``step``.
+
+    The placement uses one of the sizes."""
+
     cluster: Cluster | None = None
-    objective: Objective = "throughput"
-    constraints: Constraints = Constraints()
-    training: bool | None = None
-    chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
-    batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """The devices to place on; by default the devices of the profile."""
+
+
+# The order of the bases is the order of the fields in JSON, on which content_hash depends.
+class PlacementRequest(SolveOptions, Question):
+    """A request: where should the layers of this profile run?"""
+
     schedule: ScheduleChoice = "1f1b"
+    """The order of micro-batches.
+
+    In training it decides how many micro-batches are in flight at a stage, see ``SolveOptions``.
+    Only objective ``step`` accepts ``auto``."""
+
     steps: Steps = "alone"
-    transfers: Transfers = "added"
-    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
-    work_limit: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    workers: Annotated[int, Field(ge=1, le=256)] = 2
-    bottleneck_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    break_ties: bool = False
-    explain: bool = False
+    """Which step objective ``step`` makes short.
+
+    ``alone``: a step from idle devices to idle devices. ``in-a-row``: one of many steps; a device
+    begins it as soon as it has finished its own part of the step before."""
+
+    @classmethod
+    def from_options(
+        cls, options: SolveOptions, profiles: Sequence[Profile], cluster: Cluster | None = None
+    ) -> Self:
+        """Ask what options say about profiles, with the defaults that depend on the objective.
+
+        Args:
+            options: what to solve; other fields, as ``SuggestOptions`` has, are not used.
+            profiles: of the same layers, of different micro-batch sizes; the last one is the
+                request's own.
+            cluster: the devices to place on; by default the devices of the profile.
+
+        Raises:
+            InputError: the parts contradict each other.
+        """
+        asked = {name: getattr(options, name) for name in SolveOptions.model_fields}
+        profile = profiles[-1]
+        is_step = options.objective == "step"
+        is_training = profile.training if options.training is None else options.training
+        asked["schedule"] = options.schedule or ("auto" if is_step else "1f1b")
+        # A training loop runs steps one after another; a single inference batch may come alone.
+        asked["steps"] = options.steps or ("in-a-row" if is_step and is_training else "alone")
+        return cls(profile=profile, profiles=tuple(profiles[:-1]), cluster=cluster, **asked)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -410,7 +410,7 @@ def suggest(profile: placer.Profile) -> placer.Placement:
         update={"layers": tuple(layers), "cluster": placer.Cluster.model_validate(devices)}
     )
     return placer.suggest(
-        profile=fixed,
+        fixed,
         constraints=placer.Constraints(min_devices=2),
         time_limit_s=TIME_LIMIT_S,
         progress=False,

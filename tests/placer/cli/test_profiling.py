@@ -162,7 +162,7 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
             "17 samples are no whole number of micro-batches of 4;",
         ),
         (
-            ["--objective", "step", "--batch-size", "17", "--micro-batches", "4,8"],
+            ["--objective", "step", "--batch-size", "17", "--batch-sizes", "4,8"],
             "17 samples are no whole number of micro-batches of 4 or 8",
         ),
     ],
@@ -173,7 +173,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
     def measured(*_: object, **__: object) -> None:
         raise AssertionError("it was measured first")
 
-    monkeypatch.setattr("placer.cli.solving.measure_sizes", measured)
+    monkeypatch.setattr("placer_client.suggest._measure", measured)
     answer = run("suggest", *TOY, *arguments)
     assert answer.code == 2
     assert message in answer.err

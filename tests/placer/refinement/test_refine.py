@@ -148,9 +148,9 @@ def test_a_placement_of_nothing_is_refused() -> None:
             "profile is a str; give a Profile, which Profile.model_validate_json",
         ),
         ({"request": "request.json"}, "request is a str; give a PlacementRequest"),
-        ({"rounds": "3"}, "^rounds is '3'; give a whole number, at least 1"),
-        ({"rounds": 0}, "^rounds is 0; give a whole number, at least 1"),
-        ({"repeats": 0}, "^repeats is 0; give a whole number, at least 1"),
+        ({"rounds": "3"}, "RefineOptions.rounds: should be a valid integer, not '3'"),
+        ({"rounds": 0}, "RefineOptions.rounds: should be greater than or equal to 1, not 0"),
+        ({"repeats": 0}, "RefineOptions.repeats: should be greater than or equal to 1, not 0"),
         ({"target": TOKENS}, "target is given without loss_fn"),
         (
             {"loss_fn": token_loss},

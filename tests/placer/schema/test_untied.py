@@ -91,9 +91,7 @@ def test_inference_splits_too_and_counts_the_parameters_on_both_devices() -> Non
     small = _profile(memory_bytes=109, training=False, gradient_bytes=0).untied()
     assert _held(small) == {"a": (107, 0, 0), "b": (103, 0, 0)}
     with pytest.raises(InfeasibleError, match="need"):
-        placer.suggest(
-            profile=_profile(memory_bytes=101, training=False, gradient_bytes=0).untied()
-        )
+        placer.suggest(_profile(memory_bytes=101, training=False, gradient_bytes=0).untied())
 
 
 def test_frozen_parameters_are_copied_without_a_gradient() -> None:
@@ -119,8 +117,8 @@ def test_the_original_is_in_the_layer_that_runs_first() -> None:
 
 
 def test_split_tied_is_true_or_false() -> None:
-    with pytest.raises(InputError, match="split_tied is 'no'; give True or False"):
-        placer.suggest(profile=_profile(), split_tied="no")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="split_tied: should be a valid boolean, not 'no'"):
+        placer.suggest(_profile(), split_tied="no")
 
 
 def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit_model_does() -> (

@@ -1,0 +1,285 @@
+"""Options objects: what to solve, how to measure, and how to refine.
+
+Python functions take them as ``options``, the REST API has the fields of ``SolveOptions`` in every
+request, and the command line makes an option of each field. The first sentence below a field is
+its help text there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, SkipValidation, StrictBool
+
+from placer.errors import InputError, kind_of
+from placer.schema.base import (
+    FIRST,
+    IN_ORDER,
+    MAX_DEVICES,
+    MAX_LAYERS,
+    Name,
+    Objective,
+    Recompute,
+    ScheduleChoice,
+    Steps,
+    Transfers,
+    Wire,
+)
+from placer.schema.batch_options import BatchOptions
+
+O = TypeVar("O", bound=Wire)  # noqa: E741  # the kind of options
+
+
+class Constraints(Wire):
+    """Requirements that a placement must meet, in addition to memory."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    contiguous: bool | None = None
+    """Whether data may not leave a stage and come back to it.
+
+    A contiguous stage is a set of layers that no path leaves and enters again: the quotient graph
+    over devices is acyclic. None: contiguous, unless a group of colocated layers would then pull
+    the whole model onto one device, as tied embeddings do. In that case, all other layers are
+    contiguous under objective ``throughput`` if that fits into memory, and otherwise the placement
+    is free."""
+
+    recompute: Recompute | Annotated[dict[Name, Recompute], IN_ORDER] = "never"
+    """Where memory would not suffice otherwise, keep less and compute forward passes twice.
+
+    A device that recomputes keeps only the values from other devices of each micro-batch in
+    flight, and repeats the forward pass before each backward pass (in training). ``never``,
+    ``always``, or ``auto``: if memory would not suffice otherwise. One word for all devices, or a
+    dict from device to word. The device ``*`` stands for all others; without it, they never
+    recompute. Where a device always does, objective ``step`` has no free stages."""
+
+    pinned: Annotated[dict[Name, Name], IN_ORDER] = {}
+    """The device that a layer must be on, by layer."""
+
+    forbidden: Annotated[dict[Name, Annotated[tuple[Name, ...], FIRST]], IN_ORDER] = {}
+    """The devices that a layer must not be on, by layer; ``*`` stands for every layer."""
+
+    colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
+    """Groups of layers that must share a device, in addition to the groups of the profile."""
+
+    max_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+    """The maximum number of devices in use."""
+
+    min_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None
+    """The minimum number of devices in use."""
+
+    max_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    """The maximum number of layers on a device."""
+
+    def recompute_on(self, device: str) -> Recompute:
+        """Return the word for a device, given by its name."""
+        if isinstance(self.recompute, str):
+            return self.recompute
+        return self.recompute.get(device, self.recompute.get("*", "never"))
+
+
+class SolveOptions(Wire):
+    """What to solve: the objective, the batch, the constraints and the limits of the search."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    objective: Objective = "throughput"
+    """The quantity to minimise.
+
+    ``throughput``: the bottleneck; ``step``: the time of a whole batch; ``latency``: the time of
+    one sample; ``memory``: the largest use of a device's memory; ``devices``: the number of devices
+    that keep within ``bottleneck_ms``."""
+
+    constraints: Constraints = Constraints()
+    """Requirements that the placement must meet, in addition to memory."""
+
+    training: bool | None = None
+    """Whether to place a training step or inference; as profiled by default.
+
+    Inference can be placed with a profile of training, but not the reverse."""
+
+    chunks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Micro-batches in a batch; objective ``step`` chooses their number.
+
+    Objective ``step`` simulates each pass, and accepts at most 10,000 micro-batches."""
+
+    batch_size: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Samples in a whole batch, for objective ``step``.
+
+    None: ``chunks`` micro-batches of the size that was profiled."""
+
+    schedule: ScheduleChoice | None = None
+    """The order of micro-batches; 1f1b by default, and auto under objective ``step``.
+
+    In training it decides how many micro-batches are in flight at a stage: all of them for
+    ``fill-drain``, at most ``stages - stage`` for ``1f1b`` and ``interleaved``. For ``zero-bubble``
+    it is as many as memory allows between that number and ``2 * stages``, and 1 for a single stage
+    (contiguous placements; otherwise all of them; under objective ``step`` and ``interleaved``, as
+    many as the order holds, which depends on the available memory)."""
+
+    steps: Steps | None = None
+    """Which step objective ``step`` makes short; in-a-row by default, and alone in inference.
+
+    ``alone``: a step from idle devices to idle devices. ``in-a-row``: one of many steps; a device
+    begins it as soon as it has finished its own part of the step before."""
+
+    transfers: Transfers = "added"
+    """How transfers count: as time added to compute, or overlapped with it.
+
+    ``added``: a device computes and transfers one after the other. ``overlapped``: a device's load
+    is the largest of its compute, its sends and its receives."""
+
+    time_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    """Seconds to solve; the result is then the best placement so far, with its bound."""
+
+    work_limit: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """A limit of work that gives the same placement on every machine.
+
+    The unit is CP-SAT's deterministic time. The result is the same on every machine, unless the
+    time limit passes first. Objective ``step`` does not use it."""
+
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """The seed of the solver's random choices."""
+
+    workers: Annotated[int, Field(ge=1, le=256)] = 2
+    """CPU cores that the solver may use."""
+
+    bottleneck_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """The longest time of a device for one micro-batch, for objective ``devices``."""
+
+    break_ties: bool = False
+    """Among equal placements, prefer less transfer, then equal loads.
+
+    Under objective ``step``, only placements with the micro-batches and the schedule of the best
+    one are compared."""
+
+    explain: bool = False
+    """Report what limits the placement and what would help most.
+
+    The solver uses the rest of the time limit to solve changed requests."""
+
+
+class ProfileOptions(Wire):
+    """How to measure a model."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    optimizer: Any = "adam"
+    """The optimizer whose state and step count in training, or none.
+
+    A name from ``torch.optim``, a class, an optimizer, a list of optimizers, a function that makes
+    one from a list of parameters, or None."""
+
+    granularity: Any = "auto"
+    """How to cut the model into layers: auto, blocks, submodule, fine or a depth.
+
+    A function that decides for each module is possible, too. With ``blocks``, each repeated block
+    is one layer, as ``Placement.device_map`` needs it."""
+
+    repeats: Annotated[int, Field(ge=1, strict=True)] = 10
+    """The maximum number of times that each pass is timed; medians are kept."""
+
+    cache: SkipValidation[bool | str | os.PathLike[str]] = True
+    """The folder where measurements are kept and found again.
+
+    True: the folder that ``PLACER_CACHE`` names, or the user's own. False: measure everything, and
+    keep nothing. A measurement is reused only under the same conditions. It is stored at once, so
+    an interrupted run continues where it stopped."""
+
+    loss_fn: SkipValidation[Callable[[Any, Any], Any] | None] = None
+    """The loss of a training step, a function of the output and the target.
+
+    Its time and memory count with the layer that produces the model's output. Without it,
+    predictions leave the loss out. It runs on random outputs."""
+
+    target: Any = None
+    """The target of one micro-batch, for the loss."""
+
+    batch_options: BatchOptions | None = None
+    """Where the samples of a batch lie, and how its loss is reduced.
+
+    The profile and its placements carry these options. None: the first dimension is the batch."""
+
+
+class SuggestOptions(ProfileOptions, SolveOptions):
+    """Everything that ``suggest`` can be asked: how to measure, and what to solve."""
+
+    batch_sizes: SkipValidation[Sequence[int] | None] = None
+    """Micro-batch sizes to measure and choose from, for objective ``step``.
+
+    None: the size of the example inputs."""
+
+    split_tied: StrictBool = False
+    """Allow layers that share parameters on several devices, each with a copy.
+
+    By default such layers share a device. See ``Profile.untied``."""
+
+    profile_on_server: StrictBool | None = None
+    """Whether the server's machine measures the model.
+
+    The client sends the operations, shapes and dtypes of the model, but no weights. ``devices``
+    may then be a number of devices. None: if the server has a GPU and this machine has none, and
+    neither ``devices`` nor ``memory_bytes`` is given."""
+
+
+class RefineOptions(Wire):
+    """How ``refine`` measures stages, and when it stops."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    loss_fn: SkipValidation[Callable[[Any, Any], Any] | None] = None
+    """The loss of a training step, a function of the output and the target.
+
+    Its time counts with the layer that feeds it. None: a mean of the outputs, which takes almost
+    no time."""
+
+    target: Any = None
+    """The target of one micro-batch, for the loss."""
+
+    rounds: Annotated[int, Field(ge=1, strict=True)] = 3
+    """The maximum number of placements to measure."""
+
+    tolerance: Annotated[float, Field(ge=0)] = 0.01
+    """The smallest gain that is worth another round, as a share of the objective."""
+
+    repeats: Annotated[int, Field(ge=1, strict=True)] = 7
+    """How often each pass is timed; medians are kept."""
+
+    compile: Any = False
+    """Measure stages as they run under ``torch.compile``.
+
+    As for ``DataFlow.train_step``, or in inference ``DataFlow.stream``: True, or the name of a
+    backend."""
+
+    timer: Any = None
+    """A function that times the passes on a device.
+
+    None: CUDA graphs on a GPU, the host's clock on a CPU stand-in."""
+
+
+def combined(kind: type[O], options: Any, fields: Mapping[str, Any]) -> O:
+    """Return the options of a call: an options object and single fields of it.
+
+    Args:
+        kind: the options that the function takes.
+        options: an object of ``kind`` or of one of its base classes, or None.
+        fields: the single fields, by name.
+
+    Raises:
+        InputError: ``options`` has another type; a field is unknown, has a wrong value, or is given
+            in both places.
+    """
+    if options is None:
+        return kind(**fields)
+    if not isinstance(options, Wire) or not issubclass(kind, type(options)):
+        raise InputError(
+            f"options is {kind_of(options)}; give placer.{kind.__name__}(...), or leave it out"
+        )
+    given = {name: getattr(options, name) for name in options.model_fields_set}
+    if twice := sorted(given.keys() & fields):
+        raise InputError(
+            f"{twice[0]} is given as an argument and in options; leave one of the two out"
+        )
+    return kind(**given, **fields)

@@ -1,0 +1,119 @@
+"""Options objects: fields, defaults, and what a call combines."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import placer
+from placer.errors import InputError
+from placer.schema import (
+    Constraints,
+    PlacementRequest,
+    Profile,
+    ProfileOptions,
+    RefineOptions,
+    SolveOptions,
+    SuggestOptions,
+)
+from placer.schema.options import combined
+
+MOST_PARAMETERS = 10
+
+
+def profile(*, training: bool = True, batch_size: int = 1) -> Profile:
+    return Profile.model_validate(
+        {
+            "layers": [{"name": "a", "forward_ms": {"t": 1.0}, "backward_ms": {"t": 1.0}}],
+            "cluster": {"devices": [{"name": "t:0", "type": "t", "memory_bytes": 9}]},
+            "training": training,
+            "batch_size": batch_size,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [Constraints, SolveOptions, ProfileOptions, SuggestOptions, RefineOptions]
+)
+def test_every_field_says_what_it_means(kind: Any) -> None:
+    for name, field in kind.model_fields.items():
+        assert field.description, name
+        assert len(field.description.split("\n\n")[0]) <= 90, name
+
+
+@pytest.mark.parametrize("name", ["suggest", "profile", "solve", "refine"])
+def test_a_public_function_has_at_most_ten_parameters(name: str) -> None:
+    given = inspect.signature(getattr(placer, name)).parameters.values()
+    assert sum(one.kind is not one.VAR_KEYWORD for one in given) <= MOST_PARAMETERS
+
+
+def test_single_fields_add_to_an_options_object_of_a_base_class() -> None:
+    asked = combined(SuggestOptions, SolveOptions(chunks=4), {"granularity": "fine"})
+    assert (asked.chunks, asked.granularity, asked.objective) == (4, "fine", "throughput")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "message"),
+    [
+        (SolveOptions(chunks=4), {"chunks": 4}, "chunks is given as an argument and in options"),
+        (None, {"granularty": "fine"}, "did you mean 'granularity'"),
+        (None, {"chunks": 0}, "SuggestOptions.chunks: should be greater than or equal to 1, not 0"),
+        ({"chunks": 4}, {}, r"options is a dict; give placer.SuggestOptions\(\.\.\.\)"),
+        (RefineOptions(), {}, r"options is a RefineOptions; give placer.SuggestOptions"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(options: Any, fields: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        combined(SuggestOptions, options, fields)
+
+
+def test_an_argument_of_suggest_may_not_be_given_in_options_too() -> None:
+    for given in ({"objective": "memory"}, {"training": True}, {"batch_size": 4}):
+        (name,) = given
+        with pytest.raises(InputError, match=f"{name} is given as an argument and in options"):
+            placer.suggest(profile(), options=SolveOptions(**given), **given)
+
+
+def test_a_profile_is_placed_by_an_options_object() -> None:
+    placement = placer.suggest(profile(), options=SolveOptions(objective="memory", chunks=2))
+    assert (placement.objective, placement.chunks) == ("memory", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "training", "expected"),
+    [
+        (SolveOptions(), True, ("1f1b", "alone")),
+        (SolveOptions(objective="step"), True, ("auto", "in-a-row")),
+        (SolveOptions(objective="step"), False, ("auto", "alone")),
+        (SolveOptions(objective="step", training=False), True, ("auto", "alone")),
+        (SolveOptions(objective="step", steps="alone", schedule="1f1b"), True, ("1f1b", "alone")),
+    ],
+)
+def test_the_schedule_and_the_steps_depend_on_the_objective(
+    options: SolveOptions, training: bool, expected: tuple[str, str]
+) -> None:
+    request = PlacementRequest.from_options(options, [profile(training=training)])
+    assert (request.schedule, request.steps) == expected
+
+
+def test_the_last_profile_is_the_requests_own() -> None:
+    small, large = profile(), profile(batch_size=2)
+    request = PlacementRequest.from_options(SolveOptions(objective="step"), [small, large])
+    assert (request.profile, request.profiles) == (large, (small,))
+
+
+def test_equal_requests_keep_their_identifier_when_fields_move_to_a_base_class() -> None:
+    """The identifier hashes the fields in order, so databases of an earlier version stay valid."""
+    names = list(PlacementRequest.model_fields)
+    assert names[:7] == [
+        "schema_version",
+        "profile",
+        "profiles",
+        "cluster",
+        "objective",
+        "constraints",
+        "training",
+    ]
+    assert names[7:] == [name for name in SolveOptions.model_fields if name not in names[:7]]
