@@ -150,7 +150,24 @@ def build(
     # the warm-up in it waits for all of them
     with together(group, "build its part"):
         rest = found, shape, device, group, owners, joining
-        return _assemble(model, exported, graph, cut, placed, loss, sharing, *rest)
+        return _assemble(model, _Cut(exported, graph, cut, sharing), placed, loss, *rest)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A captured model, cut into stages.
+
+    Attributes:
+        exported: the capture.
+        graph: its layers.
+        line: the stages.
+        sharing: the tensors that several stages use.
+    """
+
+    exported: Exported
+    graph: LayerGraph
+    line: Line
+    sharing: Sharing
 
 
 def _refuse_no_group(group: object) -> None:
@@ -325,12 +342,9 @@ def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
 
 def _assemble(
     model: nn.Module,
-    exported: Exported,
-    graph: LayerGraph,
-    cut: Line,
+    parts: _Cut,
     placed: _Placed,
     loss_fn: Weighing | None,
-    sharing: Sharing,
     seated: Sequence[Seat],
     shape: Shape,
     device: torch.device,
@@ -338,6 +352,7 @@ def _assemble(
     owners: Mapping[str, int],
     joining: Joining,
 ) -> Pipeline:
+    exported, graph, cut = parts.exported, parts.graph, parts.line
     ranks = [
         next(rank for rank, seat in enumerate(seated) if seat.device == name)
         for name in cut.devices
@@ -348,7 +363,7 @@ def _assemble(
         rank if group is None else dist.get_global_rank(group, rank) for rank in ranks
     )
     names = Names.of(model)
-    sharing = sharing.with_owners(owners, everywhere)
+    sharing = parts.sharing.with_owners(owners, everywhere)
     weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
     if not weights.empty:
         keep_owners(model, {name: everywhere[users[0]] for name, users in sharing.users.items()})
@@ -357,14 +372,12 @@ def _assemble(
     modules = {
         index: StageModule(
             graph,
-            stage,
+            cut,
             index,
-            len(cut.stages),
             weights.get,
             names,
             device,
             flows=flows,
-            copied=cut.reordered,
             split=training and schedules.splits(placed.schedule),
             recomputes=training and stage.device in placed.recompute,
         )

@@ -17,7 +17,7 @@ from placer.capture.weight_grads.deferred import Addition, DeferWeights, Queue
 from placer.distributed.autograd_boundary import enter, leave
 from placer.distributed.output_reach import Flows
 from placer.distributed.recomputed_stage import StateTable, kept_apart, recomputed
-from placer.distributed.stage_line import LineStage
+from placer.distributed.stage_line import Line
 from placer.distributed.state.partial_modules import Names, plant, slot
 from placer.distributed.tensor_codec import Parcel
 from placer.executor.segments import read_back
@@ -98,14 +98,12 @@ class StageModule(nn.Module):
 
     Args:
         graph: the model's layers.
-        stage: which of them run here, and what arrives and leaves.
-        index: of the stage in the line.
-        count: of stages in the line.
+        cut: the stages of the model, in a line.
+        index: the position of this stage in the line.
         lookup: the tensors that are used here, by name.
         names: of the model's tensors.
         device: where it runs.
         flows: the values that gradients flow back through; none without training.
-        copied: whether what is sent is copied as soon as it is made.
         split: whether weight gradients are a pass of their own.
         recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient
             is left for later.
@@ -114,19 +112,18 @@ class StageModule(nn.Module):
     def __init__(
         self,
         graph: LayerGraph,
-        stage: LineStage,
+        cut: Line,
         index: int,
-        count: int,
         lookup: Callable[[str], Tensor],
         names: Names,
         device: torch.device,
         *,
         flows: Flows,
-        copied: bool,
         split: bool,
         recomputes: bool = False,
     ) -> None:
         super().__init__()
+        stage, is_last = cut.stages[index], index == len(cut.stages) - 1
         layers = [graph.layers[position] for position in stage.layers]
         used = [name for layer in layers for name in layer.state if name not in graph.constants]
         plant(self, {name: lookup(name) for name in dict.fromkeys(used)}, names)
@@ -149,10 +146,10 @@ class StageModule(nn.Module):
             leaves=tuple(
                 Parcel.of(graph.values[name], flows.through(name)) for name in stage.leaves
             ),
-            marks_out=_marked(stage.leaves, flows) if index < count - 1 else (),
+            marks_out=() if is_last else _marked(stage.leaves, flows),
             is_first=index == 0,
-            is_last=index == count - 1,
-            copied=copied,
+            is_last=is_last,
+            copied=cut.reordered,
             device=device,
             deferred=Deferred() if split else None,
             recomputes=recomputes,

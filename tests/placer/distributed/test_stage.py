@@ -31,18 +31,16 @@ def stages(
     return [
         StageModule(
             graph,
-            stage,
+            cut,
             index,
-            len(cut.stages),
             graph.state.__getitem__,
             names,
             CPU,
             flows=flows,
-            copied=cut.reordered,
             split=split,
             recomputes=recomputes,
         )
-        for index, stage in enumerate(cut.stages)
+        for index in range(len(cut.stages))
     ]
 
 
