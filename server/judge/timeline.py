@@ -200,8 +200,7 @@ def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
 
 def trace(shown: Timeline) -> str:
     """A timeline in the Trace Event format."""
-    from placer.report.timeline import Row
-    from placer.report.trace import events
+    from placer.report.timeline import Row, events
 
     rows = [
         Row(p.device, p.phase, p.stage, None, p.micro_batch, p.start_ms, p.end_ms)
