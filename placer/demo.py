@@ -39,8 +39,9 @@ with extra("torch"):
 
 STAND_INS = 4
 TOLERANCE = 1e-4
-"""Largest difference that counts as equal, as a share of the largest value compared: float32 sums
-in another order."""
+"""Largest difference that counts as equal, as a share of the largest compared value.
+
+It allows for float32 sums in another order."""
 
 START_TIMEOUT_S = 60.0
 
@@ -85,7 +86,7 @@ class Step:
 
 
 def jobs(quick: bool, cuda: bool) -> list[Job]:
-    """The models to show.
+    """Return the models to show.
 
     Args:
         quick: smaller models, for a test.
@@ -104,7 +105,7 @@ def jobs(quick: bool, cuda: bool) -> list[Job]:
 
 
 def run(quick: bool = False) -> bool:
-    """Run the demo, and tell whether every split model agreed with its unsplit copy.
+    """Run the demo, and return whether every split model agreed with its unsplit copy.
 
     Args:
         quick: smaller models and images.
@@ -135,7 +136,7 @@ def _show(job: Job, names: list[str], client: Client, console: Console) -> bool:
     with console.status("asking the service"):
         placement = _place(measured, names, client, console)
     console.print(table(placement))
-    # TF32 and atomic sums would differ between two runs of the same model, too.
+    # TF32 and atomic sums differ even between two runs of the same model.
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     with exact, console.status("one training step, unsplit and split"):
         whole = _unsplit_step(copy.deepcopy(model), job, names[0])
@@ -152,7 +153,7 @@ def _place(measured: Profile, names: list[str], client: Client, console: Console
 
 
 def _halved(measured: Profile, cluster: Cluster, client: Client, console: Console) -> Cluster:
-    """The cluster with half of the memory on each device that the model needs on one."""
+    """Return the cluster with half of the memory that the model needs on one device."""
     alone = Constraints(max_devices=1)
     whole = client.place(PlacementRequest(profile=measured, cluster=cluster, constraints=alone))
     if not whole.devices:
@@ -176,8 +177,9 @@ def _unsplit_step(model: nn.Module, job: Job, device: str) -> Step:
 
 
 def _split_step(model: nn.Module, job: Job, placement: Placement, names: list[str]) -> Step:
-    """The same step under the placement; on stand-ins an operation across two devices raises, as on
-    GPUs.
+    """Return the same step under the placement.
+
+    On stand-ins, an operation across two devices raises an error, as on GPUs.
     """
     on_cpu = names[0].startswith("cpu")
     logical: AbstractContextManager[object] = (
@@ -222,7 +224,8 @@ def _compare(whole: Step, split: Step, console: Console) -> bool:
         agreed = agreed and equal
         verdict = "[green]agree" if equal else "[bold red]DISAGREE"
         console.print(
-            f"  largest difference of {what:9} {difference:.3g}, of values up to {scale:.3g}: {verdict}"
+            f"  largest difference of {what:9} {difference:.3g}, of values up to {scale:.3g}:"
+            f" {verdict}"
         )
     console.print()
     return agreed
@@ -230,7 +233,7 @@ def _compare(whole: Step, split: Step, console: Console) -> bool:
 
 @contextmanager
 def _service(console: Console) -> Iterator[str]:
-    """The service in a process of its own, on a free port of the loopback interface."""
+    """Run the service in a process of its own, on a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What this machine can do for Placer, and what would stop a placement."""
+"""A report on this machine: devices, links, versions, extras and problems."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TIMEOUT_S = 5.0
 
 
 class Report(BaseModel):
-    """What was found.
+    """The findings.
 
     Attributes:
         versions: of python, placer and what it stands on; only what is installed.
@@ -55,7 +55,7 @@ class Report(BaseModel):
     notes: list[str] = []
 
     def table(self) -> RenderableType:
-        """What rich prints for people."""
+        """Return a table for people."""
         grid = Table(show_header=False, title="This machine", title_justify="left")
         for name, number in self.versions.items():
             grid.add_row(name, number)

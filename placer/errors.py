@@ -1,13 +1,14 @@
-"""Everything that Placer raises on purpose.
+"""All errors that Placer raises on purpose.
 
     PlacerError
     ├── InputError            a value that was given cannot be used (also a ValueError)
     │   ├── ProfileError      a profile or cluster contradicts itself
     │   ├── BatchError        micro-batches do not give what the whole batch gives
     │   └── PlacementError    a placement or layer map does not fit the model or the devices
-    ├── CaptureError          the model's layer graph could not be had, the hook path included
+    ├── CaptureError          the model's layers cannot be captured, not even by hooks
     ├── ProfilingError        a layer or link could not be measured
-    ├── MixedDevicesError     under logical_devices, an operation met tensors of two devices (also a RuntimeError)
+    ├── MixedDevicesError     an operation met tensors of two devices under logical_devices
+    │                         (also a RuntimeError)
     ├── StageError            a layer failed while a pipeline ran it (also a RuntimeError)
     ├── InfeasibleError       no placement meets the requirements
     ├── SolveLimitError       the time ran out before any placement was found
@@ -16,7 +17,7 @@
     │   └── TimeoutExceeded   the service did not answer in time
     └── MissingExtraError     an optional package is not installed (also an ImportError)
 
-A message states the values at fault in the user's words, and the way out.
+A message names the wrong values in the user's words, and says what to do.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = [
 
 
 def kind_of(given: object) -> str:
-    """What a value is, for a message: ``a Linear``, ``an int``, ``None``.
+    """Return the type of a value for a message: ``a Linear``, ``an int``, ``None``.
 
     Args:
         given: the value.
@@ -74,7 +75,7 @@ class PlacementError(InputError):
 
 
 class CaptureError(PlacerError):
-    """The layer graph of a model could not be had."""
+    """The layers of a model cannot be captured."""
 
 
 class ProfilingError(PlacerError):
@@ -100,7 +101,7 @@ class StageError(PlacerError, RuntimeError):
 
 
 class InfeasibleError(PlacerError):
-    """No placement meets the requirements; the message says which hold each other off."""
+    """No placement meets the requirements; the message names those that conflict."""
 
 
 class SolveLimitError(PlacerError):

@@ -1,19 +1,23 @@
-"""The command ``placer``: the composition root; it may import everything, and does when a command
-needs it.
+"""The command ``placer``, the composition root: each command imports what it needs when it runs.
 
-command.py    the commands put together, errors as exit codes
-blame.py      the line of the user's own code that an error came from
-profiling.py  profile
-solving.py    solve, suggest
-measuring.py  measure
-refining.py   refine
-showing.py    show, compare
-machine.py    serve, doctor, demo
-joining.py    profiles of several files and hosts
-options.py    the options that several commands share
-files.py      JSON in and out
-terminal.py   the streams, and what goes to stderr
-interrupts.py Ctrl-C
+command.py          all commands, and errors as exit codes
+profiling.py        profile
+solving.py          solve, suggest
+measuring.py        measure
+refining.py         refine
+showing.py          show, compare
+serving.py          serve
+machine.py          doctor, demo
+caching.py          cache
+option_fields.py    options made from options objects
+options.py          options that several commands share
+option_words.py     devices, layers and sizes as words
+model_arguments.py  a model and its inputs as words
+joining.py          profiles of several files and hosts
+files.py            JSON in and out
+terminal.py         the streams, and the messages on stderr
+interrupts.py       Ctrl-C
+blame.py            the line of the user's own code that caused an error
 """
 
 from placer.cli.interrupts import ended_by_interrupts
@@ -25,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command; errors become one or two lines and an exit code.
 
     Args:
-        arguments: of the command line; ``sys.argv`` if None.
+        arguments: the words of the command line; by default ``sys.argv``.
     """
     with ended_by_interrupts():
         from placer.cli.command import run

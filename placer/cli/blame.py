@@ -1,4 +1,4 @@
-"""Where in the user's own code an error came from."""
+"""The line of the user's own code that caused an error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ OWN = ("placer", "placer_client", "placer_server")
 
 
 def blamed(error: BaseException) -> str:
-    """`` (train.py, line 33)``: the last line of the user's own code on the way to what caused an
-    error, if any.
+    """Return the last line of the user's own code in the traceback of an error's cause.
 
     Args:
-        error: as it is told; what it was raised from is looked at.
+        error: the error that is reported; its ``__cause__`` has the traceback.
+
+    Returns:
+        Text such as `` (train.py, line 33)``, or an empty text.
     """
     cause = error.__cause__
     if cause is None:
@@ -27,11 +29,12 @@ def blamed(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither of Placer nor installed; frames without a file are of generated
-    code.
+    """Return whether a file is neither Placer's nor installed.
+
+    Generated code has no file, and is not the user's.
     """
     path = Path(file)
-    # Debian has folders of these beside those of sysconfig
+    # Debian has such folders in addition to the folders of sysconfig.
     if {"site-packages", "dist-packages"} & set(path.parts):
         return False
     paths = sysconfig.get_paths()
@@ -41,12 +44,12 @@ def _is_users(file: str) -> bool:
 
 
 def _folders(name: str) -> list[str]:
-    """Where a package is, installed or in a checkout."""
+    """Return the folders of a package, installed or in a checkout."""
     found = find_spec(name)
     return list(found.submodule_search_locations or ()) if found else []
 
 
 def _short(file: str) -> str:
-    """Its path from here, where it is below."""
+    """Return a path relative to the working directory, if it is below."""
     path, here = Path(file), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

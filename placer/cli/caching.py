@@ -1,4 +1,4 @@
-"""``placer cache``: what profiling has kept, and how to be rid of it."""
+"""``placer cache``: the size of the cache of measurements, and how to clear it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ def cache(
     action: Annotated[
         str,
         typer.Argument(
-            metavar="size|clear", help="size: tell the folder and what is in it; clear: remove it"
+            metavar="size|clear", help="size: show the folder and its size; clear: empty it"
         ),
     ] = "size",
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="another cache than PLACER_CACHE or the user's own"),
+        typer.Option(
+            metavar="FOLDER", help="the cache; by default PLACER_CACHE, or the user's own"
+        ),
     ] = None,
     older_than: Annotated[
-        float, typer.Option(metavar="DAYS", min=0, help="clear only what was measured longer ago")
+        float, typer.Option(metavar="DAYS", min=0, help="clear only older measurements")
     ] = 0.0,
 ) -> None:
-    """Tell the size of the cache of measurements, or clear it.
+    """Show the size of the cache of measurements, or clear it.
 
-    Entries are found by all that times depend on and can be asked for: layer, device, driver,
-    libraries, settings. Clear them after what cannot: clocks locked by hand, or a machine that was
-    busy when it was measured.
+    An entry is reused only for the same layer, device, driver, libraries and settings. Clear the
+    cache after a change that Placer cannot see: clocks locked by hand, or a machine that was busy
+    during the measurement.
     """
     if action not in ("size", "clear"):
         raise InputError(f"{action!r} is nothing to do with the cache; write size or clear")

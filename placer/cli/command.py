@@ -1,4 +1,4 @@
-"""The commands put together, and their errors as one or two lines and an exit code."""
+"""All commands, and their errors as one or two lines and an exit code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from placer.cli.terminal import err, settle_streams
 from placer.errors import PlacerError
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 2 bad input; 3 infeasible: no placement is possible; 4 the time limit passed before a "
-    "placement was found; 5 the server could not be reached or failed; 1 anything else."
+    "Exit codes: 0 done; 2 bad input; 3 infeasible: no placement is possible; 4 the time limit"
+    " passed before a placement was found; 5 the server could not be reached or failed; 1 anything"
+    " else."
 )
 
 
 class _Naming(TyperGroup):
-    """Commands whose errors name the value that was given, where typer says only what it should be."""
+    """Commands whose errors name the wrong value; typer names only the right ones."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that is asked for."""
@@ -40,7 +41,8 @@ class _Naming(TyperGroup):
 app = typer.Typer(
     cls=_Naming,
     help=f"Find where each layer of a PyTorch model should run.\n\n{EXIT_CODES}",
-    epilog="JSON goes to stdout when it is piped or with --json, and to the file of -o; a terminal gets tables.",
+    epilog="JSON goes to stdout when it is piped or with --json, and to the file of -o; a terminal"
+    " gets tables.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -73,24 +75,24 @@ def options(
         bool, typer.Option("--version", callback=_print_version, help="print the version")
     ] = False,
 ) -> None:
-    """What goes before a command."""
+    """Handle the options that go before a command."""
 
 
 def run(arguments: list[str] | None) -> None:
-    """See ``placer.cli.main``."""
+    """Run the command, see ``placer.cli.main``."""
     settle_streams()
     try:
         try:
             app(args=arguments)
         finally:
-            # here, where a reader that has left can still be told
+            # Flush here, where a reader that has left still becomes an exit code.
             sys.stdout.flush()
     except PlacerError as error:
         if os.environ.get("PLACER_DEBUG"):
             raise
         _fail(f"{error}{blamed(error)}", _exit_code(error))
     except BrokenPipeError:
-        # else the interpreter tries again at its end
+        # Otherwise the interpreter tries to write again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
@@ -102,7 +104,7 @@ def run(arguments: list[str] | None) -> None:
 def _exit_code(error: PlacerError) -> int:
     kinds = {
         errors.InputError: 2,
-        errors.CaptureError: 2,  # the model fails on the inputs
+        errors.CaptureError: 2,  # The model fails on the inputs.
         errors.InfeasibleError: 3,
         errors.SolveLimitError: 4,
         errors.ServerError: 5,

@@ -21,13 +21,13 @@ from placer.schema.refinement import Refinement
 from placer.utils.atomic_files import write_whole
 
 WIDTH = 200
-"""Of lines, in characters, where there is no terminal."""
+"""Characters of a line without a terminal; the widest table fits."""
 
 Answer = Profile | Placement | Refinement | Measurement
-"""What a command finds."""
+"""The result of a command."""
 
 Subject = Profile | Placement | PlacementRequest | Refinement | Cluster | Measurement
-"""What a file may hold."""
+"""The content of a file."""
 
 KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Cluster]] = {
     "rounds": Refinement,
@@ -36,16 +36,16 @@ KINDS: dict[str, type[Profile | Placement | PlacementRequest | Refinement | Clus
     "layers": Profile,
     "devices": Cluster,
 }
-"""What it holds, by the first of these fields that it has."""
+"""The type of a file, by the first of these fields that it has."""
 
 
 def emit(subject: Answer, output: str | None, as_json: bool) -> None:
-    """JSON to where it was asked for or to a pipe; a table to a terminal."""
+    """Write JSON to the file that was named or to a pipe, and a table to a terminal."""
     if output is not None and output != "-":
         try:
             write_text(Path(output), subject.to_json() + "\n")
         except InputError:
-            # what may have taken minutes to find is not lost with a full disk
+            # A result of minutes must not be lost with a full disk.
             print_json(subject)
             raise
     if as_json or output == "-" or (output is None and not sys.stdout.isatty()):
@@ -56,7 +56,7 @@ def emit(subject: Answer, output: str | None, as_json: bool) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say why a file cannot be written."""
+    """Raise an InputError with the reason if a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -64,18 +64,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or say why it cannot be."""
+    """Write a file."""
     with writing(path):
         write_whole(path, text)
 
 
 def people() -> Console:
-    """Where tables go; into a pipe or a file as wide as they are, for nothing there wraps lines."""
+    """Return the console for tables.
+
+    Pipes and files do not wrap lines, so tables there have their full width.
+    """
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
 def print_table(subject: Answer | Cluster) -> None:
-    """For people."""
+    """Print a table for people."""
     if isinstance(subject, Measurement):
         people().print(subject)
     else:
@@ -85,15 +88,15 @@ def print_table(subject: Answer | Cluster) -> None:
 
 
 def print_json(subject: Answer | Cluster) -> None:
-    """As JSON on stdout."""
+    """Print JSON on stdout."""
     print(subject.model_dump_json(indent=1) if isinstance(subject, Cluster) else subject.to_json())
 
 
 def read(file: str) -> str:
-    """The text of a file, or of stdin for ``-``."""
+    """Return the text of a file, or of stdin for ``-``."""
     try:
         text = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
-        # which editors on Windows begin a file with
+        # Editors on Windows begin a file with this mark.
         return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -109,7 +112,7 @@ def _read_stdin() -> str:
 
 
 def load(file: str) -> Subject:
-    """What a JSON file holds, told by its fields."""
+    """Return the content of a JSON file; its fields decide the type."""
     text = read(file)
     try:
         content = json.loads(text)
@@ -133,7 +136,7 @@ def load(file: str) -> Subject:
 
 
 def load_placement(file: str) -> Placement:
-    """The placement in a file; the best one of a refinement."""
+    """Return the placement in a file; of a refinement, the best one."""
     found = load(file)
     if isinstance(found, Refinement):
         return found.placement
@@ -143,13 +146,13 @@ def load_placement(file: str) -> Placement:
 
 
 def load_profile(file: str) -> Profile:
-    """The profile in a file; a request's, too."""
+    """Return the profile in a file, or the profile of a request."""
     found = load_question(file, "a profile")
     return found.profile if isinstance(found, PlacementRequest) else found
 
 
 def load_question(file: str, wanted: str = "a profile or a request") -> Profile | PlacementRequest:
-    """What a placement can be found for."""
+    """Return the profile or the request in a file."""
     found = load(file)
     if not isinstance(found, Profile | PlacementRequest):
         raise _unwanted(file, found, wanted)
@@ -157,7 +160,7 @@ def load_question(file: str, wanted: str = "a profile or a request") -> Profile 
 
 
 def load_cluster(file: str) -> Cluster:
-    """The cluster in a file; that of a profile or request, too."""
+    """Return the cluster in a file, or the cluster of a profile or a request."""
     found = load(file)
     if isinstance(found, PlacementRequest):
         found = found.placed_on

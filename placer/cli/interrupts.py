@@ -1,5 +1,7 @@
-"""Ctrl-C. What this imports is there at once: what commands need takes a third of a second, in
-which it may come.
+"""Ctrl-C.
+
+This module imports only what loads at once: the imports of a command take a third of a second, and
+Ctrl-C may come during them.
 """
 
 from __future__ import annotations
@@ -12,16 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 _STDERR = 2
-"""The descriptor: what ``sys.stderr`` is changes while a model is captured."""
+"""The file descriptor; ``sys.stderr`` is replaced while a model is captured."""
 
 
 @contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the process wherever it is; what is written to files and caches is there whole
-    or not at all.
+    """Let Ctrl-C end the process wherever it is.
 
-    As an exception it is lost where code that it meets catches everything: some of what torch
-    imports does, and then runs on with half a module.
+    Files and caches are written whole or not at all, so nothing is left half done. An exception
+    would be lost in code that catches everything: some modules that torch imports do so, and then
+    continue with half a module.
     """
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -35,7 +37,7 @@ def ended_by_interrupts() -> Iterator[None]:
 
 
 def _end(number: int, frame: Any) -> None:
-    # the cursor, which a progress bar hides
+    # Show the cursor again, which a progress bar hides.
     shown = b"\x1b[?25h\n" if os.isatty(_STDERR) else b""
     os.write(_STDERR, shown + b"Aborted.\n")
     os._exit(128 + number)

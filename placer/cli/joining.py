@@ -13,11 +13,11 @@ from placer.utils.units import parse_bandwidth, parse_seconds
 
 
 def merged(files: Sequence[str], network: str | None) -> Profile:
-    """The profiles in the files as one.
+    """Return the profiles in the files, merged into one.
 
     Args:
-        files: their names; ``-`` for stdin.
-        network: the way between two hosts, as ``rate`` reads it.
+        files: the names of the files; ``-`` for stdin.
+        network: the link between two hosts, as ``rate`` reads it.
 
     Raises:
         InputError: a file holds something else, or the profiles do not belong together.
@@ -27,10 +27,10 @@ def merged(files: Sequence[str], network: str | None) -> Profile:
 
 
 def rate(text: str) -> Rate:
-    """A way between hosts from ``BANDWIDTH[,LATENCY]``, as in ``100Gbit/s,20us`` or ``12GB/s``.
+    """Return a link between hosts, from ``BANDWIDTH[,LATENCY]``: ``100Gbit/s,20us``, ``12GB/s``.
 
     Raises:
-        InputError: it is not of that form.
+        InputError: the text has another form.
     """
     bandwidth, _, latency = text.partition(",")
     return Rate(
@@ -40,11 +40,13 @@ def rate(text: str) -> Rate:
 
 
 def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
-    """The profile of every host, measured by the processes that torchrun started; and whether this
-    one is to tell it.
+    """Measure every host, in the processes that torchrun started.
+
+    Returns:
+        The merged profile, and whether this process is the one that prints it.
 
     Raises:
-        InputError: it was not started by torchrun.
+        InputError: torchrun did not start this process.
         ProfilingError: a host could not measure.
     """
     with extra("torch"):
@@ -53,7 +55,8 @@ def gathered(measure: Callable[[], Profile]) -> tuple[Profile, bool]:
         from placer.profiler.remote.gather import gather_profile
     if not dist.is_torchelastic_launched():
         raise InputError(
-            "--gather joins the processes that torchrun starts: torchrun ... -m placer profile ... --gather"
+            "--gather joins the processes that torchrun starts:"
+            " torchrun ... -m placer profile ... --gather"
         )
     dist.init_process_group("gloo")
     try:

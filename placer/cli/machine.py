@@ -1,4 +1,4 @@
-"""``placer doctor`` and ``placer demo``: what has to do with this machine."""
+"""``placer doctor`` and ``placer demo``: a look at this machine, and a first run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from placer.cli.terminal import extra, spinner
 
 
 def doctor(json: AsJson = False) -> None:
-    """Look at this machine: devices, links, torch, extras, and what would stop a placement; exit
-    code 1 if anything.
+    """Look at this machine: devices, links, torch, extras, and problems.
+
+    The exit code is 1 if a problem would prevent a placement.
     """
     from placer.doctor import examine
 
@@ -33,9 +34,7 @@ def doctor(json: AsJson = False) -> None:
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="smaller models and images")] = False,
 ) -> None:
-    """Profile ResNet-50 and U-Net, place them through the service, split them, and compare with the
-    unsplit models.
-    """
+    """Profile, place and split ResNet-50 and U-Net, and compare them with the unsplit models."""
     with extra("torch"):
         from placer.demo import run
     raise typer.Exit(0 if run(quick=quick) else 1)

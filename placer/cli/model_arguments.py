@@ -31,7 +31,7 @@ __all__ = ["load_function", "load_model", "parse_inputs"]
 
 
 def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
-    """The model that a callable makes, or that a module holds.
+    """Return the model that a callable makes, or that a module holds.
 
     Args:
         spec: ``package.module:name``; modules in the working directory are found too.
@@ -60,7 +60,7 @@ def load_model(spec: str, arguments: Sequence[str] = ()) -> nn.Module:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """A function, a loss say, by its name.
+    """Return a function by its name, a loss for example.
 
     Args:
         spec: ``package.module:name``; modules in the working directory are found too.
@@ -75,7 +75,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def parse_inputs(texts: Sequence[str]) -> tuple[Tensor, ...] | dict[str, Tensor]:
-    """Example inputs of given shapes and types: positional, or all by keyword.
+    """Return example inputs of given shapes and types: all positional, or all by keyword.
 
     Args:
         texts: ``[NAME=]SHAPE[:DTYPE]`` each, as in ``8x3x224x224`` or ``input_ids=2x16:int64``.
@@ -97,7 +97,8 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
         raise InputError(
-            f"{spec!r} names no {kind}; write package.module:callable, as in placer.zoo.resnet:resnet50"
+            f"{spec!r} names no {kind}; write package.module:callable, as in"
+            " placer.zoo.resnet:resnet50"
         )
     if module_name.endswith(".py") or "/" in module_name or os.sep in module_name:
         path = (
@@ -108,7 +109,8 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
             .replace("/", ".")
         )
         raise InputError(
-            f"{module_name!r} is a path; write the module as it is imported from here: {path}:{name}"
+            f"{module_name!r} is a path; write the module's name, as in an import from here:"
+            f" {path}:{name}"
         )
     here = os.getcwd()
     if here not in sys.path:
@@ -126,7 +128,7 @@ def _find(spec: str, kind: str) -> Callable[..., Any] | nn.Module | object:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module; what it does when it is imported is the user's code, which may raise anything."""
+    """Import the user's module, whose code may raise anything."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -135,15 +137,15 @@ def _imported(name: str) -> ModuleType:
         raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
     except SystemExit as error:
         raise InputError(
-            f"module {name!r} is a program, which ends when it is imported: what it does has to stand below"
-            " if __name__ == '__main__'"
+            f"module {name!r} is a program, which ends when it is imported: move its statements"
+            " below if __name__ == '__main__'"
         ) from error
 
 
 def _argument(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise InputError(f"{text!r} is no argument; write KEY=VALUE, as in num_classes=10")
+        raise InputError(f"{text!r} is not an argument; write KEY=VALUE, as in num_classes=10")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -159,11 +161,12 @@ def _tensor(text: str) -> Tensor:
         shape = []
     if shape and min(shape) > 0 and not isinstance(dtype, torch.dtype):
         raise InputError(
-            f"input {text!r}: no dtype of torch is {type_name!r}; give float32, bfloat16, int64, ..."
+            f"input {text!r}: no dtype of torch is {type_name!r}; give float32, bfloat16, int64,"
+            " ..."
         )
     if not shape or min(shape) < 1 or not isinstance(dtype, torch.dtype):
         raise InputError(
-            f"{text!r} is no input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64"
+            f"{text!r} is not an input; write SHAPE or SHAPE:dtype, as in 8x3x224x224 or 2x16:int64"
         )
     try:
         if dtype.is_floating_point or dtype.is_complex:
@@ -176,5 +179,5 @@ def _tensor(text: str) -> Tensor:
     except (RuntimeError, TypeError) as error:
         size = bytes_text(math.prod(shape) * dtype.itemsize)
         raise InputError(
-            f"input {text!r} takes {size}, which is not here; give a smaller micro-batch"
+            f"input {text!r} needs {size}, more than is available; give a smaller micro-batch"
         ) from error

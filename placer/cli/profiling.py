@@ -129,7 +129,8 @@ def _names(output: str | None, sizes: Sequence[int], as_json: bool) -> list[str 
         return [None] * len(sizes)
     if output is None or output == "-" or as_json:
         raise InputError(
-            "--batch-sizes writes a file for each: give -o profile.json for profile-4.json and so on"
+            "--batch-sizes writes a file for each size: give -o profile.json for profile-4.json and"
+            " so on"
         )
     path = Path(output)
     return [str(path.with_name(f"{path.stem}-{size}{path.suffix}")) for size in sizes]

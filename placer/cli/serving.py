@@ -17,38 +17,41 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
         "port": (int, "the port; 0 takes a free one; default: 8080"),
         "tls_cert": (
             str,
-            "a certificate chain in PEM; without one it speaks plain HTTP, say to a proxy",
+            "a certificate chain in PEM; without one the service speaks plain HTTP",
         ),
         "tls_key": (str, "the certificate's private key in PEM"),
     },
     "Who may ask": {
         "keys_file": (str, "bearer keys; needed where others can reach the service"),
-        "rate_per_s": (float, "how often a key may ask, where its line does not say; default: 50"),
-        "client_share": (float, "how much of the queue one client may fill; default: 0.75"),
+        "rate_per_s": (
+            float,
+            "requests per second of a key, unless its line says otherwise; default: 50",
+        ),
+        "client_share": (float, "the share of the queue that one client may fill; default: 0.75"),
     },
     "What it keeps": {
         "database": (
             str,
-            "the file, :memory: or postgresql://... that keeps placements; default: in your state folder",
+            "a file, :memory: or postgresql://...; default: a file in your state folder",
         ),
-        "keep": (int, "how many placements; the oldest go first; default: 10000"),
+        "keep": (int, "the number of placements to keep; the oldest go first; default: 10000"),
         "cache_bytes": (
             int,
-            "what answers that are kept in memory, too, may take; default: 32 MiB",
+            "memory for answers; default: 32 MiB",
         ),
         "lease_s": (
             float,
-            "a replica without a sign of life for so long loses its jobs to others; default: 10",
+            "after this time without a sign of life, a replica loses its jobs; default: 10",
         ),
     },
     "What it takes": {
         "max_body_bytes": (int, "the largest request body; default: 16 MiB"),
         "max_bodies_bytes": (
             int,
-            "what all bodies that are read at a time may take together; default: 128 MiB",
+            "memory for all request bodies together; default: 128 MiB",
         ),
         "body_timeout_s": (float, "how long a client may take to send its body; default: 60"),
-        "queue": (int, "solves that may wait for a worker; one more is 429; default: 32"),
+        "queue": (int, "solves that may wait for a worker; the next one gets 429; default: 32"),
     },
     "How it solves": {
         "workers": (int, "solves that run at the same time; default: half of the cores"),
@@ -58,14 +61,14 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
         ),
         "max_solver_workers": (
             int,
-            "the most cores that a request may ask for; default: all, or 8 where there are fewer",
+            "the most cores that a request may ask for; default: all, at least 8",
         ),
-        "worker_memory_bytes": (int, "what a worker may take; 0 for no limit; default: 4 GiB"),
-        "default_wait_s": (float, "how long a POST waits before it is 202; default: 10"),
+        "worker_memory_bytes": (int, "memory of a worker; 0 for no limit; default: 4 GiB"),
+        "default_wait_s": (float, "how long a POST waits before the answer is 202; default: 10"),
         "overrun_s": (float, "how far a solve may overrun its own time limit; default: 10"),
         "stop_grace_s": (
             float,
-            "how long a stopped solve may take to hand over its best; default: 2",
+            "how long a stopped solve may take to return its best; default: 2",
         ),
     },
     "What it measures": {
@@ -76,10 +79,10 @@ SETTINGS: dict[str, dict[str, tuple[type, str]]] = {
         "profile_timeout_s": (float, "how long measuring a client's graph may take; default: 600"),
         "profile_memory_bytes": (
             int,
-            "what that may take of this machine's memory; 0 for no limit; default: half of it",
+            "memory for measuring a graph; 0 for no limit; default: half of the machine's",
         ),
         "node_name": (str, "this machine's name, where it registers; default: its host name"),
-        "register_url": (str, "another service that is told this node's devices"),
+        "register_url": (str, "another service that receives this node's devices"),
     },
     "What it logs": {
         "log_level": (str, "critical, error, warning, info or debug; default: info"),

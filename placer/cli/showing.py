@@ -1,4 +1,4 @@
-"""``placer show`` and ``placer compare``: what files hold, for people."""
+"""``placer show`` and ``placer compare``: tables and pictures of files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Html = Annotated[
     typer.Option(
         metavar="FILE",
         callback=in_a_folder,
-        help="write a report with pictures, all in one file, too",
+        help="also write a report with pictures, all in one file",
     ),
 ]
 Shown = Profile | Placement | Refinement | Cluster | Measurement
@@ -41,24 +41,24 @@ def show(
     html: Html = None,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=in_a_folder, help="write the picture alone, too"),
+        typer.Option(metavar="FILE", callback=in_a_folder, help="also write the picture alone"),
     ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="with --html of a placement, to show its layers in their devices' colours",
+            help="with --html of a placement: show its layers in the colours of their devices",
         ),
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Show a profile or a placement: tables, and pictures of time and memory by layer and device."""
+    """Show a file as tables, and as pictures of time and memory by layer and device."""
     subject = load(file)
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
     if profile is not None and html is None:
         raise InputError(
-            f"--profile {profile} colours the layers of a report; say where that goes with --html FILE"
+            f"--profile {profile} colours the layers of a report; name the report with --html FILE"
         )
     if html is not None:
         write_text(
@@ -79,7 +79,7 @@ def compare(
     html: Html = None,
     json: AsJson = False,
 ) -> None:
-    """Hold two profiles or two placements against each other: time, memory, and what moved."""
+    """Compare two profiles or two placements: time, memory, and the layers that moved."""
     found = compare_both(*(_without_request(load(file)) for file in (first, second)))
     if html is not None:
         write_text(html, comparison_report(found))
@@ -94,11 +94,9 @@ def _without_request(subject: object) -> object:
 
 
 def _placed(subject: Shown, file: str) -> Profile | Placement | Cluster:
-    """What there are pictures of: of a refinement its best placement."""
+    """Return the part that can be drawn; of a refinement, its best placement."""
     if isinstance(subject, Measurement):
-        raise InputError(
-            f"{file} holds a measurement; what is drawn of one is the trace of placer measure --trace"
-        )
+        raise InputError(f"{file} holds a measurement; placer measure --trace draws a measurement")
     return subject.placement if isinstance(subject, Refinement) else subject
 
 

@@ -1,6 +1,4 @@
-"""The streams of a command, and what it says on stderr beside its answer: spinners, errors, which
-extra is missing.
-"""
+"""The streams of a command, and its messages on stderr: spinners, errors, missing extras."""
 
 from __future__ import annotations
 
@@ -21,22 +19,24 @@ err = Console(stderr=True)
 
 
 class _Closed(io.StringIO):
-    """In place of a stream that was closed before the program began."""
+    """A stand-in for a stream that was closed before the program began."""
 
     def read(self, size: int | None = -1, /) -> str:
-        """Refuse to."""
+        """Refuse to read."""
         raise errors.InputError("stdin is closed; name a file instead of -")
 
     def write(self, text: str, /) -> int:
-        """Refuse to."""
+        """Refuse to write."""
         raise errors.InputError(
             "stdout is closed; open it, or have the answer written to a file with -o"
         )
 
 
 def settle_streams() -> None:
-    """Files and pipes are UTF-8, as JSON is, whatever the locale; a terminal shows what it can of
-    other characters.
+    """Set the encodings of the streams.
+
+    Files and pipes are UTF-8 in every locale, as JSON is. A terminal keeps its own encoding, and
+    shows a replacement for characters that it does not have.
     """
     sys.stdin, sys.stdout = sys.stdin or _Closed(), sys.stdout or _Closed()
     sys.stderr = sys.stderr or io.StringIO()
@@ -46,7 +46,7 @@ def settle_streams() -> None:
 
 
 def spinner(text: str) -> Any:
-    """A spinner while something runs, where stderr is a terminal."""
+    """Show a spinner while something runs, if stderr is a terminal."""
     return err.status(text) if sys.stderr.isatty() else nullcontext()
 
 
@@ -60,7 +60,7 @@ class _ToPeople(logging.Handler):
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Tell what profiling warns of, and on a terminal also what it took from the cache."""
+    """Show the warnings of profiling, and on a terminal also its use of the cache."""
     log, handler = logging.getLogger("placer.profiler"), _ToPeople()
     before = log.level
     log.addHandler(handler)
@@ -74,8 +74,6 @@ def told() -> Iterator[None]:
 
 @contextmanager
 def users_code() -> Iterator[None]:
-    """What a user's code prints while it runs goes to stderr: stdout has the answer, which may be
-    read as JSON.
-    """
+    """Send the output of the user's code to stderr: stdout has the answer, maybe as JSON."""
     with redirect_stdout(sys.stderr):
         yield

@@ -197,7 +197,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         (["placer.zoo.toy:__name__", "-i", "2x3"], "is a str; name a callable"),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2xten"],
-            "'2xten' is no input; write SHAPE or SHAPE:dtype",
+            "'2xten' is not an input; write SHAPE or SHAPE:dtype",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10:bf16"],
@@ -205,16 +205,16 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         ),
         (
             ["./zoo/toy.py:ToyModel", "-i", "2x10"],
-            "is a path; write the module as it is imported from here: zoo.toy:",
+            "is a path; write the module's name, as in an import from here: zoo.toy:",
         ),
         (["placer.zoo.toy:ToyModel", "-i", "2x10:float8_e5m2"], "torch draws no float8_e5m2"),
         (
             ["placer.zoo.toy:ToyModel", "-i", "1000000000x1000000"],
-            "takes 3.6 PiB, which is not here; give a smaller",
+            "needs 3.6 PiB, more than is available; give a smaller",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", f"{'9' * 20}x10"],
-            "which is not here; give a smaller micro-batch",
+            "more than is available; give a smaller micro-batch",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--devices", "cpu:300"],
@@ -230,7 +230,7 @@ def test_words_that_suggest_cannot_use_are_told_before_minutes_of_measuring(
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--arg", "features"],
-            "'features' is no argument; write KEY=VALUE",
+            "'features' is not an argument; write KEY=VALUE",
         ),
         (
             ["placer.zoo.toy:ToyModel", "-i", "2x10", "--memory", "cuda:7=1GiB"],

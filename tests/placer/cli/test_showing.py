@@ -134,7 +134,7 @@ def test_a_measurement_is_shown_again(run: Run, tmp_path: Path) -> None:
 
 def test_a_profile_that_nothing_is_made_of_is_refused(run: Run, chain_file: Path) -> None:
     answer = run("show", "-", "--profile", chain_file, stdin=run("solve", chain_file).out)
-    assert answer.code == 2 and "say where that goes with --html FILE" in answer.err
+    assert answer.code == 2 and "name the report with --html FILE" in answer.err
 
 
 def test_placements_are_compared_by_the_names_of_their_files_in_the_units_of_their_objective(
