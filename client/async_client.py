@@ -1,4 +1,4 @@
-"""``Client`` for asyncio: the same exchanges, carried out without blocking the loop."""
+"""Client for asyncio."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
+    """Client of one service for asyncio, with the methods of ``Client``.
+
+    Close it with ``aclose``, or use it in an ``async with`` statement.
 
     Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-            None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too
-            busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
-            None.
-        transport: carries the HTTP requests, for tests; the network if None.
+        server: The service's URL, such as ``http://host:8080``; ``PLACER_URL`` from the environment
+            if None.
+        timeout: Seconds that connecting, sending or receiving may take.
+        retries: Number of repetitions of a request that failed on the way, or for which the service
+            was too busy.
+        key: Bearer key, if the service requires one; ``PLACER_KEY`` from the environment if None.
+        transport: Transport of the HTTP requests, for tests; the network if None.
 
     Raises:
-        InputError: no server is given, it is no URL, or the key cannot be sent.
+        InputError: No server is given, its URL is invalid, or the key cannot be sent.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class AsyncClient:
         )
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """See ``Client.place``; a cancelled task stops the solve on the service as Ctrl-C does."""
+        """See ``Client.place``; cancelling the task stops the solve, as Ctrl-C does there."""
         return await self._carry_out(self._dialogue.place(request, wait))
 
     async def place_many(

@@ -1,4 +1,4 @@
-"""How a client connects: to which URL, with what headers and timeouts."""
+"""Connection settings of a client: URL, headers and timeouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HEADERS = {
 
 
 def headers_of(key: str | None) -> dict[str, str]:
-    """What every request carries.
+    """Return the headers of every request.
 
     Raises:
-        InputError: the key cannot be sent.
+        InputError: The key cannot be sent.
     """
     given = os.environ.get("PLACER_KEY", "") if key is None else key
     if not given:
@@ -42,10 +42,10 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def url_of(server: str | None) -> str:
-    """The service's URL, without a slash at its end.
+    """Return the service's URL without a trailing slash.
 
     Raises:
-        InputError: none is given, or it is none.
+        InputError: No URL is given, or it is invalid.
     """
     given = server or os.environ.get("PLACER_URL", "")
     if not given:
@@ -68,10 +68,10 @@ def url_of(server: str | None) -> str:
 
 
 def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
-    """Refuse to send by connections that are closed.
+    """Raise if the client is closed.
 
     Raises:
-        InputError: they are.
+        InputError: The client is closed.
     """
     if http.is_closed:
         raise InputError(
@@ -80,5 +80,5 @@ def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
 
 
 def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:
-    """What the service waits on purpose counts on top."""
+    """Return the timeouts of a call; the time that the service waits on purpose is added."""
     return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

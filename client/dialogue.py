@@ -1,4 +1,4 @@
-"""The exchanges with a service: what is asked, in what order, until an answer is there."""
+"""Operations of a service as exchanges: which requests an operation sends, in which order."""
 
 from __future__ import annotations
 
@@ -43,24 +43,25 @@ from .exchange import NOTHING_SENT, RETRIED, Call, Exchange, Pause, Sender
 LONGEST_POLL_S = 20.0
 MEASURING_S = 300.0
 
+# Largest total size of a batch's questions in bytes, with shared fields counted for each. A service
+# accepts 16 MiB by default. It checks about 7 MB of expanded questions per second, which must take
+# less than the client's timeout.
 BATCH_BYTES = 15 * 2**20
-"""Of the questions of a batch, what they share counted for each: a service takes 16 MiB unless it
-is told otherwise, and checks some 7 MB a second of what it has written out, which must be done well
-within the client's timeout."""
 
 Map = Mapping[str, str]
+
+# Fields of a question, with the value of each as JSON.
 _Fields = dict[str, str]
-"""A question's fields, the value of each as JSON."""
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
 
 class Health(BaseModel, frozen=True):
-    """What a service says of itself.
+    """State of a service.
 
     Attributes:
         status: ``ok``.
-        version: of its Placer.
+        version: Its version of Placer.
     """
 
     status: str
@@ -69,20 +70,21 @@ class Health(BaseModel, frozen=True):
 
 @dataclass
 class Dialogue(Sender):
-    """The exchanges with one service.
+    """Operations of one service.
 
-    Nearly every call may be repeated: a placement is asked for by its content, so asking twice is
-    asking once.
+    Nearly every call is repeatable: a placement is requested by its content, so a repeated request
+    has
+    the same effect as a single one.
     """
 
     def place(self, request: PlacementRequest, wait: float | None) -> Exchange[Placement]:
-        """Ask, and ask again until the answer is there; the service stops the solve when this is
-        broken off.
+        """Request a placement until it is there; the service stops the solve if the client leaves.
 
-        The service cannot tell a client that was stopped from one whose connection broke. So after
-        a broken connection the question is asked again, and this time the solve goes on whatever
-        happens to the connection: else a solve that is longer than some proxy's patience would
-        never end.
+        The service cannot distinguish a client that was stopped from a broken connection. After a
+        broken
+        connection the question is therefore sent again, without the option to stop. Otherwise a
+        proxy with
+        a timeout shorter than the solve would stop it again and again.
         """
         deadline = _Deadline(wait)
         body = _body(request)
@@ -97,7 +99,7 @@ class Dialogue(Sender):
         return (yield from self._await_placement(reply, deadline, stopping))
 
     def submit(self, request: PlacementRequest) -> Exchange[Placement | Progress]:
-        """Ask, and take what is there at once."""
+        """Request a placement, and return at once."""
         reply = yield from self.send(Call("POST", "/v1/placements?wait=0", _body(request)))
         return (
             self.read(Progress, reply) if reply.status_code == 202 else self.read(Placement, reply)
@@ -106,8 +108,9 @@ class Dialogue(Sender):
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None
     ) -> Exchange[list[Placement | PlacerError]]:
-        """Ask in batches; one that this service does not take is asked in halves, for its limits
-        are not known here.
+        """Request placements in batches, and halve a batch that the service rejects.
+
+        The service's limits are unknown here.
         """
         if isinstance(requests, PlacementRequest):
             raise InputError(
@@ -140,9 +143,7 @@ class Dialogue(Sender):
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
     ) -> Exchange[None]:
-        """Ask a batch; what the queue had no room for is asked again, what goes on is waited for
-        one by one.
-        """
+        """Send a batch, repeat questions that the queue rejected, and wait for running solves."""
         idle = 0
         while numbers:
             content = _batch_body([questions[number] for number in numbers])
@@ -176,16 +177,17 @@ class Dialogue(Sender):
             return error
 
     def placement(self, key: str, wait: float | None) -> Exchange[Placement]:
-        """Ask for a placement that was asked for before."""
+        """Request a placement that was requested before."""
         deadline = _Deadline(wait)
         reply = yield from self.send(_waiting("GET", _path(key), deadline))
         return (yield from self._await_placement(reply, deadline))
 
     def stop(self, key: str) -> Exchange[Placement]:
-        """End a solve with the best so far.
+        """End a solve with its best placement so far.
 
-        Where the answer was lost it is looked for, not stopped again: another client may have asked
-        anew meanwhile.
+        After a lost answer the placement is looked up instead of stopped again: another client may
+        have
+        requested it in the meantime.
         """
         call = Call("DELETE", _path(key), wait_s=LONGEST_POLL_S, repeatable=False)
         for attempt in range(self.retries + 1):
@@ -202,7 +204,7 @@ class Dialogue(Sender):
     def evaluate(
         self, where: Map, request: PlacementRequest | None, key: str | None
     ) -> Exchange[Evaluation]:
-        """Have a map judged."""
+        """Evaluate a map."""
         if (request is None) == (key is None):
             raise InputError(
                 "a map is judged by one question: give its request, or the id of a placement"
@@ -216,7 +218,7 @@ class Dialogue(Sender):
     def compare(
         self, maps: Mapping[str, Map], ids: Sequence[str], request: PlacementRequest | None
     ) -> Exchange[Comparison]:
-        """Have maps held against each other."""
+        """Compare maps."""
         if not isinstance(maps, Mapping):
             given = type(maps).__name__
             raise InputError(f"maps is a {given}; give maps by name, and placements as ids=[...]")
@@ -227,33 +229,31 @@ class Dialogue(Sender):
         return (yield from self._ask(Comparison, f"/v1/placements:compare{query}", content))
 
     def page(self, filters: Mapping[str, str | int | None]) -> Exchange[PlacementPage]:
-        """Ask for some past placements."""
+        """Request a page of past placements."""
         given = {name: value for name, value in filters.items() if value not in (None, "")}
         return (yield from self._get(PlacementPage, f"/v1/placements?{urlencode(given)}"))
 
     def request(self, key: str) -> Exchange[PlacementRequest]:
-        """Ask for a placement's question."""
+        """Request the question of a placement."""
         return (yield from self._get(PlacementRequest, f"{_path(key)}/request"))
 
     def timeline(self, key: str) -> Exchange[Timeline]:
-        """Ask for a placement's timeline."""
+        """Request the timeline of a placement."""
         return (yield from self._get(Timeline, f"{_path(key)}/timeline"))
 
     def text(self, key: str, what: str) -> Exchange[str]:
-        """Ask for what the service makes of a placement: ``trace`` or ``report``."""
+        """Request a presentation of a placement: ``trace`` or ``report``."""
         reply = yield from self.send(Call("GET", f"{_path(key)}/{what}"))
         return str(reply.text)
 
     def stored_profile(self, key: str) -> Exchange[Profile]:
-        """Ask for a profile that the service has."""
+        """Request a profile that the service has."""
         return (yield from self._get(Profile, f"/v1/profiles/{_quoted(key)}"))
 
     def cluster(
         self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float
     ) -> Exchange[Cluster]:
-        """Ask for the service's own devices, which takes a while the first time, or for those of
-        nodes.
-        """
+        """Request the service's devices, which it measures the first time, or the devices of nodes."""
         if isinstance(nodes, str):
             raise InputError(f"nodes is {nodes!r}; give a list of names, [{nodes!r}]")
         network = {
@@ -267,18 +267,18 @@ class Dialogue(Sender):
         return self.read(Cluster, reply)
 
     def measure_cluster(self) -> Exchange[Cluster]:
-        """Have them measured anew; each time that this is asked takes the devices for a while."""
+        """Measure the service's devices again; each call occupies them for a while."""
         reply = yield from self.send(
             Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False)
         )
         return self.read(Cluster, reply)
 
     def nodes(self) -> Exchange[tuple[Node, ...]]:
-        """Ask which nodes registered."""
+        """Request the registered nodes."""
         return (yield from self._get(NodeList, "/v1/nodes")).nodes
 
     def register_node(self, name: str, cluster: Cluster) -> Exchange[Node]:
-        """Register a node, or its devices anew."""
+        """Register or update a node."""
         if not isinstance(cluster, Cluster):
             raise InputError(
                 f"cluster is {kind_of(cluster)}; give a Cluster, such as that node's client.cluster()"
@@ -287,11 +287,11 @@ class Dialogue(Sender):
         return self.read(Node, reply)
 
     def forget_node(self, name: str) -> Exchange[None]:
-        """Forget a node; asked twice, the second answer would be that there is none."""
+        """Delete a node; a repeated call would fail because the node is gone."""
         yield from self.send(Call("DELETE", _node(name), repeatable=False))
 
     def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
-        """Have a graph measured, and ask again until its profile is there."""
+        """Measure a graph, and request its profile until it is there."""
         if not isinstance(request, ProfileRequest):
             raise InputError(
                 f"the request is {kind_of(request)}; give a ProfileRequest, as suggest(profile_on_server=True) makes, "
@@ -316,12 +316,12 @@ class Dialogue(Sender):
             except ServerError as error:
                 if error.status != 404:
                     raise
-                # the service was killed meanwhile, and knows of it no more
+                # The service was killed in the meantime, and has lost the measurement.
                 reply = yield from self.send(post())
         return self.read(Profile, reply)
 
     def health(self) -> Exchange[Health]:
-        """Ask whether the service lives."""
+        """Request the service's health."""
         return (yield from self._get(Health, "/healthz"))
 
     def _get(self, kind: type[Wire], path: str) -> Exchange[Wire]:
@@ -340,9 +340,7 @@ class Dialogue(Sender):
         deadline: _Deadline,
         changed: Callable[[Call], Call] = lambda call: call,
     ) -> Exchange[Placement]:
-        """Ask for the placement of a reply until it is there; each call is changed before it is
-        sent.
-        """
+        """Request the placement of a 202 until it is there; ``changed`` adapts each call."""
         while reply.status_code == 202:
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
@@ -358,7 +356,7 @@ class _Measuring(BaseModel):
 
 
 class _Deadline:
-    """When to give up waiting; never, without a time to wait."""
+    """Time at which to stop waiting; infinite without a limit."""
 
     def __init__(self, wait_s: float | None) -> None:
         self.wait_s = wait_s if wait_s is not None else float("inf")
@@ -425,8 +423,9 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
 
 
 def _content(request: PlacementRequest) -> dict[str, Any]:
-    """The request without what is default, but with its versions, so that a reader of another
-    version can tell.
+    """Return the request without defaults, but with its schema versions.
+
+    A reader of another version needs them.
     """
     if not isinstance(request, PlacementRequest):
         raise InputError(
@@ -447,7 +446,7 @@ def _fields(request: PlacementRequest) -> _Fields:
 
 
 def _batches(questions: Sequence[_Fields]) -> list[list[int]]:
-    """The numbers of those that are asked together."""
+    """Return the indices of the questions that are sent together."""
     batches: list[list[int]] = []
     left_bytes = 0
     for number, question in enumerate(questions):
@@ -461,7 +460,7 @@ def _batches(questions: Sequence[_Fields]) -> list[list[int]]:
 
 
 def _batch_body(questions: Sequence[_Fields]) -> bytes:
-    """What all have in common is said once."""
+    """Return the body of a batch, with common fields in ``shared``."""
     first, rest = questions[0], questions[1:]
     shared = {
         name: text for name, text in first.items() if all(one.get(name) == text for one in rest)

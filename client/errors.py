@@ -1,4 +1,4 @@
-"""What a reply of the service means to the caller: its error as one of ``placer.errors``."""
+"""Errors of ``placer.errors`` for the service's replies and for failed connections."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ MAX_TEXT = 1000
 
 
 def from_reply(reply: httpx.Response) -> PlacerError:
-    """The error that a reply of 400 or more tells: InputError where the request is at fault, else
-    ServerError.
-    """
+    """Return the error of a reply: InputError if the request is at fault, else ServerError."""
     text = _detail(reply)
     if reply.status_code in FAULTS_OF_THE_REQUEST:
         return InputError(text)
@@ -39,9 +37,7 @@ def from_reply(reply: httpx.Response) -> PlacerError:
 
 
 def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerError:
-    """The error that a problem tells which came inside an answer: one of a batch, or at the end of
-    a stream.
-    """
+    """Return the error of a problem inside an answer: of a batch, or at the end of a stream."""
     text = str(problem.get("detail", "it does not say why"))[:MAX_TEXT]
     if status in FAULTS_OF_THE_REQUEST:
         return InputError(text)
@@ -51,13 +47,14 @@ def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerErr
 def from_transport(
     error: httpx.RequestError, url: str, attempts: int, *, done: bool = False
 ) -> ServerError:
-    """The error of a request that got no reply.
+    """Return the error of a request that got no reply.
 
     Args:
-        error: of the last attempt.
-        url: of the service.
-        attempts: how many there were.
-        done: whether the service may have done what was asked, although it must not be asked twice.
+        error: Error of the last attempt.
+        url: The service's URL.
+        attempts: Number of attempts.
+        done: Whether the service may have acted although no response arrived, and the request must
+            not be repeated.
     """
     reason = str(error) or type(error).__name__
     tried = f" (tried {attempts} times)" if attempts > 1 else ""

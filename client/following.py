@@ -1,6 +1,4 @@
-"""A solve as it goes, read from the service's event stream, which is taken up again where it breaks
-off.
-"""
+"""Progress of a solve from the service's event stream, which is resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -19,20 +17,20 @@ from placer.schema import Placement, Progress
 from . import errors
 from .exchange import NOTHING_SENT, RETRIED, Sender, backoff_s, retry_after_s
 
+# Seconds without data after which the connection is lost; the service sends every 10 s.
 SILENCE_S = 25.0
-"""The service sends something every 10 s; after so long without, the connection is gone."""
 
 
 class Following:
-    """What a stream brings, piece by piece, and what to do when it ends.
+    """Parser of an event stream, and what to do when it ends.
 
     Args:
-        sender: of the service.
-        key: the placement's id.
+        sender: Sender of the service.
+        key: Id of the placement.
 
     Attributes:
-        path: of the stream.
-        ended: whether the placement came.
+        path: Path of the stream.
+        ended: Whether the placement arrived.
     """
 
     def __init__(self, sender: Sender, key: str) -> None:
@@ -44,18 +42,18 @@ class Following:
         self._begin()
 
     def _begin(self) -> None:
-        """What a stream that broke off has left half is told again by the next one."""
+        """Discard an incomplete event; the next stream sends it again."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # \r\n, \n and \r alone end a line of events
+        # The event-stream format allows \r\n, \n and \r as line ends.
         self._text = io.IncrementalNewlineDecoder(utf8, translate=True)
         self._half: list[str] = []
         self._fields: dict[str, str] = {}
 
     def read(self, piece: bytes) -> Iterator[Progress | Placement]:
-        """What a piece of the stream tells, with what came before it.
+        """Yield the events that a piece of the stream completes.
 
         Raises:
-            PlacerError: the solve failed.
+            PlacerError: The solve failed.
         """
         *ends, rest = self._text.decode(piece).split("\n")
         for end in ends:
@@ -66,7 +64,7 @@ class Following:
         self._half.append(rest)
 
     def _line(self, text: str) -> Progress | Placement | None:
-        """What a line tells; None if it takes another."""
+        """Return the event that a line completes, or None."""
         name, _, value = text.partition(": ")
         if text:
             self._fields[name] = value
@@ -75,7 +73,7 @@ class Following:
         return self._event(fields.get("event", ""), fields.get("data", ""))
 
     def _event(self, kind: str, data: str) -> Progress | Placement | None:
-        """An event that is whole: its empty line has come."""
+        """Return the content of a complete event, or None."""
         if kind == "done":
             self.ended = True
             return self._sender.parse(Placement, data)
@@ -96,21 +94,22 @@ class Following:
             )
 
     def refused(self, reply: httpx.Response) -> float:
-        """How long to pause before the stream is asked for again, in seconds.
+        """Return the pause in seconds before the stream is requested again.
 
         Raises:
-            PlacerError: asking again does not help.
+            PlacerError: A repetition does not help.
         """
         if reply.status_code not in RETRIED or self._failures >= self._sender.retries:
             raise errors.from_reply(reply)
         return max(retry_after_s(reply), self._pause_s())
 
     def lost(self, error: httpx.RequestError | None) -> float:
-        """The same where the stream broke off, or ended without an answer because the service
-        stops.
+        """Return the pause in seconds after an interrupted stream.
+
+        ``error`` is None if the stream ended without an answer, because the service stops.
 
         Raises:
-            ServerError: it broke off too often in a row.
+            ServerError: The stream was interrupted too often in succession.
         """
         away = self._told and isinstance(error, NOTHING_SENT)
         if self._failures < self._sender.most_retries(away) and not isinstance(

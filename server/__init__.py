@@ -1,11 +1,9 @@
-"""The REST service: placements solved in processes of their own, answered from a store when asked
-again.
+"""REST service that solves placements in worker processes and stores the answers.
 
-    request ──▶ web ──▶ api ──▶ jobs ──▶ workers (one process a solve) ──▶ store
-                         ├────▶ judge (a user's own map) ──▶ workers
-                         └────▶ node (its devices, and graphs to be measured on them) ──▶ workers
+    request ──▶ web ──▶ api ──▶ jobs ──▶ workers (one process per solve) ──▶ store
+                         ├────▶ judge (maps that users made) ──▶ workers
+                         └────▶ node (this machine's devices; graphs to measure) ──▶ workers
 
-``app`` puts it together, ``serving`` runs it under uvicorn, ``settings`` and ``keys`` are what an
-operator gives; ``observe`` is what an operator sees, ``alive`` what a health check runs, and
-``openapi`` what a client's programmer reads. Every error is a ``problem``.
+``app`` assembles the application, and ``serving`` runs it under uvicorn. Operators configure it
+with ``settings`` and ``keys``, and watch it through ``observe``. Every error is a ``problem``.
 """

@@ -1,11 +1,9 @@
-"""Whether the service of this container lives: ``python -m placer_server.alive``, the health check
-of the image.
+"""Health check of a container: ``python -m placer_server.alive``.
 
-A health check is given the environment of the container, but not the options of its command, such
-as ``--port``. So a service writes down where it listens, in a file for temporary files, and the
-check asks there.
+A health check sees the environment of the container, but not the options of its command, such as
+``--port``. The service therefore writes its address to a temporary file, and the check reads it.
 
-The check imports nothing of the service, since it is run every few seconds; and asks no proxy.
+The check runs every few seconds, so it imports nothing of the service. It uses no proxy.
 """
 
 from __future__ import annotations
@@ -23,17 +21,18 @@ from typing import Any, NamedTuple
 
 TIMEOUT_S = 4.0
 HOST, PORT = "127.0.0.1", 8080
+
+# Wildcard listen addresses, mapped to a loopback address that a client can connect to.
 EVERYWHERE = {"0.0.0.0": HOST, "::": "::1"}
-"""Addresses to listen on that nobody can ask, and an address of this machine in their place."""
 
 
 class Address(NamedTuple):
-    """Where a service listens.
+    """Address on which a service listens.
 
     Attributes:
-        host: the address or name.
-        port: the port.
-        tls: whether it speaks TLS.
+        host: Address or name.
+        port: Port.
+        tls: Whether the service speaks TLS.
     """
 
     host: str
@@ -42,12 +41,13 @@ class Address(NamedTuple):
 
 
 def is_alive(environment: Mapping[str, str]) -> bool:
-    """Whether ``/healthz`` answers where the service listens; by TLS where that is on, whoever
-    signed the certificate.
+    """Return whether ``/healthz`` answers.
+
+    TLS certificates are not verified: the check connects to its own machine.
 
     Args:
-        environment: the service's. It is asked where it wrote down that it listens; if it could
-            not, at PLACER_HOST and PLACER_PORT.
+        environment: Environment of the service. The check asks the address that a service started
+            in this environment wrote down, or else PLACER_HOST and PLACER_PORT.
     """
     host, port, tls = _written_down(environment) or Address(
         environment.get("PLACER_HOST") or HOST,
@@ -73,17 +73,18 @@ def is_alive(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def written_down(address: Address, environment: Mapping[str, str]) -> Iterator[None]:
-    """Let health checks find a service for as long as the context is open.
+    """Write down the service's address for health checks while the context is open.
 
     Args:
-        address: where it listens.
-        environment: in which it was started.
+        address: Address on which the service listens.
+        environment: Environment in which the service was started.
 
     Raises:
-        OSError: there is no room for a file.
+        OSError: The file cannot be written.
     """
     for file, record in _records():
-        if not _runs(record["pid"]):  # it was killed
+        # A service that was killed could not delete its record.
+        if not _runs(record["pid"]):
             with suppress(OSError):
                 file.unlink()
     file = Path(f"{_prefix()}{os.getpid()}.json")
@@ -102,9 +103,7 @@ def written_down(address: Address, environment: Mapping[str, str]) -> Iterator[N
 
 
 def _written_down(environment: Mapping[str, str]) -> Address | None:
-    """Where the newest of the services listens that were started in such an environment; None if
-    none wrote it down.
-    """
+    """Return the address of the newest service that was started in this environment, or None."""
     found = [
         (file.stat().st_mtime, Address(*record["address"]))
         for file, record in _records()
@@ -114,7 +113,7 @@ def _written_down(environment: Mapping[str, str]) -> Address | None:
 
 
 def _records() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """What services of this user wrote down; nobody else's files are believed."""
+    """Yield the records that services of this user wrote; files of other users are not trusted."""
     prefix = Path(_prefix())
     for file in prefix.parent.glob(f"{prefix.name}*.json"):
         with suppress(OSError, ValueError):
@@ -131,9 +130,7 @@ def _user() -> int:
 
 
 def _marks(environment: Mapping[str, str]) -> list[str]:
-    """Return what tells the services of one user apart: the environments in which they were
-    started.
-    """
+    """Return the variables that distinguish the services of one user."""
     return [environment.get("PLACER_HOST", ""), environment.get("PLACER_PORT", "")]
 
 

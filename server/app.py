@@ -1,4 +1,4 @@
-"""Makes the application, and runs it."""
+"""The ASGI application: assembly, lifespan and startup checks."""
 
 from __future__ import annotations
 
@@ -46,27 +46,28 @@ with extra("server"):
 log = logging.getLogger("placer_server")
 
 WARM_UP_S = 60.0
+
+# Memory for a solve of about fifty layers, in addition to the worker's base use.
 SMALL_SOLVE_BYTES = 64 * 2**20
-"""What a solve of some fifty layers takes beside what its worker does."""
 
 MOST_STREAMS = 512
+
+# Threads for blocking calls: PostgreSQL statements, and measurements that take minutes. asyncio's
+# default executor has few threads on machines with few cores.
 THREADS = 32
-"""For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there
-are few cores."""
 
 
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
-    """The service as an ASGI application.
+    """Return the service as an ASGI application.
 
     Args:
-        settings: how it behaves; from the environment if None.
-        solver: what solves a request, ``solver(request, *, progress=None, stop=None) ->
-            Placement``; it is called in a process of its own, so it must be importable by name from
-            there.
+        settings: Settings of the service; read from the environment if None.
+        solver: Function ``solver(request, *, progress=None, stop=None) -> Placement``. It runs in a
+            worker process, so it must be importable by name.
 
     Raises:
-        InputError: the solver is defined in the main script, where no other process can import it
-            from; or the service would be reached from elsewhere without keys.
+        InputError: The solver is defined in the main script, from which no other process can import
+            it; or the service would be reachable from other machines without keys.
     """
     if getattr(solver, "__module__", None) == "__main__":
         raise InputError(
@@ -79,7 +80,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        # the redirect would go to whatever host the client names
+        # A redirect would lead to the host that the client names, whatever it is.
         redirect_slashes=False,
     )
     app.state.settings = settings or Settings()
@@ -88,7 +89,7 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     include_routes(app)
     app.add_middleware(Heads)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
-    # the outermost: it sees what the guard refuses
+    # Added last, so it is the outermost middleware and counts requests that the guard rejects.
     app.add_middleware(Measured, metrics=app.state.metrics)
     handle_errors(app)
     describe(app)
@@ -96,15 +97,14 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
 
 
 def run(settings: Settings | None = None, *, solver: Solver = default_solver) -> None:
-    """Serve until SIGTERM or SIGINT; then every solve ends with its best, and those who wait get
-    it.
+    """Serve until SIGTERM or SIGINT, then end every solve with its best placement so far.
 
     Args:
-        settings: how it behaves; from the environment if None.
-        solver: see ``create_app``.
+        settings: Settings of the service; read from the environment if None.
+        solver: See ``create_app``.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     settings = settings or Settings()
     prepare()
@@ -115,17 +115,18 @@ def run(settings: Settings | None = None, *, solver: Solver = default_solver) ->
 def background(
     settings: Settings | None = None, *, solver: Solver = default_solver
 ) -> Iterator[str]:
-    """Serve in a thread of this process for as long as the context is open.
+    """Serve in a thread of this process while the context is open.
 
     Args:
-        settings: how it behaves, from the environment if None; port 0 takes a free one.
-        solver: see ``create_app``.
+        settings: Settings of the service; read from the environment if None. Port 0 takes a free
+            port.
+        solver: See ``create_app``.
 
     Yields:
         The service's URL.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     settings = settings or Settings()
     with serving.serve_in_thread(create_app(settings, solver=solver), settings) as url:
@@ -200,10 +201,9 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back, and a small solve
-    would.
+    """Run an idle worker; the service is ready once it has returned and a small solve would fit.
 
-    Readiness needs no key, so what the system says of a failure is in the log alone.
+    ``/readyz`` needs no key, so the system's error message goes to the log only.
     """
     worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
     try:
@@ -218,7 +218,7 @@ async def _warm_up(service: Service) -> None:
 
 
 def _too_little_memory(limit_bytes: int, taken_bytes: int) -> str:
-    """Why no worker could solve anything; empty if one could."""
+    """Return why no worker could solve anything, or an empty string."""
     needed_bytes = taken_bytes + SMALL_SOLVE_BYTES
     if not limit_bytes or limit_bytes >= needed_bytes:
         return ""

@@ -1,11 +1,11 @@
-"""Bearer keys: a file has their hashes, never themselves.
+"""Bearer keys, of which a file holds the hashes.
 
-    # name      scopes       SHA-256 of the key                     requests per second, if not PLACER_RATE_PER_S
+    # name      scopes       SHA-256 of the key                     requests per second
     ci          read,solve   9f86d081884c7d659a2feaa0c55ad015...    5
     dashboard   read         60303ae22b998861bce3b28f33eec1be...
 
-``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. Keys have 256 random bits,
-so a plain hash gives nothing away.
+``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. PLACER_RATE_PER_S is the
+rate of a line without one. A key has 256 random bits, so a plain hash reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from placer.errors import InputError
 
-# so that a key can be made where nothing is installed that a service needs
+# Only for type checking: keys can be made without the packages that a service needs.
 if TYPE_CHECKING:
     from .settings import Settings
 
+# Scopes: ``read`` for GET; ``solve`` for POST, PUT and DELETE; ``metrics`` for ``/metrics``.
 SCOPES = ("read", "solve", "metrics")
-"""``read``: everything that is GET; ``solve``: POST and DELETE; ``metrics``: ``/metrics``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -42,16 +42,16 @@ metrics is /metrics. Its line, which goes to FILE, holds the key's hash; the key
 number at the end of the line says how often a second the key may ask. The service reads FILE at its start:
 PLACER_KEYS_FILE=FILE placer serve"""
 
+# Length of a burst in seconds: an idle client may send the requests of this time at once.
 BURST_S = 2.0
-"""A client that was quiet may ask as much at once as in so many seconds."""
 
 
 @dataclass
 class Rate:
-    """A bucket of requests that fills as time goes by.
+    """Token bucket that limits the request rate of a key.
 
     Attributes:
-        per_s: how fast it fills.
+        per_s: Tokens that are added per second.
     """
 
     per_s: float
@@ -66,7 +66,11 @@ class Rate:
         return max(1.0, self.per_s * BURST_S)
 
     def take(self) -> int:
-        """Take one request; 0 if there was one, else the seconds after which there is."""
+        """Take one token.
+
+        Returns:
+            0 if a token was available, else the seconds until one is.
+        """
         now = time.monotonic()
         self._left = min(self._full, self._left + (now - self._at_s) * self.per_s)
         self._at_s = now
@@ -78,13 +82,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Key:
-    """One key that the service takes.
+    """One key that the service accepts.
 
     Attributes:
-        name: of whom it was given to; in logs, and whose turn it is in the queue.
-        scopes: what it is good for.
-        digest: its SHA-256.
-        rate: how much it may ask.
+        name: Name of the key's owner, shown in logs and used for fair queueing.
+        scopes: Scopes that the key grants.
+        digest: SHA-256 of the key.
+        rate: Rate limit.
     """
 
     name: str
@@ -94,11 +98,11 @@ class Key:
 
 
 class Keys:
-    """The keys of a service; none on a loopback address alone.
+    """Keys of a service; without a file of keys, only a loopback address is allowed.
 
     Raises:
-        InputError: the file cannot be used, or there is none and others than this machine can reach
-            the service.
+        InputError: The file cannot be used, or it is missing and other machines can reach the
+            service.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -113,7 +117,10 @@ class Keys:
         return bool(self._keys)
 
     def find(self, given: str) -> Key | None:
-        """The key that was given, or None; it takes as long whichever it is."""
+        """Return the matching key, or None.
+
+        Every key is compared in constant time, so the duration reveals nothing.
+        """
         digest = hash_of(given)
         found = None
         for key in self._keys:
@@ -123,12 +130,12 @@ class Keys:
 
 
 def hash_of(key: str) -> bytes:
-    """The SHA-256 of a key."""
+    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -136,10 +143,10 @@ def is_loopback(host: str) -> bool:
 
 
 def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
-    """A new key, and its line for the file.
+    """Return a new key and its line for the file.
 
     Raises:
-        InputError: the name or a scope cannot be used.
+        InputError: The name or a scope is invalid.
     """
     if not _NAME.fullmatch(name):
         raise InputError(
@@ -170,7 +177,10 @@ def _read(settings: Settings) -> list[Key]:
 
 
 def _parse(line: str, settings: Settings, where: str) -> Key:
-    """A message does not repeat the line: somebody may have put a key there instead of its hash."""
+    """Return the key of a line.
+
+    Error messages do not repeat the line: it may hold a key instead of its hash by mistake.
+    """
     name, scopes, digest, rate, *rest = [*line.split(), "", "", ""][: max(4, len(line.split()))]
     given = frozenset(scopes.split(","))
     if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest) or rest:
@@ -189,8 +199,9 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
 
 
 def main(arguments: list[str]) -> int:
-    """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit
-    code.
+    """Make a key, and return the exit code.
+
+    The line for the file goes to stdout, and the key itself to stderr.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)

@@ -1,6 +1,4 @@
-"""How much of what is bounded one client may hold; else one could take all of it, and the others
-none.
-"""
+"""Limits on how many of a bounded number of places one client may occupy."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from .problem import Problem
 
 
 class Shares:
-    """So many places, of which one client may have a share.
+    """Bounded places, of which one client may occupy a share.
 
     Args:
-        places: for all clients together.
-        share: of them, for one.
-        what: takes places: ``evaluations run or wait``.
-        retry_s: when one may be free again.
+        places: Number of places for all clients together.
+        share: Share of the places that one client may occupy, from 0 to 1.
+        what: What occupies places, for messages: ``evaluations run or wait``.
+        retry_s: Seconds until a place may be free again.
     """
 
     def __init__(self, places: int, share: float, what: str, retry_s: int) -> None:
@@ -30,10 +28,10 @@ class Shares:
         self._held: Counter[str] = Counter()
 
     def take(self, client: str) -> None:
-        """Take a place.
+        """Occupy a place.
 
         Raises:
-            Problem: there is none, or the client has its share.
+            Problem: No place is free, or the client occupies its share.
         """
         if self._held.total() >= self._places:
             self._refuse(f"{self._held.total()} {self._what}, which is all that this service takes")
@@ -44,14 +42,14 @@ class Shares:
         self._held[client] += 1
 
     def give_back(self, client: str) -> None:
-        """Give a place back."""
+        """Release a place."""
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
 
     @contextmanager
     def held(self, client: str) -> Iterator[None]:
-        """Hold a place while the context is open; raises as ``take`` does."""
+        """Occupy a place while the context is open; see ``take`` for the errors."""
         self.take(client)
         try:
             yield

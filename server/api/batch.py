@@ -1,4 +1,4 @@
-"""Many questions in one request: each is checked, queued and answered as if it had come alone."""
+"""Route for several questions in one request; each is treated as if it had come alone."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ router = APIRouter()
 
 @router.post("/v1/placements:batch", response_model=BatchAnswers)
 async def post_batch(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Ask for several placements; what differs between them is all that each has to say, the rest
-    is `shared`.
+    """Request several placements at once.
 
-    A fault of one, or a queue that is full for one, is its own answer and does not touch the
-    others. All are waited for together.
+    Each request has only the fields in which it differs; `shared` has the others. An invalid
+    request,
+    or one for which the queue is full, gets an answer of its own and does not affect the others.
+    The
+    response waits for all of them together.
     """
     async with service.intake.body(request) as body:
         bodies = await service.checker.split(body)
         del body
         client = client_of(request)
         asked = [await _ask(service, one, client) for one in bodies]
-        del bodies  # each job holds its own as long as it needs it
+        # Each job keeps its own body only as long as it needs it.
+        del bodies
     seconds = service.settings.default_wait_s if wait is None else wait
     jobs = {id(one): one for one in asked if isinstance(one, Job)}
     await asyncio.gather(*(job.wait(seconds) for job in jobs.values()))
@@ -42,7 +45,7 @@ async def post_batch(request: Request, service: Serving, wait: Wait = None) -> R
 
 
 async def _ask(service: Service, body: bytes, client: str) -> Job | Problem | tuple[str, bytes]:
-    """A question's job, its stored answer by id, or what is wrong with it."""
+    """Return the question's job, its stored answer with its id, or its problem."""
     try:
         question = await service.checker.check(body)
         if (answer := await complete_answer(service, question)) is not None:
@@ -61,7 +64,7 @@ async def _ask(service: Service, body: bytes, client: str) -> Job | Problem | tu
 
 
 async def _answered(asked: Job | Problem | tuple[str, bytes]) -> bytes:
-    """A BatchAnswer as JSON."""
+    """Return the BatchAnswer as JSON."""
     if isinstance(asked, Problem):
         return _failed(asked)
     if isinstance(asked, tuple):

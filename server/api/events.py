@@ -1,11 +1,12 @@
-"""A solve as it goes, as server-sent events.
+"""Route that streams the progress of a solve as server-sent events.
 
     event: progress     data: {"id", "status", "incumbent", "bound", "gap", "elapsed_s"}
     event: done         data: the Placement
     event: failed       data: the problem
-    event: handed-on    data: the progress; the service stops, and its next start goes on with the solve
+    event: handed-on    data: the progress; the service stops, and its next start continues the
+        solve
 
-The last three end the stream.
+Each of the last three ends the stream.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from .service import OnDisconnect, Service, Serving, checked_id, client_of
 router = APIRouter()
 
 EVENTS = "text/event-stream"
+
+# Schema of an event in the OpenAPI document.
 EVENT = {
     "type": "object",
     "required": ["event", "data"],
     "properties": {"event": {"enum": ["progress", "done", "failed", "handed-on"]}, "data": {}},
 }
-"""What the OpenAPI document says of each."""
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-SHORTEST_S = 0.05
-"""Between two events; a solver that finds much is told of in its latest."""
 
+# Shortest time between two events in seconds; the latest state is sent.
+SHORTEST_S = 0.05
+
+# Interval in seconds after which a comment is sent if nothing changed. It reveals clients that
+# disconnected, and keeps proxies from closing the connection.
 BEAT_S = 10.0
-"""So often something is sent, so that a client which went away is noticed and proxies keep the
-connection."""
 
 
 @router.get(
@@ -52,7 +55,12 @@ connection."""
 async def get_events(
     request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep"
 ) -> Response:
-    """Incumbent, bound and time of a solve as they change, and its end, as server-sent events."""
+    """Stream the progress of a solve, and its end, as server-sent events.
+
+    A `progress` event holds the best objective value, the proven bound and the elapsed time in
+    seconds.
+    The stream ends with `done`, `failed` or `handed-on`.
+    """
     key = checked_id(id)
     job = await service.jobs.seek(key)
     if job is None:
@@ -63,14 +71,14 @@ async def get_events(
 
 
 class _Stream(StreamingResponse):
-    """A stream that holds its client's place for as long as it is open."""
+    """Event stream that occupies its client's place while it is open."""
 
     def __init__(self, content: AsyncIterator[bytes], shares: Shares, client: str) -> None:
         super().__init__(content, headers=HEADERS, media_type=EVENTS)
         self._shares, self._client = shares, client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, or refuse to: where the client, or all together, have too many open."""
+        """Send the stream, or a 429 if the client, or all clients together, have too many open."""
         try:
             with self._shares.held(self._client):
                 await super().__call__(scope, receive, send)
@@ -102,7 +110,7 @@ async def _told(service: Service, job: Job, on_disconnect: str) -> AsyncIterator
 
 
 async def _soon(changed: asyncio.Event) -> bool:
-    """Whether something changes before the next beat."""
+    """Return whether something changes before the next beat."""
     with suppress(TimeoutError):
         async with asyncio.timeout(BEAT_S):
             await changed.wait()
@@ -110,12 +118,12 @@ async def _soon(changed: asyncio.Event) -> bool:
 
 
 def progress(job: Job) -> bytes:
-    """How far a job is, as JSON."""
+    """Return the progress of a job as JSON."""
     return progress_of(job).model_dump_json().encode()
 
 
 def event(kind: str, data: bytes) -> bytes:
-    """One server-sent event; the data is JSON on one line."""
+    """Return a server-sent event; the data is JSON on one line."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 

@@ -1,4 +1,4 @@
-"""Makes a problem of everything that goes wrong before, in or after a route."""
+"""Exception handlers that turn every error into problem+json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("placer_server")
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let the application answer every error with problem+json."""
+    """Register the exception handlers."""
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_parameters)
@@ -62,8 +62,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of every route of the request's path; the framework names those of the first
-    alone.
+    """Return the methods of all routes with the request's path.
+
+    The framework names the methods of the first route only.
     """
     every = [route for router in ROUTERS for route in router.routes] + list(request.app.routes)
     routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]

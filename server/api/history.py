@@ -1,4 +1,4 @@
-"""The paths that read the store: lists of placements, and their requests."""
+"""Routes that read the store: lists of placements, and their requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ async def list_placements(
     status: Status | None = None,
     objective: Objective | None = None,
 ) -> Response:
-    """Past placements, newest first; `next` and the `Link` header lead on."""
+    """List past placements, newest first.
+
+    `next`, or the `Link` header, leads to the next page.
+    """
     filters: dict[str, str] = {
         name: value
         for name, value in (("status", status), ("objective", objective))
@@ -57,7 +60,7 @@ async def list_placements(
 
 @router.get("/v1/placements/{id}/request", response_model=PlacementRequest)
 async def get_request(request: Request, id: str, service: Serving) -> Response:
-    """The question of a placement, as it can be asked again."""
+    """Return the request of a placement, ready to be sent again."""
     key = checked_id(id)
     if (question := await service.store.ask(service.store.request, key)) is None:
         await refuse_pending(service, key)

@@ -1,4 +1,4 @@
-"""The paths that judge maps: ``:evaluate`` and ``:compare``."""
+"""Routes ``:evaluate`` and ``:compare``, which judge maps that users made."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ Ids = Annotated[
 
 @router.post("/v1/placements:evaluate", response_model=Evaluation)
 async def evaluate(request: Request, service: Serving, id: Id = None) -> Response:
-    """Judge a map of your own by the cost model that the solver minimises, and say what is wrong
-    with it.
+    """Evaluate a map of your own by the cost model that the solver minimises.
+
+    The answer has the map's cost and lists its faults.
     """
     stored = [await stored_of(service, id)] if id is not None else []
     async with service.intake.body(request) as body:
@@ -39,7 +40,7 @@ async def evaluate(request: Request, service: Serving, id: Id = None) -> Respons
 
 @router.post("/v1/placements:compare", response_model=Comparison)
 async def compare(request: Request, service: Serving, id: Ids = []) -> Response:  # noqa: B006
-    """Hold placements and maps of your own against each other, all judged by one request."""
+    """Compare placements and maps of your own, all evaluated for one request."""
     stored = [await stored_of(service, one) for one in dict.fromkeys(id)]
     async with service.intake.body(request, optional=True) as body:
         content = await service.judge.judge(
@@ -49,10 +50,10 @@ async def compare(request: Request, service: Serving, id: Ids = []) -> Response:
 
 
 async def stored_of(service: Service, given: str) -> Stored:
-    """A placement that the store has, and its request.
+    """Return a stored placement and its request.
 
     Raises:
-        Problem: it has none of that id, not yet, or not its request.
+        Problem: The placement is unknown or not solved yet, or its request is not kept.
     """
     key = checked_id(given)
     store = service.store

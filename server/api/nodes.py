@@ -1,9 +1,8 @@
-"""The nodes that registered their devices, so that a placement can span hosts.
+"""Routes of the nodes that registered their devices, so that a placement can span hosts.
 
 node a ── PUT /v1/nodes/a ──▶ store ◀── PUT /v1/nodes/b ── node b
                                 │
-          GET /v1/cluster?node=a&node=b&network_bytes_per_s=... ──▶ a/cuda:0, a/cuda:1, b/cuda:0,
-          ...
+          GET /v1/cluster?node=a&node=b&network_bytes_per_s=... ──▶ a/cuda:0, a/cuda:1, b/cuda:0
 """
 
 from __future__ import annotations
@@ -30,19 +29,21 @@ router = APIRouter()
 log = logging.getLogger("placer_server")
 
 MOST_NODES = 256
+
+# Largest number of devices of one node.
 MOST_DEVICES = 64
-"""Of one node."""
 
+# Largest number of devices in a cluster of several nodes: each pair of devices is a link.
 MOST_JOINED = 256
-"""Devices of a cluster of several nodes: each pair of them is a link."""
 
+# Longest name of a device in characters; each link repeats the names of both ends.
 LONGEST_NAME = 64
-"""Of a device, in characters; those of both ends are in each link."""
 
 SLOWEST_BYTES_PER_S = 1.0
+
+# Largest latency of the network, and of the transfers between a device and its host. The sum of
+# these latencies must still be valid for a link.
 LONGEST_LATENCY_S = 1e5
-"""Of the network, and of a device's ways to and from its host: what the three make together must
-still be a link."""
 
 Nodes = Annotated[
     list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")
@@ -66,8 +67,9 @@ Latency = Annotated[
 
 @router.put("/v1/nodes/{name}", response_model=Node)
 async def put_node(request: Request, name: str, service: Serving) -> Response:
-    """Register a node with its devices, as its own `GET /v1/cluster` tells them; again is an
-    update.
+    """Register a node with its devices, as its own `GET /v1/cluster` returns them.
+
+    Registering a known name updates the node.
     """
     _check_name(name)
     async with service.intake.body(request) as body:
@@ -87,7 +89,7 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
 
 @router.get("/v1/nodes", response_model=NodeList)
 async def list_nodes(request: Request, service: Serving) -> Response:
-    """The nodes that registered, by name."""
+    """List the registered nodes by name."""
     found = await service.store.ask(service.store.nodes)
     nodes = await asyncio.to_thread(_listed, found)
     return json_reply(request, nodes.model_dump_json().encode(), tagged=True)
@@ -95,7 +97,7 @@ async def list_nodes(request: Request, service: Serving) -> Response:
 
 @router.delete("/v1/nodes/{name}", status_code=204)
 async def delete_node(name: str, service: Serving) -> Response:
-    """Forget a node."""
+    """Delete a node."""
     _check_name(name)
     if not await asyncio.to_thread(service.store.drop_node, name):
         raise _no_node(name, [])
@@ -110,10 +112,10 @@ async def get_cluster(
     network_bytes_per_s: Network = None,
     network_latency_s: Latency = 0.0,
 ) -> Response:
-    """This node's own devices and links, measured once; or those of registered nodes, joined by the
-    network.
+    """Return this node's devices and links, or the devices of registered nodes.
 
-    Devices of several nodes are named `NODE/cuda:0`, as `placer.distributed` takes them.
+    This node's devices are measured once. Devices of several nodes are named `NODE/cuda:0`, as
+    `placer.distributed` expects, and linked by the network.
     """
     if not node:
         return json_reply(request, await service.cluster.get(), tagged=True)
@@ -141,7 +143,7 @@ async def get_cluster(
 
 @router.post("/v1/cluster:measure", response_model=Cluster)
 async def measure_again(request: Request, service: Serving) -> Response:
-    """Measure this node's own devices and links anew."""
+    """Measure this node's devices and links again."""
     return json_reply(request, await service.cluster.measure_again())
 
 
@@ -180,11 +182,12 @@ def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
 
 
 def _registered(name: str, content: bytes) -> Cluster:
-    """The devices of a node, which may have registered with a version of Placer that took what this
-    one refuses.
+    """Return the devices of a node.
+
+    Another version of Placer may have accepted devices that this version rejects.
 
     Raises:
-        InputError: this version does not take them; the log names node and reason.
+        InputError: This version rejects them; the log names the node and the reason.
     """
     try:
         cluster = Cluster.model_validate_json(content)

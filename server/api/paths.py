@@ -1,4 +1,4 @@
-"""Every path of the service."""
+"""All routes of the service."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ ROUTERS = (
 
 
 def include_routes(app: FastAPI) -> None:
-    """Let the application answer them."""
+    """Add all routes to the application."""
     for router in ROUTERS:
         app.include_router(router)

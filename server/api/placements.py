@@ -1,4 +1,4 @@
-"""The paths of a placement."""
+"""Routes of a placement."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ router = APIRouter()
 async def post_placement(
     request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
 ) -> Response:
-    """Ask for a placement.
+    """Request a placement.
 
-    The same request has the same id and is answered from the store at once. An infeasible request
-    is answered too: with a placement whose status is `infeasible`. What is answered 202 is written
-    down before: it outlives the service.
+    The same request has the same id, and the store answers it at once. An infeasible request gets a
+    placement whose status is `infeasible`. Before the service answers 202 it stores the request,
+    which
+    therefore survives a restart.
     """
     async with service.intake.body(request) as body:
         question = await service.checker.check(body)
@@ -36,7 +37,8 @@ async def post_placement(
         service.metrics.cache_hits.inc()
         return json_reply(request, answer)
     job = service.jobs.submit(question, body, client_of(request))
-    del body  # the job holds it as long as it needs it
+    # The job keeps the body only as long as it needs it.
+    del body
     job.wanted = job.wanted or on_disconnect == "keep"
     written = await job.is_written()
     await _wait(
@@ -59,7 +61,7 @@ async def get_placement(
     wait: Wait = 0.0,
     on_disconnect: OnDisconnect = "keep",
 ) -> Response:
-    """A placement that was asked for, or how far its solve is."""
+    """Return a placement, or the progress of its solve with status 202."""
     key = checked_id(id)
     if (job := await service.jobs.seek(key)) is not None:
         await _wait(request, service, job, wait or 0.0, on_disconnect)
@@ -69,10 +71,11 @@ async def get_placement(
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
 async def stop_placement(request: Request, id: str, service: Serving) -> Response:
-    """Stop the solve and keep the best placement so far, which is the answer; one that has ended is
-    just answered.
+    """Stop the solve, and return its best placement so far.
 
-    Asking the same question again solves it again, with all its time.
+    A solve that has ended is returned unchanged. The same request sent again is solved again, with
+    its
+    whole time limit.
     """
     key = checked_id(id)
     if (job := await service.jobs.seek(key)) is not None:
@@ -84,7 +87,7 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
 async def _wait(
     request: Request, service: Service, job: Job, seconds: float, on_disconnect: str
 ) -> None:
-    """Wait for a job; where its client goes away meanwhile and said so, the job ends."""
+    """Wait for a job; end it if its client disconnects and chose that."""
     if on_disconnect == "keep" or seconds <= 0:
         await job.wait(seconds)
         return
@@ -104,13 +107,13 @@ async def _wait(
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has gone away; the body has been read."""
+    """Return once the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def complete_answer(service: Service, question: Question) -> bytes | None:
-    """The stored answer, unless it was stopped early or another version of Placer made it."""
+    """Return the stored answer, or None if it was stopped early or another version made it."""
     store = service.store
     answer = store.recent(question.id) or await store.ask(store.get, question.id)
     if answer is None or not answer.complete or answer.version != placer.__version__:
@@ -121,16 +124,16 @@ async def complete_answer(service: Service, question: Question) -> bytes | None:
 async def stored_response(
     request: Request, service: Service, key: str, *, plain: bool = False
 ) -> Response:
-    """What the store has of an id: an answer or a failure.
+    """Return the stored answer or failure of an id.
 
     Args:
-        request: what is answered.
-        service: whose store it is.
-        key: the id.
-        plain: neither compressed nor tagged.
+        request: Request to answer.
+        service: The service.
+        key: The id.
+        plain: Whether to omit compression and the ETag.
 
     Raises:
-        Problem: nothing.
+        Problem: The store has neither.
     """
     store = service.store
     if (answer := await store.ask(store.get, key)) is not None:
@@ -144,7 +147,7 @@ async def stored_response(
 
 
 def not_kept(job: Job) -> Problem:
-    """What is told of a job that runs, but would not outlive the service."""
+    """Return the problem of a job that runs, but would not survive a crash of the service."""
     detail = (
         f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
         " ask again for its answer"
@@ -155,7 +158,7 @@ def not_kept(job: Job) -> Problem:
 
 
 def job_response(request: Request, job: Job) -> Response:
-    """A job's answer or problem, or how far it is."""
+    """Return a job's answer, its problem, or its progress with status 202."""
     if job.problem is not None:
         return job.problem.response()
     if job.answer is not None and job.finished.is_set():
@@ -165,7 +168,7 @@ def job_response(request: Request, job: Job) -> Response:
 
 
 def progress_of(job: Job) -> Progress:
-    """How far a job is."""
+    """Return the progress of a job."""
     value, bound = job.incumbent, job.bound
     return Progress(
         id=job.question.id,

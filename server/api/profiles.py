@@ -1,6 +1,4 @@
-"""The paths of profiles: those that came with requests, and those that this node measures of
-graphs.
-"""
+"""Routes of profiles: those sent with requests, and those that this node measures from graphs."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ router = APIRouter()
 
 
 class MeasuringStatus(BaseModel):
-    """How far a profile is that is being measured.
+    """Progress of a measurement.
 
     Attributes:
-        id: of the profile to be.
-        status: whether it waits for the devices or is measured.
-        elapsed_s: since it was asked.
+        id: Id of the future profile.
+        status: Whether it waits for the devices or is measured.
+        elapsed_s: Seconds since it was requested.
     """
 
     id: str
@@ -39,10 +37,11 @@ class MeasuringStatus(BaseModel):
 
 @router.post("/v1/profiles", response_model=Profile, responses={202: {"model": MeasuringStatus}})
 async def post_profile(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Have a captured graph measured on this node's devices; it holds operations, shapes and
-    dtypes, and no weights.
+    """Measure a captured graph on this node's devices.
 
-    The same request is answered from the store. While it is measured, ask `GET /v1/profiles/{id}`.
+    A graph holds operations, shapes and dtypes, but no weights. The store answers the same request
+    at
+    once. While the measurement runs, `GET /v1/profiles/{id}` returns its progress.
     """
     async with service.intake.body(request) as body:
         key = hashlib.sha256(body).hexdigest()[:32]
@@ -66,8 +65,11 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
     "/v1/profiles/{id}", response_model=Profile, responses={202: {"model": MeasuringStatus}}
 )
 async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 0.0) -> Response:
-    """A profile that placements were asked for (lists of placements have its id), or one that this
-    node measures.
+    """Return a profile, or the progress of its measurement with status 202.
+
+    The profile came with a placement request, or this node measured it. Lists of placements show
+    the
+    ids of profiles.
     """
     key, store = checked_id(id, "profile"), service.store
     if (measuring := service.profiling.find(key)) is not None:

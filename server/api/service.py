@@ -1,4 +1,4 @@
-"""What the routes stand on, and the parameters that they share."""
+"""Components that the routes use, and their common parameters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass
 class Service:
-    """What the routes stand on.
+    """Components that the routes use.
 
     Attributes:
-        streams: how many event streams may be open.
-        not_ready: why the service takes no solves yet; empty once it does.
+        streams: Limit on open event streams.
+        not_ready: Reason why the service accepts no solves yet; empty once it does.
     """
 
     settings: Settings
@@ -80,16 +80,16 @@ OnDisconnect = Annotated[
 
 
 def client_of(request: Request) -> str:
-    """Who asks: the name of the key, else the address."""
+    """Return the name of the client's key, or else its address."""
     name: str = request.scope.get("placer.client", "")
     return name or (request.client.host if request.client else "")
 
 
 def checked_id(given: str, kind: str = "placement") -> str:
-    """The id, if it can be one.
+    """Return the id if it is well-formed.
 
     Raises:
-        Problem: it cannot, so there is nothing of that id.
+        Problem: It is malformed, so nothing has that id.
     """
     if not _ID.fullmatch(given):
         detail = f"{clip(given, 80)!r} is no id of a {kind}: those are 32 hexadecimal digits"
@@ -98,10 +98,10 @@ def checked_id(given: str, kind: str = "placement") -> str:
 
 
 async def refuse_pending(service: Service, key: str) -> None:
-    """See that a placement, of which the store has nothing, is not just being solved.
+    """Raise a problem if the placement is still being solved or its solve failed.
 
     Raises:
-        Problem: it is; so what is made of a placement can be had later.
+        Problem: The placement may be there later, or its solve failed.
     """
     job = await service.jobs.seek(key)
     if job is None:

@@ -1,4 +1,4 @@
-"""The paths that show a placement: its timeline, a trace of that, and a report."""
+"""Routes that present a placement: its timeline, a trace and a report."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ router = APIRouter()
 
 @router.get("/v1/placements/{id}/timeline", response_model=Timeline)
 async def get_timeline(request: Request, id: str, service: Serving) -> Response:
-    """When each device works on which micro-batch, as the schedule and the profile predict it."""
+    """Return when each device works on which micro-batch, in milliseconds.
+
+    The times are predictions from the schedule and the profile.
+    """
     return json_reply(request, await _made(request, service, id, timeline_task), tagged=True)
 
 
 @router.get("/v1/placements/{id}/trace")
 async def get_trace(request: Request, id: str, service: Serving) -> Response:
-    """The same as a trace for https://ui.perfetto.dev and chrome://tracing."""
+    """Return the timeline as a trace for https://ui.perfetto.dev and chrome://tracing."""
     content = await _made(request, service, id, trace_task)
     return json_reply(request, content, headers=_attached("trace.json"), tagged=True)
 
@@ -41,7 +44,10 @@ async def get_trace(request: Request, id: str, service: Serving) -> Response:
     },
 )
 async def get_report(request: Request, id: str, service: Serving) -> Response:
-    """A report for people in one file that needs nothing else: what ``placer show --html`` writes."""
+    """Return a report as one HTML file without external resources.
+
+    `placer show --html` writes the same file.
+    """
     content = await _made(request, service, id, report_task)
     return Response(content, headers=_attached("placement.html"), media_type="text/html")
 

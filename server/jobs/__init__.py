@@ -1,1 +1,1 @@
-"""Questions on their way to an answer: queued, solved here or by another replica, ended."""
+"""Jobs from acceptance to answer: queued, run here or by another replica, finished."""

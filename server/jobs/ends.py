@@ -1,4 +1,4 @@
-"""How jobs end, and what is kept and told of it."""
+"""Outcomes of jobs: what is stored and what clients see."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Elsewhere(Exception):
 
 
 def nothing_found(job: Job) -> bytes:
-    """The Placement, as JSON, of a job that was stopped before the solver had one."""
+    """Return the Placement, as JSON, of a job that was stopped before the solver found one."""
     placement = Placement(
         id=job.question.id,
         status="unknown",
@@ -35,15 +35,14 @@ def nothing_found(job: Job) -> bytes:
 
 
 def keep(job: Job, store: Store) -> None:
-    """Write the job's answer down; it is the store's, where an earlier solve of the question found
-    a better one.
-    """
+    """Store the job's answer, or keep the stored answer if an earlier solve found a better one."""
     assert job.answer is not None
     complete = is_proven(job) or not (job.stopped or job.handed_on or job.rescued)
     answer = Answer(job.answer, complete=complete, version=placer.__version__)
     if (solved := job.solved) is not None:
         summary, asked = solved.summary, Asked(solved.profile_id, solved.profile, solved.question)
-    else:  # nothing was found, and the profile not looked at
+    else:
+        # No worker parsed the request, so its parts are unknown.
         summary, asked = (
             json.dumps({"status": "unknown", "objective": job.question.objective}).encode(),
             None,
@@ -60,7 +59,7 @@ def keep(job: Job, store: Store) -> None:
 
 
 def problem_of(error: Exception) -> Problem:
-    """What is told of a job that failed."""
+    """Return the problem of a job that failed."""
     if isinstance(error, Refused):
         return Problem(422, "invalid-request", "The request cannot be used", str(error))
     if isinstance(error, Missing):
@@ -81,20 +80,20 @@ def problem_of(error: Exception) -> Problem:
 
 
 def stopping() -> Problem:
-    """What is told of a job that comes too late."""
+    """Return the problem for a request that arrives while the service stops."""
     detail = "the service is stopping; ask again in a moment"
     return Problem(503, "stopping", "The service is stopping", detail, headers={"Retry-After": "5"})
 
 
 def refuse_excess(question: Question, settings: Settings) -> None:
-    """Refuse a question whose solve would hold a worker, or cores, for longer than this service
-    allows.
+    """Reject a question that would occupy a worker, or cores, for longer than this service allows.
 
-    It is refused, not solved within the bounds: its answer would not be the one that another
-    service gives.
+    The service does not solve it within smaller limits instead, since another service would then
+    give
+    a different answer.
 
     Raises:
-        Problem: it asks for more.
+        Problem: The question exceeds a limit.
     """
     bounds = {"time_limit_s": settings.max_time_limit_s, "workers": settings.max_solver_workers}
     variables = {"time_limit_s": "PLACER_MAX_TIME_LIMIT_S", "workers": "PLACER_MAX_SOLVER_WORKERS"}
@@ -116,7 +115,7 @@ def refuse_excess(question: Question, settings: Settings) -> None:
 
 
 def queue_full(what: str, seconds: int) -> Problem:
-    """There is no room for one more, and when there may be."""
+    """Return the problem for a full queue, with the seconds until there may be room."""
     detail = f"{what}; try again in {seconds} s"
     return Problem(
         429, "queue-full", "The queue is full", detail, headers={"Retry-After": str(seconds)}
@@ -124,7 +123,7 @@ def queue_full(what: str, seconds: int) -> Problem:
 
 
 def is_proven(job: Job) -> bool:
-    """Whether no longer solve would find anything else."""
+    """Return whether a longer solve could not improve the answer."""
     return job.solved is not None and json.loads(job.solved.summary)["status"] in (
         "optimal",
         "infeasible",
@@ -132,13 +131,13 @@ def is_proven(job: Job) -> bool:
 
 
 def gap_of(job: Job) -> float | None:
-    """The gap of the placement that was found, if one was."""
+    """Return the gap of the placement that was found, or None."""
     gap: float | None = json.loads(job.solved.summary)["gap"] if job.solved is not None else None
     return gap
 
 
 def how_it_ended(job: Job) -> str:
-    """For the metrics."""
+    """Return the label of the outcome in the metrics."""
     if job.problem is not None:
         return "failed"
     if job.elsewhere:
@@ -149,6 +148,6 @@ def how_it_ended(job: Job) -> str:
 
 
 def told_of(job: Job) -> dict[str, str | int]:
-    """For its span."""
+    """Return the attributes of the outcome for the job's span."""
     error = {"error": job.problem.title} if job.problem is not None else {}
     return {"placer.ended": how_it_ended(job), "placer.starts": job.starts, **error}

@@ -1,8 +1,8 @@
-"""The solves: those that run, each in a worker, and those that wait for one.
+"""The job runner of the solves.
 
 submit ──▶ queued ──▶ running ──▶ done | failed
-              └────── stop ──────▶ done, with the best so far
-              └──── shutdown ────▶ handed on to the next start
+              └────── stop ──────▶ done, with the best placement so far
+              └──── shutdown ────▶ continued by the next start
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from .tasks import Tasks
 log = logging.getLogger("placer_server")
 
 MAX_RETRY_AFTER_S = 30
+
+# Seconds within which a waiting client asks again after a 202: a round trip and a margin.
 RETURN_S = 1.0
-"""So soon a client that waits asks again after it was told that its solve goes on: a round trip and
-some."""
 
 FAILURES_KEPT = 1000
-_WRITERS = 4
-"""Threads that write requests down, where the store takes several at a time."""
 
+# Threads that write accepted requests, if the store takes several at a time.
+_WRITERS = 4
+
+# Maximum attempts of a job whose worker or service was killed each time.
 MAX_STARTS = 3
-"""A job whose worker, or whose service, was killed so often is not tried again."""
 
 
 class Jobs:
-    """Runs the solves, at most ``settings.workers`` at once, with at most ``settings.queue``
-    waiting.
+    """Runner of the solves: at most ``settings.workers`` run, and at most ``settings.queue`` wait.
 
-    All methods are called in the event loop.
+    Call all methods in the event loop.
     """
 
     def __init__(
@@ -82,35 +82,35 @@ class Jobs:
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
         self._running: dict[str, Job] = {}
         self._queued = FairQueue()
-        # stopped before a worker began; their end is being written down
+        # Jobs that were stopped before a worker started; their end is being written.
         self._unsolved: dict[str, Job] = {}
         self._failed: OrderedDict[str, Job] = OrderedDict()
         self._tasks = Tasks()
         self._closing = False
 
     def find(self, key: str) -> Job | None:
-        """The job of that id that is queued, runs or failed lately, or that is watched while
-        another solves it.
+        """Return the job of that id, or None.
+
+        It is queued, runs, failed lately, or is watched while another replica solves it.
         """
         watched = self._peers.find(key) if self._peers else None
         here = self._queued.get(key) or self._running.get(key) or self._unsolved.get(key)
         return here or watched or self._failed.get(key)
 
     async def seek(self, key: str) -> Job | None:
-        """The same, also if another replica has it and nobody asked for it here yet.
+        """Return the job of that id, even if only another replica knows it.
 
         Raises:
-            StoreError: it is not here, and the store cannot be used.
+            StoreError: The job is not here, and the store cannot be used.
         """
         job = self.find(key)
         return await self._peers.seek(key) if job is None and self._peers else job
 
     def submit(self, question: Question, payload: bytes, client: str = "") -> Job:
-        """The job that answers the question: one that is on its way already, else a new one.
+        """Return the job that answers the question: an existing one or a new one.
 
         Raises:
-            Problem: the question asks for more than a solve may take here, the queue is full, or
-                the service is stopping.
+            Problem: The question exceeds a limit, the queue is full, or the service is stopping.
         """
         job = self.find(question.id)
         if job is not None and job.state != "failed" and not job.stopped:
@@ -127,8 +127,9 @@ class Jobs:
         return job
 
     def _accept(self, asked: Accepted) -> asyncio.Future[bool]:
-        """Write a request down: after the end of the same that was stopped, which takes its row
-        away.
+        """Write a request to the store, after the end of an earlier stopped job with the same id.
+
+        The end of the earlier job deletes the row of that id.
         """
         before = self._tasks.end_of(asked.id)
         if before is not None:
@@ -142,19 +143,20 @@ class Jobs:
         )
 
     def resume(self) -> None:
-        """Take up what was accepted and not answered, one by one, as there is room; in memory
-        nothing is left.
+        """Continue accepted jobs without an answer, one by one as workers become free.
+
+        An in-memory store has none.
         """
         if self._peers:
             self._peers.start(self)
 
     @property
     def away(self) -> str:
-        """Why the store that replicas share cannot be used; empty if it can."""
+        """Reason why the shared store cannot be used; empty if it can."""
         return self._peers.away if self._peers else ""
 
     def room(self) -> int:
-        """How many jobs could begin at once."""
+        """Return the number of jobs that could start now."""
         return (
             0
             if self._closing
@@ -162,11 +164,11 @@ class Jobs:
         )
 
     def running(self) -> list[Job]:
-        """Those that have a worker."""
+        """Return the jobs that have a worker."""
         return list(self._running.values())
 
     def adopt(self, left: Accepted, job: Job | None) -> None:
-        """Solve what another replica left; those who watched it here wait for this job."""
+        """Solve a job that another replica left; its watchers here wait for this job."""
         if job is None:
             question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
             job = Job(question, b"", left.client, wanted=True)
@@ -175,7 +177,7 @@ class Jobs:
             self._take(job)
 
     def end(self, key: str) -> None:
-        """End a job with the best so far: another replica was asked to."""
+        """End a job with the best placement so far, because another replica asked for it."""
         job = self._queued.get(key) or self._running.get(key)
         if job is not None and not job.stopped:
             self._tell(job)
@@ -196,10 +198,10 @@ class Jobs:
         self._start_next()
 
     async def stop(self, job: Job) -> None:
-        """End the job with the best placement so far, and wait for it.
+        """End the job with the best placement so far, and wait for its end.
 
         Raises:
-            StoreError: another replica solves it, and cannot be told.
+            StoreError: Another replica solves the job, and the store cannot pass the request on.
         """
         if self._peers and self._peers.find(job.question.id) is job:
             await asyncio.to_thread(self._peers.replicas.ask_stop, job.question.id)
@@ -208,10 +210,11 @@ class Jobs:
         await job.finished.wait()
 
     def leave(self, job: Job) -> None:
-        """A client that waited went away: end the job, unless somebody else waits or wants it kept.
+        """End the job of a disconnected client, unless others wait for it or want it kept.
 
-        Clients wait in turns of some seconds. One that was just told to ask again is given the time
-        for that. A job that another replica has goes on, as others may wait for it there.
+        Clients wait in turns of some seconds. A client that just received a 202 has time to ask
+        again. A
+        job of another replica continues, since others may wait for it there.
         """
         if (
             job.wanted
@@ -228,8 +231,9 @@ class Jobs:
         self._tell(job)
 
     def stop_all(self) -> None:
-        """End every job with the best so far, and take no more; the next start goes on with those
-        that are not done.
+        """End every job with the best placement so far, and accept no more.
+
+        The next start continues those that are not done.
         """
         if self._closing:
             return
@@ -245,7 +249,7 @@ class Jobs:
                     job.worker.stop()
 
     async def close(self) -> None:
-        """End every job, and wait for their workers."""
+        """End every job, and wait for the workers."""
         self.stop_all()
         await self._tasks.wait()
         self._threads.shutdown(wait=True)
@@ -264,9 +268,7 @@ class Jobs:
             self._tasks.spawn(self._keep_unsolved(job), end_of=job.question.id)
 
     def _hand_on(self, job: Job) -> None:
-        """The next start finds it in the store; those who wait, or ask again, are told here that it
-        will be there.
-        """
+        """Leave the job to the next start, and answer its waiting clients with a 202."""
         job.handed_on = True
         job.state = "queued"
         self._queued.add(job)
@@ -312,7 +314,7 @@ class Jobs:
 
     async def _work(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        # else it could be written after its answer, and stay
+        # Otherwise the row could be written after the answer, and never be deleted.
         await job.is_written()
         while True:
             try:
@@ -332,7 +334,7 @@ class Jobs:
         self._finish(job)
 
     def _give_away(self, job: Job) -> None:
-        """Another replica took it before a worker here began."""
+        """Follow a job that another replica took before a worker here started."""
         assert self._peers is not None
         self._running.pop(job.question.id, None)
         self._peers.watch(job)
@@ -350,7 +352,7 @@ class Jobs:
                 self._store.fail, job.question.id, problem.status, problem.content()
             )
         except Exception as unwritten:
-            # whatever it is, those who wait for the job are answered
+            # Whatever the error is, the waiting clients need an answer.
             log.error(
                 "failure of %s could not be written, and is kept in memory: %s",
                 job.question.id,
@@ -358,13 +360,13 @@ class Jobs:
             )
 
     def _goes_on(self, job: Job, error: Exception) -> bool:
-        """Whether a job goes on after its worker ended so: at the next start, or in another one."""
+        """Return whether the job continues after this error: at the next start or in a new worker."""
         if self._closing:
             return job.handed_on and isinstance(error, Died | Killed)
         return isinstance(error, Died) and job.starts < MAX_STARTS and not job.stopped
 
     def _solve(self, job: Job) -> None:
-        """Runs in a thread of its own."""
+        """Run the worker of a job, in the calling thread, and store the answer."""
         assert job.worker is not None
         if job.starts >= MAX_STARTS:
             raise Crashed(
@@ -397,7 +399,7 @@ class Jobs:
         return begun
 
     def _stored_answer(self, job: Job) -> bytes:
-        """Another replica answered it just now."""
+        """Return the answer that another replica has just stored."""
         answer = self._store.get(job.question.id)
         return answer.placement if answer else nothing_found(job)
 
@@ -419,7 +421,8 @@ class Jobs:
         if (gap := gap_of(job)) is not None:
             self._metrics.solve_gap.observe(gap)
         job.payload, job.best, job.solved = b"", None, None
-        job.worker = None  # it reports to its job: a circle that would stay
+        # Break the reference cycle between the job and its worker.
+        job.worker = None
         if job.handed_on and job.answer is None:
             self._hand_on(job)
             return
@@ -434,7 +437,7 @@ class Jobs:
         self._start_next()
 
     def _refuse_overflow(self, client: str) -> None:
-        """The queue is bounded, and a client may fill no more than its share of it."""
+        """Reject a job if the queue is full or the client fills its share of it."""
         settings, held = self._settings, self._queued.held_by(client)
         if len(self._running) < settings.workers:
             return

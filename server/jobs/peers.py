@@ -1,4 +1,4 @@
-"""The jobs of other replicas that somebody here waits for, and those that this one takes over.
+"""Jobs of other replicas: those that clients here wait for, and those that this replica takes over.
 
 found here, solved elsewhere ──▶ watched ──▶ its answer is in the store
                                      └─ its replica died ──▶ taken ──▶ queued here
@@ -25,31 +25,31 @@ POLL_S = 0.5
 
 
 class Solves(Protocol):
-    """What is needed of ``Jobs``."""
+    """Methods of ``Jobs`` that ``Peers`` calls."""
 
     def room(self) -> int:
-        """How many jobs could begin at once."""
+        """Return the number of jobs that could start now."""
 
     def running(self) -> Iterable[Job]:
-        """Those that have a worker here."""
+        """Return the jobs that have a worker here."""
 
     def adopt(self, left: Accepted, job: Job | None) -> None:
-        """Solve what another replica left; the job is that which is watched, if it is."""
+        """Solve a job that another replica left; ``job`` is the watched job, if there is one."""
 
     def end(self, key: str) -> None:
-        """End a job with the best so far: another replica was asked to."""
+        """End a job with the best placement so far, because another replica asked for it."""
 
 
 class Peers:
-    """Looks every half second at what the other replicas do.
+    """Poller of the other replicas' state, every half second.
 
     Args:
-        store: what is shared.
-        replicas: this replica's view of it.
-        lease_s: see ``Replicas``.
+        store: The shared store.
+        replicas: This replica's view of it.
+        lease_s: See ``Replicas``.
 
     Attributes:
-        away: why the store cannot be used at the moment; empty if it can.
+        away: Reason why the store cannot be used at the moment; empty if it can.
     """
 
     def __init__(self, store: Store, replicas: Replicas, lease_s: float) -> None:
@@ -62,15 +62,15 @@ class Peers:
         self.away = ""
 
     def start(self, solves: Solves) -> None:
-        """Look from now on."""
+        """Start to poll."""
         self._task = asyncio.create_task(self._look(solves))
 
     def find(self, key: str) -> Job | None:
-        """The job of another replica that somebody waits for here."""
+        """Return the job of another replica for which a client waits here, or None."""
         return self._watched.get(key)
 
     async def seek(self, key: str) -> Job | None:
-        """The job of that id, if another replica has it; it is watched from now on."""
+        """Return the job of that id if another replica has it, and watch it from now on."""
         if (job := self._watched.get(key)) is not None:
             return job
         seen = await self._store.ask(self.replicas.find, key)
@@ -81,13 +81,13 @@ class Peers:
         return self._watched.setdefault(key, job)
 
     def watch(self, job: Job) -> None:
-        """Another replica solves it; its answer is this job's."""
+        """Take the answer of another replica as the answer of this job."""
         job.state, job.worker = "queued", None
         self._watched[job.question.id] = job
         job.wake()
 
     async def close(self) -> None:
-        """Look no more, and give up this replica's jobs."""
+        """Stop to poll, and release this replica's jobs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -142,7 +142,7 @@ class Peers:
                 await self._finish(key, job)
 
     async def _finish(self, key: str, job: Job) -> None:
-        """Take over how it ended elsewhere."""
+        """Take over the outcome of a job that ended elsewhere."""
         answer = await asyncio.to_thread(self._store.get, key)
         failure = None if answer else await asyncio.to_thread(self._store.failure, key)
         if answer is not None:

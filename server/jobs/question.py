@@ -1,4 +1,4 @@
-"""What a request asks, in short."""
+"""Summary of a request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from placer.schema import Objective
 
 @dataclass(frozen=True)
 class Question:
-    """What the service needs to know of a PlacementRequest that it has checked.
+    """Fields of a validated PlacementRequest that the service needs.
 
     Attributes:
-        id: the content hash.
-        objective: what is made small.
-        time_limit_s: the solver's time limit.
-        workers: cores that the solver may use.
+        id: Content hash.
+        objective: Objective that is minimised.
+        time_limit_s: The solver's time limit in seconds.
+        workers: Number of cores that the solver may use.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""The best of a solve whose worker was killed, looked over in another one."""
+"""Recovery of the best placement of a solve whose worker was killed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .job import Job
 
 log = logging.getLogger("placer_server")
 
+# Time limit of a recovery in seconds; 20,000 layers take 2 s.
 RESCUE_S = 30.0
-"""So long that may take; of 20,000 layers it takes 2 s."""
 
 
 def is_rescued(job: Job, error: Exception, settings: Settings) -> bool:
-    """Whether a job has an answer after its worker was killed: the best that it told, or, if it was
-    stopped, none.
+    """Return whether a job has an answer although its worker was killed.
+
+    The answer is the best placement that the worker reported. A stopped job may also have none.
 
     Args:
-        job: whose ``best`` it is; ``solved`` is set to it.
-        error: how its worker ended.
-        settings: of workers.
+        job: Job with the reported placement in ``best``; its ``solved`` is set.
+        error: How the worker ended.
+        settings: Limits of the worker that checks the placement.
     """
     job.solved = _looked_over(job, str(error), settings) if job.best is not None else None
     job.rescued = job.solved is not None
@@ -31,7 +32,7 @@ def is_rescued(job: Job, error: Exception, settings: Settings) -> bool:
 
 
 def _looked_over(job: Job, why: str, settings: Settings) -> Solved | None:
-    """The best that was told; None if it is not what it said."""
+    """Return the reported placement after a check in a worker, or None if it is invalid."""
     assert job.best is not None
     job.worker = Worker(
         SolveTask(Rescued(job.best, why)),

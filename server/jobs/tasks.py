@@ -1,4 +1,4 @@
-"""What goes on in the event loop, and is waited for when the service ends."""
+"""asyncio tasks that the service awaits before it ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Tasks under way; some write down the end of a job, and are found by its id."""
+    """Pending tasks; those that write the end of a job are found by the job's id."""
 
     def __init__(self) -> None:
         self._all: set[asyncio.Task[Any]] = set()
         self._ends: dict[str, asyncio.Task[Any]] = {}
 
     def spawn(self, work: Coroutine[Any, Any, T], *, end_of: str = "") -> asyncio.Task[T]:
-        """Begin a task.
+        """Start a task.
 
         Args:
-            work: what it does.
-            end_of: the job whose end it writes down; none if empty.
+            work: Coroutine of the task.
+            end_of: Id of the job whose end the task writes; none if empty.
         """
         task = asyncio.create_task(work)
         self._all.add(task)
@@ -32,11 +32,11 @@ class Tasks:
         return task
 
     def end_of(self, key: str) -> asyncio.Task[Any] | None:
-        """The task under way that writes down the end of a job."""
+        """Return the pending task that writes the end of a job, or None."""
         return self._ends.get(key)
 
     async def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all tasks."""
         if self._all:
             await asyncio.wait(self._all)
 

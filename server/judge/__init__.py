@@ -1,1 +1,1 @@
-"""Evaluations, comparisons and timelines of maps, in processes of their own."""
+"""Evaluations, comparisons and timelines of maps, computed in worker processes."""

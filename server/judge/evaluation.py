@@ -1,4 +1,4 @@
-"""Judges maps that users made themselves, by the cost model that the solver minimises."""
+"""Evaluation of maps that users made, by the cost model that the solver minimises."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from ..workers.solving import read_request
 from ..workers.worker import Report
 
 MAX_MAPS = 8
+
+# Largest number of layers that a fault names; further ones are counted.
 MAX_NAMED = 20
-"""So many layers are named in a fault; the rest is counted."""
 
 MAX_MOVES = 1000
 
@@ -43,11 +44,11 @@ class _Body(BaseModel):
 
 
 class EvaluateBody(_Body):
-    """A map to be judged.
+    """Map to evaluate.
 
     Attributes:
-        request: the question that it answers; that of the placement named by ``?id=`` if left out.
-        layer_devices: layer -> device.
+        request: Request that the map answers; if omitted, the request of the placement `?id=`.
+        layer_devices: Device of each layer.
     """
 
     request: PlacementRequest | None = None
@@ -55,11 +56,12 @@ class EvaluateBody(_Body):
 
 
 class CompareBody(_Body):
-    """Maps to be held against each other and against the placements named by ``?id=``.
+    """Maps to compare with one another and with the placements `?id=`.
 
     Attributes:
-        request: the question by which all are judged; that of the first placement if left out.
-        maps: name -> layer -> device.
+        request: Request for which all maps are evaluated; if omitted, the first placement's
+            request.
+        maps: Device of each layer, by the name of the map.
     """
 
     request: PlacementRequest | None = None
@@ -75,17 +77,15 @@ class Stored(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """What a worker judges: the body that was sent, and the placements that were named."""
+    """Input of an evaluation: the body that was sent, and the placements that it names."""
 
     body: bytes
     stored: tuple[Stored, ...]
 
 
 def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task of ``:evaluate``: an ``Asking`` to an Evaluation as JSON, or what is wrong with the
-    body.
-    """
-    # made by this service, from bytes that are not unpickled
+    """Evaluate the map of an ``Asking``, and return an Evaluation as JSON or the body's problem."""
+    # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
     asking: Asking = pickle.loads(payload)
     try:
         body = read_json(EvaluateBody, asking.body, strict=True)
@@ -98,9 +98,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
 
 
 def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task of ``:compare``: an ``Asking`` to a Comparison as JSON, or what is wrong with the
-    body.
-    """
+    """Compare the maps of an ``Asking``, and return a Comparison as JSON or the body's problem."""
     asking: Asking = pickle.loads(payload)
     try:
         body = read_json(CompareBody, asking.body or b"{}", strict=True)
@@ -133,14 +131,17 @@ def compare(
     maps: Mapping[str, Map],
     placements: Mapping[str, Placement] | None = None,
 ) -> Comparison:
-    """Judge maps by one request and list where they differ.
+    """Evaluate maps for one request, and list where they differ.
 
     Args:
-        request: the question.
-        maps: name -> layer -> device.
-        placements: by name, the placement that a map is from. Objective ``step`` judges that map
-            with the placement's micro-batches and schedule, where the request allows them; it
-            judges other maps with the best choice.
+        request: The request.
+        maps: Device of each layer, by the name of the map.
+        placements: Placements from which maps come, by the map's name. Objective ``step`` evaluates
+            such a map with the placement's micro-batches and schedule, if the request allows them,
+            and other maps with the best choice.
+
+    Raises:
+        InputError: Fewer than two maps are given.
     """
     if len(maps) < 2:
         raise InputError(
@@ -174,15 +175,14 @@ def judge(
     best: Placement | None = None,
     chosen_by: Placement | None = None,
 ) -> Evaluation:
-    """Return what a map costs, and what is wrong with it.
+    """Return the cost of a map and its faults.
 
     Args:
-        request: the question that it answers.
-        where: layer -> device.
-        best: the placement that is known for the request.
-        chosen_by: the placement that the map is from. Objective ``step`` takes over its
-            micro-batches and schedule, where the request allows them, and else the best for the
-            map.
+        request: Request that the map answers.
+        where: Device of each layer.
+        best: Known placement of the request.
+        chosen_by: Placement from which the map comes. Objective ``step`` uses its micro-batches and
+            schedule if the request allows them, and else the best choice for the map.
     """
     from placer.solver import costs
     from placer.solver.answer import device_loads, single_device
@@ -308,7 +308,10 @@ def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:
 
 
 def _not_contiguous(request: PlacementRequest, where: Map) -> Fault:
-    """Take away devices that no other feeds until none is left; those that remain feed each other."""
+    """Return the fault of stages that form a cycle.
+
+    Removing devices without an input, and then devices without an output, leaves the cycle.
+    """
     feeds = {
         (where[edge.source], where[target])
         for edge in request.profile.edges

@@ -1,4 +1,4 @@
-"""Runs evaluations in processes of their own, a few at a time."""
+"""Evaluations in worker processes, a few at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 30.0
 
 
 class Judge:
-    """A queue of its own, so that a question about a map does not wait for solves."""
+    """Runner of evaluations, with a queue of its own so that they do not wait for solves."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -27,10 +27,10 @@ class Judge:
         )
 
     async def judge(self, task: Task[bytes | Problem], asking: Asking, client: str) -> bytes:
-        """What the task makes of it.
+        """Run an evaluation, and return its result.
 
         Raises:
-            Problem: the body is at fault, too many ask, or judging failed.
+            Problem: The body is invalid, too many evaluations wait, or the evaluation failed.
         """
         with self._shares.held(client):
             async with self._free:

@@ -1,6 +1,4 @@
-"""What is shown of a stored placement: its timeline, a trace of that, and a report, by the
-placement's own schedule.
-"""
+"""Presentations of a stored placement under its own schedule: timeline, trace and report."""
 
 from __future__ import annotations
 
@@ -30,26 +28,24 @@ from .evaluation import Asking
 if TYPE_CHECKING:
     from placer.solver.problem import Problem as Indexed
 
+# Largest number of passes in a timeline; a longer batch is shown by its first micro-batches.
 MOST_PASSES = 6000
-"""A batch of more is shown by its first micro-batches: more can be neither drawn nor looked at."""
 
 
 def timeline_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task of ``/timeline``: a stored placement to its Timeline as JSON."""
+    """Return the Timeline of a stored placement as JSON."""
     return _shown(
         payload, lambda request, placement: timeline(request, placement).model_dump_json()
     )
 
 
 def trace_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task of ``/trace``: a stored placement to a trace for Perfetto and Chrome."""
+    """Return the trace of a stored placement for Perfetto and Chrome."""
     return _shown(payload, lambda request, placement: trace(timeline(request, placement)))
 
 
 def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task of ``/report``: a stored placement to the HTML file that ``placer show --html``
-    writes.
-    """
+    """Return the report of a stored placement as HTML, as ``placer show --html`` writes it."""
     from placer.report.page import html_report
 
     def show(request: PlacementRequest, placement: Placement) -> str:
@@ -61,7 +57,7 @@ def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
 
 
 def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
-    # made by this service, from bytes that are not unpickled
+    # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
     asking: Asking = pickle.loads(payload)
     (stored,) = asking.stored
     placement = Placement.model_validate_json(stored.placement)
@@ -69,17 +65,16 @@ def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -
 
 
 def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
-    """Return the profile with the placement's micro-batch size, and the devices that the request
-    places on.
+    """Return the profile with the placement's micro-batch size and the request's devices.
 
     Raises:
-        InputError: the request does not allow what the placement chose.
+        InputError: The request does not allow the placement's choice.
     """
     return _asked(request, placement).profile.model_copy(update={"cluster": request.placed_on})
 
 
 def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
-    """Return the question with the micro-batches and the schedule of the placement."""
+    """Return the request with the micro-batches and the schedule of the placement."""
     from placer.solver.step.choices import question_of
 
     asked = question_of(request, placement)
@@ -92,15 +87,15 @@ def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
 
 
 def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
-    """Simulate a batch of a placement, pass by pass, in the order of the placement's own schedule.
+    """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
 
     Args:
-        request: the question that the placement answers.
-        placement: with a map.
+        request: Request that the placement answers.
+        placement: Placement with a map.
 
     Raises:
-        InputError: the placement has no map, one that cannot run, or a choice that the request does
-            not allow.
+        InputError: The placement has no map, its map cannot run, or the request does not allow its
+            choice.
     """
     from placer import schedule
     from placer.solver import costs, pipelines
@@ -112,7 +107,7 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
             f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline"
         )
     asked = _asked(request, placement)
-    # only objective "step" allows it, and there the placement has chosen
+    # Only objective "step" allows "auto", and its placements name the chosen schedule.
     assert asked.schedule != "auto"
     problem = Problem.from_request(asked)
     index = {device.name: number for number, device in enumerate(problem.devices)}
@@ -183,12 +178,13 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
 
 
 def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:
-    """Return how long so many micro-batches and the optimizer's step take on one device, in ms."""
+    """Return the time of ``chunks`` micro-batches and the optimizer step on one device, in ms."""
     from placer.solver import costs, pipelines
 
     layers = range(len(problem.layers))
     result = costs.evaluate(problem, [device] * len(layers))
-    assert result is not None  # nothing crosses
+    # One device has no transfers, so no link can be missing.
+    assert result is not None
     return chunks * result.compute_ms[device] + sum(
         pipelines.optimizer_ms(problem, layer, device) for layer in layers
     )
@@ -199,7 +195,7 @@ def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
 
 
 def trace(shown: Timeline) -> str:
-    """A timeline in the Trace Event format."""
+    """Return a timeline in the Trace Event format."""
     from placer.report.timeline import Row
     from placer.report.trace import events
 
@@ -240,8 +236,6 @@ def trace(shown: Timeline) -> str:
 
 
 def _most_chunks(stages: int, devices: int) -> int:
-    """So many micro-batches that their passes can be drawn: whole rounds through the devices, if
-    any.
-    """
+    """Return the number of micro-batches to show: whole rounds through the devices, if any."""
     most = max(1, MOST_PASSES // (3 * stages))
     return most - most % devices if most > devices else most

@@ -1,6 +1,4 @@
-"""Profiles of graphs that clients send, measured on this node's devices: one at a time, in a
-process of its own.
-"""
+"""Measurements of graphs that clients send, one at a time, in a worker process."""
 
 from __future__ import annotations
 
@@ -36,17 +34,17 @@ ENDED_KEPT = 100
 
 @dataclass(eq=False)
 class Measuring:
-    """One graph on its way to a profile.
+    """State of one graph from acceptance to profile.
 
     Attributes:
-        id: the hash of the request.
-        created_s: when it was asked, by the monotonic clock.
-        running: whether a worker has it.
-        written: done when it is in the store; the exception is why it could not be written.
-        profile: the Profile as JSON, once done.
-        problem: why there is none, once failed.
-        ended: set at the end.
-        release: gives back the place that its client holds.
+        id: Hash of the request.
+        created_s: Monotonic time at which it was accepted.
+        running: Whether a worker measures it.
+        written: Done when it is in the store; its exception says why it could not be written.
+        profile: Profile as JSON, once done.
+        problem: Why there is no profile, once failed.
+        ended: Set at the end.
+        release: Releases the place that the client occupies.
     """
 
     id: str
@@ -60,10 +58,10 @@ class Measuring:
 
 
 class Profiling:
-    """Measures graphs, one after another, so that they do not disturb each other's times.
+    """Runner of measurements, one at a time so that they do not disturb one another's times.
 
-    What is accepted is in the store until it is measured: the next start on this node goes on with
-    it.
+    Accepted graphs stay in the store until they are measured; the next start on this node continues
+    with them.
     """
 
     def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
@@ -81,14 +79,14 @@ class Profiling:
         self._closing = False
 
     def find(self, key: str) -> Measuring | None:
-        """What is under way or ended lately under that id."""
+        """Return the measurement of that id that is pending or ended lately, or None."""
         return self._open.get(key) or self._ended.get(key)
 
     def submit(self, key: str, body: bytes, client: str) -> Measuring:
-        """Measure a graph, unless that is under way already.
+        """Measure a graph, unless its measurement is pending already.
 
         Raises:
-            Problem: too many wait, or the service is stopping.
+            Problem: Too many graphs wait, or the service is stopping.
         """
         if (known := self._open.get(key)) is not None:
             return known
@@ -102,9 +100,7 @@ class Profiling:
         return measuring
 
     async def resume(self) -> None:
-        """Take up what a service on this node accepted and will not measure any more, now and from
-        time to time.
-        """
+        """Continue graphs that another service on this node left unmeasured; check repeatedly."""
         while not self._closing:
             try:
                 left = await asyncio.to_thread(self._store.take_graphs, self._settings.node_name)
@@ -128,7 +124,7 @@ class Profiling:
         return measuring
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the running measurement, and wait for its end."""
         self._closing = True
         if self._worker is not None:
             self._worker.stop()
@@ -151,10 +147,10 @@ class Profiling:
         measuring.ended.set()
 
     async def _end(self, measuring: Measuring, body: bytes) -> None:
-        """Measure, and keep what came of it."""
+        """Measure the graph, and store the outcome."""
         node = self._settings.node_name
         if measuring.written is not None:
-            # else it could be written after its end, and stay
+            # Otherwise the row could be written after the end, and never be deleted.
             await asyncio.wait([measuring.written])
         try:
             measuring.profile = await self._measure(body)
@@ -163,7 +159,8 @@ class Profiling:
             )
         except Problem as problem:
             measuring.problem = problem
-            if not self._closing:  # else the next start goes on with it
+            # While the service stops, the row stays for the next start.
+            if not self._closing:
                 await self._drop(measuring.id, node)
         except StoreError as error:
             log.error(
@@ -219,8 +216,9 @@ class Profiling:
 
 
 def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """The task that replays a graph; torch is imported in its process alone, and only for a graph
-    that can be read.
+    """Replay a graph and return its Profile as JSON, or the body's problem.
+
+    Only this task's process imports torch, and only for a valid graph.
 
     Raises:
         MissingExtraError: torch is not installed.

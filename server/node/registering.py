@@ -1,4 +1,4 @@
-"""Tells another service what devices this node has."""
+"""Registration of this node's devices with another service."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RETRY_S = 10.0
 
 
 async def register_forever(settings: Settings, node: NodeCluster) -> None:
-    """Tell the service at ``settings.register_url`` this node's devices, now and every minute."""
-    # for those services alone that register: it is a tenth of a second of every start
+    """Register this node's devices at ``settings.register_url``, now and every minute."""
+    # The import takes 0.1 s, which only services that register should spend.
     import httpx
 
     where = f"{settings.register_url.rstrip('/')}/v1/nodes/{settings.node_name}"
@@ -45,7 +45,7 @@ async def register_forever(settings: Settings, node: NodeCluster) -> None:
 
 
 async def _register(client: httpx.AsyncClient, where: str, node: NodeCluster) -> str:
-    """Register once; what went wrong, or nothing."""
+    """Register once, and return the error message, or an empty string."""
     import httpx
 
     try:

@@ -1,1 +1,1 @@
-"""What operators see: logs, metrics, spans and the GPUs' state."""
+"""Observability: logs, metrics, spans and the state of the GPUs."""

@@ -1,6 +1,4 @@
-"""The state of this node's GPUs for ``/metrics``, as ``nvidia-smi`` tells it; nothing where there
-is none.
-"""
+"""State of this node's GPUs for ``/metrics``, read from ``nvidia-smi`` if it is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ MIB = 2**20
 
 
 async def watch_gpus(metrics: Metrics) -> None:
-    """Look every fifteen seconds, if there is ``nvidia-smi``."""
+    """Read the state of the GPUs every fifteen seconds, if ``nvidia-smi`` is installed."""
     program = shutil.which("nvidia-smi")
     while program is not None:
         try:
@@ -40,8 +38,8 @@ async def watch_gpus(metrics: Metrics) -> None:
 
 async def _ask(program: str) -> str:
     command = (program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits")
-    # Not asyncio's own way to start it: a service that ends meanwhile would kill it without what it
-    # has started.
+    # asyncio's subprocesses are not used: at the service's end asyncio would kill nvidia-smi, but
+    # not the processes that nvidia-smi has started.
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -51,7 +49,7 @@ async def _ask(program: str) -> str:
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
-                # with what it started, which holds the pipe open
+                # Kill its whole process group: a child of it would keep the pipe open.
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise OSError(f"nvidia-smi ended with {process.returncode}")
@@ -59,7 +57,7 @@ async def _ask(program: str) -> str:
 
 
 def note(metrics: Metrics, said: str) -> None:
-    """Take over what ``nvidia-smi`` said of each GPU; what it does not know of one is left out."""
+    """Record the output of ``nvidia-smi``; values that it does not know are left out."""
     metrics.forget_gpus()
     for row in csv.reader(io.StringIO(said), skipinitialspace=True):
         if len(row) != len(ASKED):
@@ -74,6 +72,7 @@ def note(metrics: Metrics, said: str) -> None:
         for (gauge, unit), value in zip(gauges, values, strict=True):
             try:
                 known = float(value)
-            except ValueError:  # "[N/A]"
+            except ValueError:
+                # "[N/A]": this GPU does not report the value.
                 continue
             gauge.labels(uuid, name).set(known * unit)

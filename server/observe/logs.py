@@ -1,4 +1,4 @@
-"""The service's log: lines for people, or one JSON object a line; each with the id of its request."""
+"""Log formats: text, or one JSON object per line; each line has the id of its request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 from ..settings import Settings
 
+# Id of the request that is being answered.
 REQUEST_ID: ContextVar[str] = ContextVar("placer_request_id", default="")
-"""Of the request that is being answered; each line of the log has it."""
 
+# Fields of a line about a request, in addition to its message.
 FIELDS = ("method", "route", "status", "ms", "client")
-"""What a line about a request has beside its message."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formatter of one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
+        """Return the record as JSON."""
         content: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -36,25 +36,26 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people."""
+    """Formatter of text for people."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
+        """Return the record as a line."""
         request_id = REQUEST_ID.get()
         return f"{super().format(record)} [{request_id}]" if request_id else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever is in it: a layer's name with a line break would else forge a line of
-        the log.
+        """Return the message on one line.
+
+        Otherwise a layer's name with a line break could forge a line of the log.
         """
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def config(settings: Settings) -> dict[str, Any]:
-    """What uvicorn configures logging with, for the service's log as well."""
+    """Return the logging configuration of uvicorn and of the service."""
     formatter = JsonFormatter if settings.log_format == "json" else TextFormatter
     logger = {"handlers": ["stderr"], "level": settings.log_level.upper(), "propagate": False}
     return {

@@ -1,5 +1,6 @@
-"""What Prometheus reads at ``/metrics``; each app has a registry of its own, so two can live in one
-process.
+"""Prometheus metrics of ``/metrics``.
+
+Each application has a registry of its own, so that two can run in one process.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("placer_server")
 
+# Paths that are requested every few seconds, and therefore not logged.
 QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Asked for every few seconds, and not logged."""
 
+# Route of all paths that the service does not have; unlimited labels would fill the memory.
 UNKNOWN = "unknown"
-"""The route of all paths that the service does not have: they are without number, and counters are
-not."""
 
+# Number of characters of an unknown path that are logged.
 LONGEST_PATH = 200
-"""Of a path that the service does not have, so many characters are logged."""
 
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 
@@ -34,7 +34,7 @@ _REQUEST_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60
 
 
 class Metrics:
-    """The service's counters, gauges and histograms."""
+    """Counters, gauges and histograms of the service."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -92,18 +92,16 @@ class Metrics:
         self.gpu_celsius = Gauge("placer_gpu_celsius", "Temperature", gpu, registry=registry)
 
     def count_unread(self, status: int) -> None:
-        """A request was refused whose head was not read to its end: of its method and path nothing
-        is known.
-        """
+        """Count a rejected request whose head was not read completely, so its method is unknown."""
         self.requests.labels("other", UNKNOWN, str(status)).inc()
 
     def forget_gpus(self) -> None:
-        """The state of the GPUs is not known any more."""
+        """Remove the state of the GPUs, which is no longer known."""
         for gauge in (self.gpu_memory_used, self.gpu_memory_total, self.gpu_busy, self.gpu_celsius):
             gauge.clear()
 
     def render(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -115,12 +113,13 @@ class Measured:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and note how it went."""
+        """Pass the request on, and record its outcome."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
-        status = 500  # where the application fails without an answer
+        # The status if the application fails without an answer.
+        status = 500
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -149,7 +148,5 @@ class Measured:
 
 
 def _asked(scope: Scope) -> str:
-    """For a log line: the path that was asked for, without anything that could look like a line of
-    its own.
-    """
+    """Return the path, quoted so that it cannot forge a line of the log."""
     return quote(scope["path"][:LONGEST_PATH])

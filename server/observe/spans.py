@@ -1,11 +1,9 @@
-"""OpenTelemetry spans, where ``opentelemetry-api`` is installed and a tracer provider is set; else
-nothing.
+"""OpenTelemetry spans, if ``opentelemetry-api`` is installed and a tracer provider is set.
 
-    POST /v1/placements ──▶ placer.solve (queued, then a worker), also where the request has long
-    been answered 202
+    POST /v1/placements ──▶ placer.solve (queued, then in a worker), possibly long after the 202
 
 The spans of requests come from FastAPI, or from ``opentelemetry-instrumentation-asgi`` for versions
-without.
+without them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 def here() -> Any:
-    """The span that runs now, for one that is begun later; None without OpenTelemetry."""
+    """Return the context of the current span for a later span; None without OpenTelemetry."""
     if trace is None:
         return None
     return trace.set_span_in_context(trace.get_current_span())
@@ -33,15 +31,17 @@ def here() -> Any:
 def span(
     name: str, attributes: Attributes, parent: Any = None
 ) -> Iterator[dict[str, str | int | float | bool]]:
-    """A span around what is done in the context.
+    """Open a span for the duration of the context.
 
     Args:
-        name: such as ``placer.solve``.
-        attributes: known at its begin.
-        parent: from ``here``; the span that runs now if None.
+        name: Name, such as ``placer.solve``.
+        attributes: Attributes that are known at the start.
+        parent: Context from ``here``; the current span if None.
 
     Yields:
-        Attributes to be added to at its end; ``error`` says that it failed, and why.
+        A dictionary for attributes that are known at the end. ``error`` marks the span as failed,
+            with
+        its value as the reason.
     """
     found: dict[str, str | int | float | bool] = {}
     if trace is None:

@@ -1,6 +1,4 @@
-"""The OpenAPI document: the wire types as schemas, examples that run, and the problems of every
-path.
-"""
+"""OpenAPI document: the wire types as schemas, tested examples, and the problems of every path."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ _OF_PATH = {
 
 
 def describe(app: FastAPI) -> None:
-    """Give the application its OpenAPI document, made when first asked for."""
+    """Give the application its OpenAPI document, generated on first use."""
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
 
 
@@ -130,7 +128,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
             (Batch, "/v1/placements:batch", batches()),
         ):
             body = model.model_json_schema(ref_template=REF)
-            body.pop("$defs", None)  # those of PlacementRequest
+            # The same definitions were added with PlacementRequest.
+            body.pop("$defs", None)
             schemas[model.__name__] = body
             _describe_body(
                 paths[path]["post"], model.__name__, examples, required=model is not CompareBody

@@ -1,4 +1,4 @@
-"""Requests that are shown in the OpenAPI document; a test posts each."""
+"""Example requests of the OpenAPI document; a test posts each."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
 
 
 def requests() -> dict[str, dict[str, Any]]:
-    """The examples by name, each with a summary and a value, as OpenAPI has them."""
+    """Return the examples of ``POST /v1/placements`` by name, each with a summary and a value."""
     return {
         "throughput": {
             "summary": "Train four layers on two devices, the smallest bottleneck",
@@ -94,7 +94,7 @@ def requests() -> dict[str, dict[str, Any]]:
 
 
 def evaluations() -> dict[str, dict[str, Any]]:
-    """The examples of ``:evaluate``."""
+    """Return the examples of ``:evaluate``."""
     return {
         "own map": {
             "summary": "Three layers on the first device",
@@ -104,7 +104,7 @@ def evaluations() -> dict[str, dict[str, Any]]:
 
 
 def comparisons() -> dict[str, dict[str, Any]]:
-    """The examples of ``:compare``."""
+    """Return the examples of ``:compare``."""
     even = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
     return {
         "two maps": {
@@ -118,7 +118,7 @@ def comparisons() -> dict[str, dict[str, Any]]:
 
 
 def batches() -> dict[str, dict[str, Any]]:
-    """The examples of ``:batch``."""
+    """Return the examples of ``:batch``."""
     objectives = [
         {"objective": "throughput"},
         {"objective": "latency"},
@@ -133,7 +133,7 @@ def batches() -> dict[str, dict[str, Any]]:
 
 
 def graphs() -> dict[str, dict[str, Any]]:
-    """The examples of ``POST /v1/profiles``."""
+    """Return the examples of ``POST /v1/profiles``."""
     image = {"name": "x", "shape": [8, 16], "dtype": "float32", "batched": True}
     result = {**image, "name": "y", "differentiable": True, "source": "linear"}
     layer = {
@@ -173,7 +173,7 @@ def graphs() -> dict[str, dict[str, Any]]:
 
 
 def clusters() -> dict[str, dict[str, Any]]:
-    """The examples of ``PUT /v1/nodes/{name}``."""
+    """Return the examples of ``PUT /v1/nodes/{name}``."""
     return {
         "two devices": {
             "summary": "A node with two devices, each linked with the other",
@@ -183,5 +183,5 @@ def clusters() -> dict[str, dict[str, Any]]:
 
 
 def own_map() -> dict[str, str]:
-    """A map of the examples' layers, as a user would make it."""
+    """Return a map of the examples' layers, as a user would make it."""
     return {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:0", "head": "cuda:1"}

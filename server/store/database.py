@@ -1,5 +1,6 @@
-"""Where the store's tables are: an SQLite file, or a PostgreSQL database. Several services may
-share either.
+"""Connections to the store: an SQLite file or a PostgreSQL database.
+
+Several services may share either.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from .upgrade import upgrade
 try:
     import fcntl
 except ImportError:
-    # Windows: a start cannot see that no other service has the file open, and waits for leases to
-    # end
+    # Windows has no such locks. A start cannot know that it is alone, and waits for leases to
+    # expire.
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
+# Key of the advisory lock that PostgreSQL migrations hold.
 MIGRATION_LOCK = 0x706C61636572
-"""Of PostgreSQL's advisory locks."""
 
 CONNECT_S = 5
 STATEMENT_S = 30
+
+# Connections in each of the two pools.
 POOL = 8
-"""Connections of each of two pools."""
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg")
 
 
 class StoreError(ServerError):
-    """The store could not be read or written: the disk is full, or PostgreSQL is away."""
+    """The store could not be read or written: the disk is full, or PostgreSQL is unreachable."""
 
 
 class Database(ABC):
-    """The connections to a store; each method takes what is to be done with one.
+    """Connections to a store; each method takes a function of a connection.
 
     Attributes:
-        name: of the store, without a password.
-        durable: whether what is written outlives the process.
-        shared: whether other services may work on the same jobs.
-        remote: whether a statement waits for a network.
+        name: Name of the store, without a password.
+        durable: Whether writes survive the process.
+        shared: Whether other services may work on the same jobs.
+        remote: Whether a statement waits for a network.
         dialect: ``sqlite`` or ``postgresql``.
     """
 
@@ -62,26 +64,27 @@ class Database(ABC):
     dialect: str
 
     def read(self, work: Work[T]) -> T:
-        """Do what only reads."""
+        """Run a function that only reads."""
         return self._do(self._reading, work)
 
     def search(self, work: Work[T]) -> T:
-        """Do what takes long to read, without holding up ``read``."""
+        """Run a function whose reads take long, without blocking ``read``."""
         return self._do(self._searching, work)
 
     def write(self, work: Work[T]) -> T:
-        """Do all of what writes, or none of it. It may be done twice, where the connection broke at
-        its end.
+        """Run a function that writes, in a transaction.
+
+        It may run twice, if the connection breaks at its end.
         """
         return self._do(self._writing, work)
 
     def write_one(self, work: Work[T]) -> T:
-        """Do one statement that writes."""
+        """Run a function of one writing statement."""
         return self._do(self._writing_one, work)
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the connections."""
 
     @abstractmethod
     def _reading(self) -> Any: ...
@@ -103,7 +106,7 @@ class Database(ABC):
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-            # the server was restarted since; a new connection finds it
+            # The server has restarted since the connection was made; a new connection may work.
             with connecting() as connection:
                 return work(connection)
         except SQLAlchemyError as error:
@@ -111,16 +114,16 @@ class Database(ABC):
 
 
 def open_database(name: str) -> Database:
-    """The database of that name, its tables made or migrated.
+    """Open a database, and create or migrate its tables.
 
     Args:
-        name: an SQLite file, made if missing; ``:memory:``; or
+        name: SQLite file, made if missing; ``:memory:``; or
             ``postgresql://user:password@host/database``.
 
     Raises:
-        InputError: the URL cannot be read.
+        InputError: The URL cannot be read.
         MissingExtraError: PostgreSQL's driver is not installed.
-        ServerError: a later version of Placer made it; StoreError: it cannot be used.
+        ServerError: A later version of Placer made it; StoreError: it cannot be used.
     """
     scheme, separator, _ = name.partition("://")
     if not separator:
@@ -135,10 +138,12 @@ def open_database(name: str) -> Database:
 class SqliteDatabase(Database):
     """One SQLite file with a write-ahead log, or ``:memory:``.
 
-    One connection writes, one reads, so that it is never held up by a writer that waits for the
-    disk, and one searches. Several services may have the file open: they share its jobs as replicas
-    do (see ``Replicas``). A start that finds the file open nowhere knows without waiting for leases
-    that every replica of before is gone.
+    One connection writes. Another one reads, so that it never waits for a writer that waits for the
+    disk. A third one searches. Several services may open the file and share its jobs as replicas
+    (see
+    ``Replicas``). A start that finds the file open nowhere knows at once, without waiting for
+    leases to
+    expire, that all earlier replicas are gone.
     """
 
     dialect = "sqlite"
@@ -163,9 +168,9 @@ class SqliteDatabase(Database):
     def _open(self) -> None:
         self._open_file = _OpenFile(self.name + ".lock") if self.durable else None
         self._writer = _Turns(self._engine.connect())
-        # NORMAL: a commit outlives a killed process at once, and a power failure after the next
-        # checkpoint. Large pages: requests are tens of kilobytes, and each page of a write has a
-        # price of its own.
+        # synchronous=NORMAL: a commit survives a killed process at once, and a power failure after
+        # the next checkpoint. Large pages: requests have tens of kilobytes, and each written page
+        # has a cost of its own.
         for pragma in (
             "page_size=16384",
             "journal_mode=WAL",
@@ -183,7 +188,7 @@ class SqliteDatabase(Database):
         self._searcher = _Turns(self._engine.connect()) if self.durable else self._writer
 
     def close(self) -> None:
-        """Write everything to the file and let go of it."""
+        """Write everything to the file, and close it."""
         for turns in (self._searcher, self._reader, self._writer):
             turns.connection.close()
         self._engine.dispose()
@@ -213,11 +218,9 @@ class SqliteDatabase(Database):
 
 
 class PostgresDatabase(Database):
-    """A PostgreSQL database, through two pools of connections: for single statements, and for
-    transactions.
+    """PostgreSQL database with two connection pools, for single statements and for transactions.
 
-    A connection that is always in autocommit is handed out and taken back for half of what one
-    costs that is switched.
+    Connections that stay in autocommit mode cost half as much as those that switch to it.
     """
 
     dialect = "postgresql"
@@ -277,16 +280,16 @@ class PostgresDatabase(Database):
         return self._engine.begin()
 
 
+# Socket options with which a silently lost server is noticed in seconds instead of hours.
 _LIVENESS = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 1000 * 2 * CONNECT_S,
 }
-"""A server that went away without a word is noticed in seconds, not hours."""
 
 
 def _set_limits(connection: Any, _: object) -> None:
-    """No statement holds up a thread, or a lock, for long."""
+    """Limit the duration of statements, so that none blocks a thread or a lock for long."""
     before, connection.autocommit = connection.autocommit, True
     connection.execute(f"SET statement_timeout = '{STATEMENT_S}s'")
     connection.execute(f"SET idle_in_transaction_session_timeout = '{STATEMENT_S}s'")
@@ -294,7 +297,7 @@ def _set_limits(connection: Any, _: object) -> None:
 
 
 class _Turns:
-    """A connection that one thread uses at a time: ``with`` it."""
+    """Connection that one thread at a time uses, in a ``with`` statement."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
@@ -309,18 +312,17 @@ class _Turns:
 
 
 class _OpenFile:
-    """A lock that shows other services that this one has the database open; it ends with the
-    process.
+    """File lock that shows that a service has the database open; it ends with the process.
 
-    Every service holds a shared lock on a file beside the database. The first of them gets the
-    exclusive lock, so it knows that it is alone. It keeps that lock until ``share``: no other
-    service starts meanwhile.
+    Every service holds a shared lock on a file next to the database. The first of them gets the
+    exclusive lock, so it knows that it is alone. It keeps that lock until ``share``, and no other
+    service starts until then.
 
     Args:
-        path: of the file that is locked.
+        path: File to lock.
 
     Raises:
-        StoreError: another service holds the exclusive lock for too long.
+        StoreError: Another service holds the exclusive lock for too long.
     """
 
     def __init__(self, path: str) -> None:
@@ -340,8 +342,9 @@ class _OpenFile:
         self._locks(exclusive=False)
 
     def _locks(self, exclusive: bool) -> bool:
-        """Try to lock the file; whether it is locked. Where the system has no such locks, none is
-        exclusive.
+        """Try to lock the file, and return whether it is locked.
+
+        On systems without such locks, no lock is exclusive.
         """
         if fcntl is None:
             return not exclusive
@@ -357,6 +360,6 @@ class _OpenFile:
 
 
 def _reason(error: SQLAlchemyError) -> str:
-    """What the driver said, without the statement and its values."""
+    """Return the driver's message without the statement and its values."""
     said = str(error.orig) if isinstance(error, DBAPIError) else str(error)
     return " ".join(said.split())[:500]

@@ -1,4 +1,4 @@
-"""Which of two answers to a question is worth keeping."""
+"""Ranking of two answers to the same question."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import sqlalchemy as sa
 
 
 def is_worse(version: str, summary: dict[str, Any], before: sa.Row[Any]) -> bool:
-    """Whether an answer is worse than that before it; values of two versions of Placer say nothing
-    of each other.
+    """Return whether an answer is worse than the stored one.
+
+    Values of two versions of Placer are not comparable.
     """
     mine, other = _merit(summary), _merit(before.summary)
     return mine < other and (version == before.version or mine == _merit({}))
 
 
 def _merit(summary: dict[str, Any]) -> tuple[bool, float]:
-    """The greater, the better: what is proven first, then the smallest value; nothing found is the
-    least.
-    """
+    """Return a sort key: proven answers first, then the smallest value; no placement is last."""
     value = summary.get("objective_value")
     return summary.get("status") in (
         "optimal",

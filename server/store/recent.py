@@ -1,4 +1,4 @@
-"""What was used last, kept in memory up to a size."""
+"""Least-recently-used cache with a size limit in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[V]):
-    """The values used last, up to so many bytes of them. Safe to use from several threads."""
+    """Least-recently-used cache. Any thread may use it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -19,7 +19,7 @@ class Recent(Generic[V]):
         self._lock = threading.Lock()
 
     def get(self, key: str) -> V | None:
-        """The value, if it is still here."""
+        """Return the value, or None if it is no longer there."""
         with self._lock:
             found = self._values.get(key)
             if found is None:
@@ -28,7 +28,7 @@ class Recent(Generic[V]):
             return found[0]
 
     def put(self, key: str, value: V, size: int) -> None:
-        """Keep a value of so many bytes; those used longest ago go."""
+        """Store a value of ``size`` bytes, and drop those used longest ago."""
         with self._lock:
             self._bytes += size - self._values.pop(key, (None, 0))[1]
             self._values[key] = (value, size)

@@ -1,4 +1,4 @@
-"""What the store could not take, written when it can again: the disk was full, or PostgreSQL away."""
+"""Retries of failed writes, for example after a full disk or an unreachable PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MEND_S = 2.0
 
 
 async def mend_forever(store: Store) -> None:
-    """Try every two seconds, while there is something to write."""
+    """Retry every two seconds while writes are pending."""
     while True:
         await asyncio.sleep(MEND_S)
         await mend(store)
 
 
 async def mend(store: Store) -> None:
-    """Try once."""
+    """Retry once."""
     if not store.unwritten:
         return
     try:

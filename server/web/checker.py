@@ -1,4 +1,4 @@
-"""Request bodies, checked without holding up other requests."""
+"""Validation of request bodies without blocking other requests."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from ..jobs.question import Question
 from ..problem import Problem, invalid_body
 from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 
+# Size above which bodies are checked in another process. Parsing holds the interpreter lock for 2
+# ms per 100 KB, in a thread too.
 INLINE_BYTES = 192 * 1024
-"""Larger bodies are checked in another process: parsing holds the interpreter, thread or not, for 2
-ms per 100 KB."""
 
+# Largest number of values in a body; a well-formed body of 16 MiB has half as many.
 MOST_VALUES = 2_000_000
-"""In a body; one of 16 MiB that means it well has half as many."""
 
 REMEMBERED = 4096
 
+# Largest total size in bytes of a batch's requests. Shared fields are sent once, but every request
+# holds a copy.
 MOST_WRITTEN_OUT = 64 * 2**20
-"""Of all requests of a batch together: what they share is sent once, but held by each."""
 
 T = TypeVar("T")
 
 
 class Checker:
-    """Turns bodies into questions; the same bytes are parsed once."""
+    """Parser of request bodies, with a cache by content."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Question] = OrderedDict()
         self._processes: ProcessPoolExecutor | None = None
 
     async def check(self, body: bytes) -> Question:
-        """The question in a body.
+        """Return the question in a body.
 
         Raises:
-            Problem: the body is no PlacementRequest; it names the fault.
+            Problem: The body is not a PlacementRequest; the problem names the fault.
         """
         digest = hashlib.sha256(body).digest()
         if (question := self._known.get(digest)) is not None:
@@ -60,26 +61,26 @@ class Checker:
         return question
 
     async def split(self, body: bytes) -> list[bytes]:
-        """The requests in a batch, each as it would have been sent alone; they are not checked yet.
+        """Return the requests of a batch, each as if sent alone; they are not validated yet.
 
         Raises:
-            Problem: the body is no batch; it names the fault.
+            Problem: The body is not a batch; the problem names the fault.
         """
         return await self._run(split, body)
 
     async def check_graph(self, body: bytes) -> None:
-        """See that a body is a ProfileRequest; what its operations are is looked at where they run.
+        """Validate a ProfileRequest; its operations are checked where they run.
 
         Raises:
-            Problem: it is none; it names the fault.
+            Problem: The body is invalid; the problem names the fault.
         """
         await self._run(_check_graph, body)
 
     async def read_cluster(self, body: bytes) -> Cluster:
-        """The Cluster in a body.
+        """Return the Cluster in a body.
 
         Raises:
-            Problem: it is none; it names the fault.
+            Problem: The body is invalid; the problem names the fault.
         """
         return await self._run(_read_cluster, body)
 
@@ -122,10 +123,10 @@ def _submit(pool: ProcessPoolExecutor, work: Callable[[bytes], T], body: bytes) 
 
 
 def check(body: bytes) -> Question:
-    """The question in a body.
+    """Return the question in a body.
 
     Raises:
-        Problem: the body is no PlacementRequest; it names the fault.
+        Problem: The body is not a PlacementRequest; the problem names the fault.
     """
     try:
         request = read_json(PlacementRequest, body, strict=True)
@@ -137,9 +138,11 @@ def check(body: bytes) -> Question:
 
 
 def _refuse_many(body: bytes) -> None:
-    """Before a body is parsed: a value takes a byte or two of it, but a hundred once it is parsed.
+    """Reject a body with too many values before it is parsed.
 
-    How deep its values are nested the parser counts as it goes; it ends at 200.
+    A value takes a byte or two of the body, but a hundred bytes once it is parsed. The parser
+    itself
+    limits the nesting to 200 levels.
     """
     count = sum(body.count(mark) for mark in (b",", b"[", b"{"))
     if count > MOST_VALUES:
@@ -162,10 +165,10 @@ def _check_graph(body: bytes) -> None:
 
 
 def split(body: bytes) -> list[bytes]:
-    """The requests in a batch, each as it would have been sent alone.
+    """Return the requests of a batch, each as if sent alone.
 
     Raises:
-        Problem: the body is no batch, or much larger when written out; it names the fault.
+        Problem: The body is not a batch, or much larger when expanded; the problem names the fault.
     """
     try:
         batch = read_json(Batch, body, strict=True)

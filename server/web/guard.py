@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its key, its rate; and what every response carries."""
+"""Middleware for access: host, origin, key, rate, request id and response headers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from ..problem import Problem, clip
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
 OPEN_FOLDER = "/page/"
 
+# Header in which a client lists the schema versions that it reads, and the service its own.
 VERSION_HEADER = b"placer-schema-version"
-"""A client lists the versions of the wire types that it reads; the service says in which it
-answers."""
 
 HEADERS = [
     (VERSION_HEADER, SCHEMA_VERSION.encode()),
@@ -39,10 +38,11 @@ _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGN
 
 
 class Guard:
-    """Middleware; without keys it answers only requests that name this machine as their host.
+    """Middleware that admits or rejects requests.
 
-    A page of another site cannot ask a service without keys by giving its own name this machine's
-    address, nor by sending what browsers let it send anywhere, such as a POST without a body.
+    Without keys, only requests that name this machine as their host are admitted. A page of another
+    site can then not reach the service through a DNS name with this machine's address, nor with the
+    requests that browsers may send anywhere, such as a POST without a body.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -50,7 +50,7 @@ class Guard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass the request on, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -120,7 +120,7 @@ class Guard:
 
 
 def _agree(versions: bytes) -> None:
-    """Refuse a client that reads none of the versions in which this service answers."""
+    """Reject a client that reads none of this service's schema versions."""
     given = versions.decode("latin-1")
     if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
         detail = (

@@ -1,4 +1,4 @@
-"""HEAD: what GET would answer, without its body."""
+"""HEAD requests: the response to GET without its body."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 def takes_head(path: str) -> bool:
-    """Whether GET of a path can be asked for its head alone: not a stream, whose body tells when it
-    ends.
-    """
+    """Return whether a path supports HEAD; an event stream has no final length, so it does not."""
     return not path.endswith("/events")
 
 
 class Heads:
-    """Middleware that lets every path with GET answer HEAD, too, as load balancers and ``curl -I``
-    ask.
-    """
+    """Middleware that answers HEAD on every path with GET, for load balancers and ``curl -I``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; HEAD as GET, of whose answer the body is kept back."""
+        """Pass the request on, a HEAD as a GET whose body is dropped."""
         if scope["type"] != "http" or scope["method"] != "HEAD" or not takes_head(scope["path"]):
             await self._app(scope, receive, send)
             return
@@ -36,4 +32,5 @@ class Heads:
             await self._app(inner, receive, head_alone)
         finally:
             if "route" in inner:
-                scope["route"] = inner["route"]  # by which it is counted
+                # The metrics count the request under this route.
+                scope["route"] = inner["route"]

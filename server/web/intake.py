@@ -13,8 +13,9 @@ from ..settings import Settings
 
 
 class Intake:
-    """Reads bodies, each up to a limit and all of them together up to another, so that many at once
-    fill no memory.
+    """Reader of request bodies that limits the size of each and of all together.
+
+    Many bodies at once then cannot fill the memory.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -23,15 +24,15 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, request: Request, *, optional: bool = False) -> AsyncIterator[bytes]:
-        """The request's body, which counts as held while the context is open.
+        """Yield the request's body, which counts as held while the context is open.
 
         Args:
-            request: whose body it is.
-            optional: whether there may be none, without a content type.
+            request: The request.
+            optional: Whether the body may be empty, without a content type.
 
         Raises:
-            Problem: it is no JSON by its content type, too large, too slow, or more than fits
-                beside the others.
+            Problem: The content type is not JSON, or the body is too large, too slow, or too much
+                in addition to the other bodies.
         """
         declared = request.headers.get("content-length", "0")
         if not (optional and declared == "0" and "transfer-encoding" not in request.headers):
@@ -77,7 +78,7 @@ class Intake:
 
 
 class _Body:
-    """What has come so far; nothing is copied where all comes at once."""
+    """Chunks of a body so far; a body that arrives in one chunk is not copied."""
 
     def __init__(self) -> None:
         self.content: bytes | bytearray = b""

@@ -1,4 +1,4 @@
-"""The task that measures this machine."""
+"""Task that measures this machine's devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .worker import Report
 
 
 def measure_devices(payload: bytes, report: Report, stop: threading.Event) -> bytes:
-    """The task that measures this machine's devices and the links between them.
+    """Measure this machine's devices and the links between them, and return the Cluster as JSON.
 
     Raises:
         MissingExtraError: torch is not installed.

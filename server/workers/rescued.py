@@ -1,4 +1,4 @@
-"""What is left of a solve whose process was killed: the best placement that it had told."""
+"""Solver that returns the best placement of a solve whose process was killed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from placer.schema import Placement, PlacementRequest
 
 
 class Rescued:
-    """A solver that answers with what another had found; importable by name, as every solver is.
+    """Solver that returns a given placement after a check; importable by name, like every solver.
 
     Args:
-        placement: the Placement as JSON, as it was told.
-        why: its solver did not end by itself.
+        placement: The reported Placement as JSON.
+        why: Reason why the original solver did not end by itself.
     """
 
     def __init__(self, placement: bytes, why: str) -> None:
@@ -27,12 +27,13 @@ class Rescued:
         progress: Any = None,
         stop: threading.Event | None = None,
     ) -> Placement:
-        """The placement, which says that it is the best so far.
+        """Return the placement, marked as the best so far.
 
         Raises:
-            PlacementError: it does not meet the request, or is not as good as it says.
+            PlacementError: It does not meet the request, or its values are wrong.
         """
-        from placer.solver.check import check  # in the worker alone
+        # Imported here, since only the worker process needs it.
+        from placer.solver.check import check
 
         placement = Placement.model_validate_json(self._placement)
         check(request, placement)

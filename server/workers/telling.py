@@ -1,6 +1,4 @@
-"""The best placement so far, sent to the service as a solve goes, so that it outlives the solve's
-process.
-"""
+"""Reports of the best placement during a solve, so that it survives the worker process."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ from placer.errors import PlacerError
 if TYPE_CHECKING:
     from placer.solver.search import Incumbent
 
+# Shortest time between two reports in seconds; of the placements in between, the last is sent.
 EVERY_S = 0.5
-"""Between two placements; of those in between the last one is sent."""
 
+# Largest share of the solve's time that may go into the reports.
 SHARE = 0.05
-"""Of the solve's time, so much may go to making them."""
 
 
 class Telling:
-    """Makes placements of what a solver finds, in a thread of its own, and sends them.
+    """Thread that turns incumbents into placements and sends them.
 
     Args:
-        send: is given each as JSON.
+        send: Called with each placement as JSON.
     """
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
@@ -35,9 +33,7 @@ class Telling:
         threading.Thread(target=self._go_on, daemon=True).start()
 
     def tell(self, incumbent: Incumbent) -> None:
-        """Send the placement of this one, unless a better one comes before it is its turn. Safe
-        from any thread.
-        """
+        """Send this incumbent, unless a better one arrives first. Any thread may call this."""
         self._latest = incumbent
         self._new.set()
 
@@ -49,6 +45,6 @@ class Telling:
             try:
                 self._send(self._latest.placement().model_dump_json().encode())
             except (MemoryError, PlacerError):
-                # the solve meets the same, and says so; what was sent before is still there
+                # The solve itself meets the same error and reports it. Earlier reports stay valid.
                 pass
             time.sleep(max(EVERY_S, (time.monotonic() - began_s) / SHARE))

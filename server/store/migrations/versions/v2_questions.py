@@ -1,4 +1,4 @@
-"""The questions beside the answers, and what was accepted until it is answered."""
+"""Questions next to the answers, and accepted requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     blob = sa.LargeBinary
     op.create_table(
         "answers",

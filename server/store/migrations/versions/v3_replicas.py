@@ -1,6 +1,4 @@
-"""Several replicas on one store: who answers for which job; and rows that count the order of
-writing themselves.
-"""
+"""Owners of jobs for several replicas, and row numbers in the order of writing."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ ORDER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     sqlite = op.get_context().dialect.name == "sqlite"
     order = "rowid" if sqlite else "ctid"
     for name in ("placements", "jobs", "failures"):
