@@ -27,10 +27,10 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
-from .dialogue import Dialogue, Health
+from .connection import RETRIES, TIMEOUT_S, call_timeout, request_headers, require_open, url_of
+from .endpoints import Endpoints, Health
+from .event_stream import SILENCE_S, EventStream
 from .exchange import Call, Exchange, Outcome, Pause
-from .following import SILENCE_S, Following
 
 __all__ = ["AsyncClient"]
 
@@ -65,31 +65,31 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url_of(server)
-        self._dialogue = Dialogue(self.url, retries)
+        self._endpoints = Endpoints(self.url, retries)
         self._timeout_s = timeout
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers_of(key), transport=transport
+            base_url=self.url, headers=request_headers(key), transport=transport
         )
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """See ``Client.place``; cancelling the task stops the solve, as Ctrl-C does there."""
-        return await self._carry_out(self._dialogue.place(request, wait))
+        return await self._carry_out(self._endpoints.place(request, wait))
 
     async def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None
     ) -> list[Placement | PlacerError]:
         """See ``Client.place_many``."""
-        return await self._carry_out(self._dialogue.place_many(requests, wait))
+        return await self._carry_out(self._endpoints.place_many(requests, wait))
 
     async def submit(self, request: PlacementRequest) -> Placement | Progress:
         """See ``Client.submit``."""
-        return await self._carry_out(self._dialogue.submit(request))
+        return await self._carry_out(self._endpoints.submit(request))
 
     async def events(self, id: str) -> AsyncIterator[Progress | Placement]:
         """See ``Client.events``."""
-        following = Following(self._dialogue, id)
+        following = EventStream(self._endpoints, id)
         while not following.ended:
-            refuse_closed(self._http)
+            require_open(self._http)
             try:
                 async with self._http.stream(
                     "GET", following.path, timeout=self._stream_timeout()
@@ -108,11 +108,11 @@ class AsyncClient:
 
     async def placement(self, id: str, wait: float | None = None) -> Placement:
         """See ``Client.placement``."""
-        return await self._carry_out(self._dialogue.placement(id, wait))
+        return await self._carry_out(self._endpoints.placement(id, wait))
 
     async def stop(self, id: str) -> Placement:
         """See ``Client.stop``."""
-        return await self._carry_out(self._dialogue.stop(id))
+        return await self._carry_out(self._endpoints.stop(id))
 
     async def evaluate(
         self,
@@ -122,7 +122,7 @@ class AsyncClient:
         id: str | None = None,
     ) -> Evaluation:
         """See ``Client.evaluate``."""
-        return await self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+        return await self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
 
     async def compare(
         self,
@@ -131,7 +131,7 @@ class AsyncClient:
         request: PlacementRequest | None = None,
     ) -> Comparison:
         """See ``Client.compare``."""
-        return await self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+        return await self._carry_out(self._endpoints.compare(maps or {}, ids, request))
 
     async def page(
         self,
@@ -150,7 +150,7 @@ class AsyncClient:
             "limit": limit,
             "cursor": cursor,
         }
-        return await self._carry_out(self._dialogue.page(filters))
+        return await self._carry_out(self._endpoints.page(filters))
 
     async def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -168,27 +168,27 @@ class AsyncClient:
 
     async def request(self, id: str) -> PlacementRequest:
         """See ``Client.request``."""
-        return await self._carry_out(self._dialogue.request(id))
+        return await self._carry_out(self._endpoints.request(id))
 
     async def timeline(self, id: str) -> Timeline:
         """See ``Client.timeline``."""
-        return await self._carry_out(self._dialogue.timeline(id))
+        return await self._carry_out(self._endpoints.timeline(id))
 
     async def trace(self, id: str) -> str:
         """See ``Client.trace``."""
-        return await self._carry_out(self._dialogue.text(id, "trace"))
+        return await self._carry_out(self._endpoints.text(id, "trace"))
 
     async def report(self, id: str) -> str:
         """See ``Client.report``."""
-        return await self._carry_out(self._dialogue.text(id, "report"))
+        return await self._carry_out(self._endpoints.text(id, "report"))
 
     async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """See ``Client.profile``."""
-        return await self._carry_out(self._dialogue.profile(request, wait))
+        return await self._carry_out(self._endpoints.profile(request, wait))
 
     async def stored_profile(self, id: str) -> Profile:
         """See ``Client.stored_profile``."""
-        return await self._carry_out(self._dialogue.stored_profile(id))
+        return await self._carry_out(self._endpoints.stored_profile(id))
 
     async def cluster(
         self,
@@ -199,28 +199,28 @@ class AsyncClient:
     ) -> Cluster:
         """See ``Client.cluster``."""
         return await self._carry_out(
-            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
         )
 
     async def measure_cluster(self) -> Cluster:
         """See ``Client.measure_cluster``."""
-        return await self._carry_out(self._dialogue.measure_cluster())
+        return await self._carry_out(self._endpoints.measure_cluster())
 
     async def nodes(self) -> tuple[Node, ...]:
         """See ``Client.nodes``."""
-        return await self._carry_out(self._dialogue.nodes())
+        return await self._carry_out(self._endpoints.nodes())
 
     async def register_node(self, name: str, cluster: Cluster) -> Node:
         """See ``Client.register_node``."""
-        return await self._carry_out(self._dialogue.register_node(name, cluster))
+        return await self._carry_out(self._endpoints.register_node(name, cluster))
 
     async def forget_node(self, name: str) -> None:
         """See ``Client.forget_node``."""
-        await self._carry_out(self._dialogue.forget_node(name))
+        await self._carry_out(self._endpoints.forget_node(name))
 
     async def health(self) -> Health:
         """See ``Client.health``."""
-        return await self._carry_out(self._dialogue.health())
+        return await self._carry_out(self._endpoints.health())
 
     async def aclose(self) -> None:
         """See ``Client.close``."""
@@ -251,13 +251,13 @@ class AsyncClient:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return None
-        refuse_closed(self._http)
+        require_open(self._http)
         try:
             return await self._http.request(
                 step.method,
                 step.path,
                 content=step.content,
-                timeout=timeout_of(step, self._timeout_s),
+                timeout=call_timeout(step, self._timeout_s),
             )
         except httpx.RequestError as error:
             return error

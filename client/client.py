@@ -27,10 +27,10 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
-from .dialogue import Dialogue, Health
+from .connection import RETRIES, TIMEOUT_S, call_timeout, request_headers, require_open, url_of
+from .endpoints import Endpoints, Health
+from .event_stream import SILENCE_S, EventStream
 from .exchange import Call, Exchange, Outcome, Pause
-from .following import SILENCE_S, Following
 
 __all__ = ["Client"]
 
@@ -42,8 +42,7 @@ class Client:
 
     Requests that fail on the way are repeated if that is safe. It nearly always is: a placement is
     requested by its content, so a repeated request has the same effect as a single one. A closed
-    client
-    raises InputError.
+    client raises InputError.
 
     Args:
         server: The service's URL, such as ``http://host:8080``; ``PLACER_URL`` from the environment
@@ -68,16 +67,17 @@ class Client:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = url_of(server)
-        self._dialogue = Dialogue(self.url, retries)
+        self._endpoints = Endpoints(self.url, retries)
         self._timeout_s = timeout
-        self._http = httpx.Client(base_url=self.url, headers=headers_of(key), transport=transport)
+        self._http = httpx.Client(
+            base_url=self.url, headers=request_headers(key), transport=transport
+        )
 
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Request a placement and wait for it; a repeated request is answered at once.
 
         Ctrl-C stops the solve on the service, unless other clients wait for it. Call ``submit`` for
-        a solve
-        that continues without this client.
+        a solve that continues without this client.
 
         Args:
             request: The question.
@@ -93,7 +93,7 @@ class Client:
             UnreachableError: The service cannot be reached.
             ServerError: The service cannot answer.
         """
-        return self._carry_out(self._dialogue.place(request, wait))
+        return self._carry_out(self._endpoints.place(request, wait))
 
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None
@@ -112,7 +112,7 @@ class Client:
                 this error is the result of the others instead.
             ServerError: The service cannot answer; likewise.
         """
-        return self._carry_out(self._dialogue.place_many(requests, wait))
+        return self._carry_out(self._endpoints.place_many(requests, wait))
 
     def submit(self, request: PlacementRequest) -> Placement | Progress:
         """Request a placement without waiting.
@@ -128,7 +128,7 @@ class Client:
             InputError: The service finds a fault in the request.
             ServerError: The service cannot be reached or cannot answer.
         """
-        return self._carry_out(self._dialogue.submit(request))
+        return self._carry_out(self._endpoints.submit(request))
 
     def events(self, id: str) -> Iterator[Progress | Placement]:
         """Yield the progress of a solve whenever it changes, and at the end the placement.
@@ -143,9 +143,9 @@ class Client:
             InputError: The solver found a fault in the request.
             ServerError: There is no such solve, it failed, or the service cannot be reached.
         """
-        following = Following(self._dialogue, id)
+        following = EventStream(self._endpoints, id)
         while not following.ended:
-            refuse_closed(self._http)
+            require_open(self._http)
             try:
                 with self._http.stream(
                     "GET", following.path, timeout=self._stream_timeout()
@@ -172,14 +172,14 @@ class Client:
             TimeoutExceeded: The placement is not ready in time; the solve continues.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.placement(id, wait))
+        return self._carry_out(self._endpoints.placement(id, wait))
 
     def stop(self, id: str) -> Placement:
         """End a solve, and return the best placement so far.
 
         Its status is ``unknown`` if the solver had found none.
         """
-        return self._carry_out(self._dialogue.stop(id))
+        return self._carry_out(self._endpoints.stop(id))
 
     def evaluate(
         self,
@@ -201,7 +201,7 @@ class Client:
                 given.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+        return self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
 
     def compare(
         self,
@@ -220,7 +220,7 @@ class Client:
             InputError: Fewer than two are given, or the request is missing or has a fault.
             ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+        return self._carry_out(self._endpoints.compare(maps or {}, ids, request))
 
     def page(
         self,
@@ -247,7 +247,7 @@ class Client:
             "limit": limit,
             "cursor": cursor,
         }
-        return self._carry_out(self._dialogue.page(filters))
+        return self._carry_out(self._endpoints.page(filters))
 
     def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -262,22 +262,22 @@ class Client:
 
     def request(self, id: str) -> PlacementRequest:
         """Return the request of a placement, ready to be sent again."""
-        return self._carry_out(self._dialogue.request(id))
+        return self._carry_out(self._endpoints.request(id))
 
     def timeline(self, id: str) -> Timeline:
         """Return when each device works on which micro-batch, in milliseconds.
 
         The times are predictions from the placement's schedule and the profile.
         """
-        return self._carry_out(self._dialogue.timeline(id))
+        return self._carry_out(self._endpoints.timeline(id))
 
     def trace(self, id: str) -> str:
         """Return the timeline as JSON for https://ui.perfetto.dev."""
-        return self._carry_out(self._dialogue.text(id, "trace"))
+        return self._carry_out(self._endpoints.text(id, "trace"))
 
     def report(self, id: str) -> str:
         """Return a report of a placement as one HTML file."""
-        return self._carry_out(self._dialogue.text(id, "report"))
+        return self._carry_out(self._endpoints.text(id, "report"))
 
     def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """Measure the layers of a captured graph on the devices of the service's machine.
@@ -293,11 +293,11 @@ class Client:
             UnreachableError: The service cannot be reached.
             ServerError: The service cannot answer, for example since it has no torch.
         """
-        return self._carry_out(self._dialogue.profile(request, wait))
+        return self._carry_out(self._endpoints.profile(request, wait))
 
     def stored_profile(self, id: str) -> Profile:
         """Return a profile that the service has; summaries of placements show its id."""
-        return self._carry_out(self._dialogue.stored_profile(id))
+        return self._carry_out(self._endpoints.stored_profile(id))
 
     def cluster(
         self,
@@ -319,7 +319,7 @@ class Client:
             ServerError: There is no such node, or the service cannot answer.
         """
         return self._carry_out(
-            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
         )
 
     def measure_cluster(self) -> Cluster:
@@ -327,11 +327,11 @@ class Client:
 
         A lost answer is not requested twice; ``cluster`` returns it later.
         """
-        return self._carry_out(self._dialogue.measure_cluster())
+        return self._carry_out(self._endpoints.measure_cluster())
 
     def nodes(self) -> tuple[Node, ...]:
         """Return the registered nodes by name."""
-        return self._carry_out(self._dialogue.nodes())
+        return self._carry_out(self._endpoints.nodes())
 
     def register_node(self, name: str, cluster: Cluster) -> Node:
         """Register a node with its devices, so that placements can span hosts, or update it.
@@ -344,18 +344,18 @@ class Client:
             InputError: These are not devices of one node, or too many.
             ServerError: The name is invalid for a node, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.register_node(name, cluster))
+        return self._carry_out(self._endpoints.register_node(name, cluster))
 
     def forget_node(self, name: str) -> None:
         """Delete a node.
 
         A lost answer is not requested twice; ``nodes`` shows whether the node is still there.
         """
-        self._carry_out(self._dialogue.forget_node(name))
+        self._carry_out(self._endpoints.forget_node(name))
 
     def health(self) -> Health:
         """Return whether the service is alive, and its version of Placer."""
-        return self._carry_out(self._dialogue.health())
+        return self._carry_out(self._endpoints.health())
 
     def close(self) -> None:
         """Close the connections."""
@@ -386,13 +386,13 @@ class Client:
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
-        refuse_closed(self._http)
+        require_open(self._http)
         try:
             return self._http.request(
                 step.method,
                 step.path,
                 content=step.content,
-                timeout=timeout_of(step, self._timeout_s),
+                timeout=call_timeout(step, self._timeout_s),
             )
         except httpx.RequestError as error:
             return error

@@ -21,7 +21,7 @@ HEADERS = {
 }
 
 
-def headers_of(key: str | None) -> dict[str, str]:
+def request_headers(key: str | None) -> dict[str, str]:
     """Return the headers of every request.
 
     Raises:
@@ -67,7 +67,7 @@ def url_of(server: str | None) -> str:
     return given.rstrip("/")
 
 
-def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
+def require_open(http: httpx.Client | httpx.AsyncClient) -> None:
     """Raise if the client is closed.
 
     Raises:
@@ -79,6 +79,6 @@ def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
         )
 
 
-def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:
+def call_timeout(call: Call, timeout_s: float) -> httpx.Timeout:
     """Return the timeouts of a call; the time that the service waits on purpose is added."""
     return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

@@ -79,7 +79,7 @@ if $run exec "$container" python3 -c "b'x' * ($cap + 2**28)" 2>/dev/null; then f
 rm -f oom  # podman leaves it where it was started
 curl -fsS "$url/healthz" >/dev/null || fail "a process over the memory cap takes the service down"
 say "memory is capped at $cap bytes"
-$run exec "$container" python3 -m placer_server.alive || fail "the health check fails"
+$run exec "$container" python3 -m placer_server.healthcheck || fail "the health check fails"
 [ "$($run exec "$container" id -u)" = 10001 ] || fail "it runs as root"
 if $run exec "$container" touch /opt/placer/x 2>/dev/null; then fail "its file system can be written"; fi
 

@@ -17,31 +17,31 @@ with extra("server"):
     from fastapi import FastAPI
 
     from . import serving
-    from .api.handlers import handle_errors
-    from .api.paths import include_routes
+    from .api.error_handlers import handle_errors
+    from .api.routes import include_routes
     from .api.service import Service
-    from .jobs.jobs import Jobs
+    from .jobs.evaluations import Evaluations
+    from .jobs.measurements import Measurements
     from .jobs.peers import Peers
-    from .judge.judge import Judge
+    from .jobs.solves import Solves
     from .keys import Keys
     from .node.cluster import NodeCluster
-    from .node.profiling import Profiling
-    from .node.registering import register_forever
-    from .observe.gpus import watch_gpus
-    from .observe.metrics import Measured, Metrics
+    from .node.registration import register_forever
+    from .observability.gpus import watch_gpus
+    from .observability.metrics import Metrics, RequestMetrics
     from .openapi.document import describe
+    from .quota import Quota
     from .settings import Settings
-    from .shares import Shares
     from .store.database import StoreError
     from .store.replicas import Replicas
     from .store.store import Store
-    from .store.upkeep import mend, mend_forever
-    from .web.checker import Checker
+    from .store.write_retries import retry_writes, retry_writes_forever
+    from .web.body_reader import BodyReader
     from .web.guard import Guard
-    from .web.heads import Heads
-    from .web.intake import Intake
+    from .web.head_requests import HeadRequests
+    from .web.validation import Validator
     from .workers.solving import Solver, default_solver
-    from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
+    from .workers.worker import Crashed, Killed, Worker, measure_idle_bytes, start_fork_server
 
 log = logging.getLogger("placer_server")
 
@@ -87,10 +87,10 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     app.state.solver = solver
     app.state.metrics = Metrics()
     include_routes(app)
-    app.add_middleware(Heads)
+    app.add_middleware(HeadRequests)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
     # Added last, so it is the outermost middleware and counts requests that the guard rejects.
-    app.add_middleware(Measured, metrics=app.state.metrics)
+    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     handle_errors(app)
     describe(app)
     return app
@@ -107,7 +107,7 @@ def run(settings: Settings | None = None, *, solver: Solver = default_solver) ->
         ServerError: The service could not start.
     """
     settings = settings or Settings()
-    prepare()
+    start_fork_server()
     serving.serve(create_app(settings, solver=solver), settings)
 
 
@@ -142,41 +142,41 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     owner = secrets.token_hex(8)
     store = await asyncio.to_thread(_open_store, app, settings, owner)
     peers = _peers(settings, store, owner)
-    jobs = Jobs(settings, store, app.state.metrics, app.state.solver, peers)
+    metrics = app.state.metrics
     service = Service(
-        settings,
-        store,
-        app.state.metrics,
-        Intake(settings),
-        Checker(),
-        jobs,
-        Judge(settings),
-        Profiling(settings, store, app.state.metrics),
-        NodeCluster(settings),
-        Shares(MOST_STREAMS, settings.client_share, "event streams are open", retry_s=5),
+        settings=settings,
+        store=store,
+        metrics=metrics,
+        body_reader=BodyReader(settings),
+        validator=Validator(),
+        solves=Solves(settings, store, metrics, app.state.solver, peers),
+        evaluations=Evaluations(settings),
+        measurements=Measurements(settings, store, metrics),
+        cluster=NodeCluster(settings),
+        stream_quota=Quota(MOST_STREAMS, settings.client_share, "event streams", retry_s=5),
     )
     app.state.service = service
-    jobs.resume()
+    service.solves.resume()
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [
-        asyncio.create_task(mend_forever(store)),
+        asyncio.create_task(retry_writes_forever(store)),
         asyncio.create_task(watch_gpus(app.state.metrics)),
     ]
     if store.database.shared:
-        upkeep_tasks.append(asyncio.create_task(service.profiling.resume()))
+        upkeep_tasks.append(asyncio.create_task(service.measurements.resume()))
     if settings.register_url:
         upkeep_tasks.append(asyncio.create_task(register_forever(settings, service.cluster)))
     try:
         yield
     finally:
         service.cluster.stop()
-        await service.profiling.close()
+        await service.measurements.close()
         for task in upkeep_tasks:
             task.cancel()
-        await jobs.close()
-        await mend(store)
+        await service.solves.close()
+        await retry_writes(store)
         await warming
-        service.checker.close()
+        service.validator.close()
         store.close()
 
 
@@ -205,7 +205,7 @@ async def _warm_up(service: Service) -> None:
 
     ``/readyz`` needs no key, so the system's error message goes to the log only.
     """
-    worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
+    worker = Worker(measure_idle_bytes, b"", limit_s=WARM_UP_S, grace_s=1.0)
     try:
         taken_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:

@@ -121,7 +121,7 @@ class Keys:
 
         Every key is compared in constant time, so the duration reveals nothing.
         """
-        digest = hash_of(given)
+        digest = key_digest(given)
         found = None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
@@ -129,7 +129,7 @@ class Keys:
         return found
 
 
-def hash_of(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
     """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
@@ -155,7 +155,7 @@ def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
     if unknown := [scope for scope in scopes.split(",") if scope not in SCOPES]:
         raise InputError(f"{unknown[0]!r} is no scope; write some of {','.join(SCOPES)}")
     key = PREFIX + secrets.token_urlsafe(32)
-    return key, f"{name} {scopes} {hash_of(key).hex()}"
+    return key, f"{name} {scopes} {key_digest(key).hex()}"
 
 
 def _read(settings: Settings) -> list[Key]:

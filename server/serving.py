@@ -22,8 +22,8 @@ with extra("server"):
     import uvicorn
     from fastapi import FastAPI
 
-    from . import alive
-    from .observe import logs
+    from . import healthcheck
+    from .observability import logs
     from .settings import Settings, misspelt
     from .web.connection import Connection
 
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
         if service is not None and self._loop is not None:
             # The loop may have ended already.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(service.jobs.stop_all)
+                self._loop.call_soon_threadsafe(service.solves.stop_all)
         self.should_exit = True
 
     def _is_news(self, record: logging.LogRecord) -> bool:
@@ -146,7 +146,9 @@ def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None
     host, port = listener.getsockname()[:2]
     with ExitStack() as stack:
         try:
-            stack.enter_context(alive.written_down(alive.Address(host, port, tls), os.environ))
+            stack.enter_context(
+                healthcheck.record_address(healthcheck.Address(host, port, tls), os.environ)
+            )
         except OSError as error:
             log.info(
                 "the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s",

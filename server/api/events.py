@@ -19,12 +19,12 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..jobs.job import Job
+from ..jobs.job import SolveJob
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
-from ..shares import Shares
-from .placements import progress_of, stored_response
-from .service import OnDisconnect, Service, Serving, checked_id, client_of
+from ..quota import Quota
+from .placements import job_progress, stored_response
+from .service import OnDisconnect, Service, Serving, client_name, valid_id
 
 router = APIRouter()
 
@@ -58,22 +58,21 @@ async def get_events(
     """Stream the progress of a solve, and its end, as server-sent events.
 
     A `progress` event holds the best objective value, the proven bound and the elapsed time in
-    seconds.
-    The stream ends with `done`, `failed` or `handed-on`.
+    seconds. The stream ends with `done`, `failed` or `handed-on`.
     """
-    key = checked_id(id)
-    job = await service.jobs.seek(key)
+    key = valid_id(id)
+    job = await service.solves.find_anywhere(key)
     if job is None:
         reply = await stored_response(request, service, key, plain=True)
         kind = "failed" if reply.media_type == PROBLEM else "done"
         return Response(event(kind, bytes(reply.body)), headers=HEADERS, media_type=EVENTS)
-    return _Stream(_told(service, job, on_disconnect), service.streams, client_of(request))
+    return _Stream(_told(service, job, on_disconnect), service.stream_quota, client_name(request))
 
 
 class _Stream(StreamingResponse):
     """Event stream that occupies its client's place while it is open."""
 
-    def __init__(self, content: AsyncIterator[bytes], shares: Shares, client: str) -> None:
+    def __init__(self, content: AsyncIterator[bytes], shares: Quota, client: str) -> None:
         super().__init__(content, headers=HEADERS, media_type=EVENTS)
         self._shares, self._client = shares, client
 
@@ -86,7 +85,7 @@ class _Stream(StreamingResponse):
             await problem.response()(scope, receive, send)
 
 
-async def _told(service: Service, job: Job, on_disconnect: str) -> AsyncIterator[bytes]:
+async def _told(service: Service, job: SolveJob, on_disconnect: str) -> AsyncIterator[bytes]:
     job.waiting += 1
     try:
         with job.watched() as changed:
@@ -106,7 +105,7 @@ async def _told(service: Service, job: Job, on_disconnect: str) -> AsyncIterator
     finally:
         job.waiting -= 1
         if on_disconnect == "stop":
-            service.jobs.leave(job)
+            service.solves.client_left(job)
 
 
 async def _soon(changed: asyncio.Event) -> bool:
@@ -117,9 +116,9 @@ async def _soon(changed: asyncio.Event) -> bool:
     return changed.is_set()
 
 
-def progress(job: Job) -> bytes:
+def progress(job: SolveJob) -> bytes:
     """Return the progress of a job as JSON."""
-    return progress_of(job).model_dump_json().encode()
+    return job_progress(job).model_dump_json().encode()
 
 
 def event(kind: str, data: bytes) -> bytes:
@@ -127,7 +126,7 @@ def event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-def _end(job: Job) -> bytes:
+def _end(job: SolveJob) -> bytes:
     if job.problem is not None:
         return event("failed", job.problem.content())
     if job.answer is not None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 import placer
 
-from ..observe.metrics import MEDIA_TYPE
+from ..observability.metrics import MEDIA_TYPE
 from ..problem import Problem
 from ..web.replies import JSON
 from .service import Serving
@@ -39,7 +39,7 @@ async def get_health() -> Response:
 @router.get("/readyz", response_model=Health)
 async def get_readiness(service: Serving) -> Response:
     """Return 200 if the service accepts solves, else 503."""
-    if why := service.not_ready or (STORE_AWAY if service.jobs.away else ""):
+    if why := service.not_ready or (STORE_AWAY if service.solves.store_error else ""):
         raise Problem(
             503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"}
         )

@@ -14,7 +14,7 @@ from placer.schema import Objective, PlacementPage, PlacementRequest, Status
 
 from ..problem import Problem, clip
 from ..web.replies import json_reply
-from .service import Serving, checked_id, refuse_pending
+from .service import Serving, refuse_unfinished, valid_id
 
 router = APIRouter()
 
@@ -61,9 +61,9 @@ async def list_placements(
 @router.get("/v1/placements/{id}/request", response_model=PlacementRequest)
 async def get_request(request: Request, id: str, service: Serving) -> Response:
     """Return the request of a placement, ready to be sent again."""
-    key = checked_id(id)
-    if (question := await service.store.ask(service.store.request, key)) is None:
-        await refuse_pending(service, key)
+    key = valid_id(id)
+    if (question := await service.store.call(service.store.request, key)) is None:
+        await refuse_unfinished(service, key)
         detail = f"there is no request of placement {key}: nobody asked for it, or it was ended before it was begun"
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)

@@ -72,17 +72,17 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
     Registering a known name updates the node.
     """
     _check_name(name)
-    async with service.intake.body(request) as body:
-        cluster = await service.checker.read_cluster(body)
+    async with service.body_reader.body(request) as body:
+        cluster = await service.validator.read_cluster(body)
     _check_devices(cluster)
-    nodes = await service.store.ask(service.store.nodes)
+    nodes = await service.store.call(service.store.nodes)
     if name not in nodes and len(nodes) >= MOST_NODES:
         detail = (
             f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
         )
         raise Problem(422, "too-many-nodes", "There are too many nodes", detail)
     created_s = await asyncio.to_thread(
-        service.store.keep_node, name, cluster.model_dump_json().encode()
+        service.store.put_node, name, cluster.model_dump_json().encode()
     )
     return json_reply(request, _described(name, created_s, cluster).model_dump_json().encode())
 
@@ -90,7 +90,7 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
 @router.get("/v1/nodes", response_model=NodeList)
 async def list_nodes(request: Request, service: Serving) -> Response:
     """List the registered nodes by name."""
-    found = await service.store.ask(service.store.nodes)
+    found = await service.store.call(service.store.nodes)
     nodes = await asyncio.to_thread(_listed, found)
     return json_reply(request, nodes.model_dump_json().encode(), tagged=True)
 
@@ -99,7 +99,7 @@ async def list_nodes(request: Request, service: Serving) -> Response:
 async def delete_node(name: str, service: Serving) -> Response:
     """Delete a node."""
     _check_name(name)
-    if not await asyncio.to_thread(service.store.drop_node, name):
+    if not await asyncio.to_thread(service.store.delete_node, name):
         raise _no_node(name, [])
     return Response(status_code=204)
 
@@ -122,7 +122,7 @@ async def get_cluster(
     if len(node) > 1 and network_bytes_per_s is None:
         detail = "devices of several nodes are joined by a network: give network_bytes_per_s, as measured between them"
         raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
-    known = await service.store.ask(service.store.nodes)
+    known = await service.store.call(service.store.nodes)
     chosen: dict[str, Cluster] = {}
     for name in node:
         if name not in known:

@@ -10,12 +10,11 @@ from fastapi import APIRouter, Request, Response
 import placer
 from placer.schema import Placement, Progress
 
-from ..jobs.job import Job
-from ..jobs.question import Question
+from ..jobs.job import Question, SolveJob
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
-from .service import OnDisconnect, Service, Serving, Wait, checked_id, client_of
+from .service import OnDisconnect, Service, Serving, Wait, client_name, valid_id
 
 router = APIRouter()
 
@@ -28,15 +27,14 @@ async def post_placement(
 
     The same request has the same id, and the store answers it at once. An infeasible request gets a
     placement whose status is `infeasible`. Before the service answers 202 it stores the request,
-    which
-    therefore survives a restart.
+    which therefore survives a restart.
     """
-    async with service.intake.body(request) as body:
-        question = await service.checker.check(body)
+    async with service.body_reader.body(request) as body:
+        question = await service.validator.check(body)
     if (answer := await complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return json_reply(request, answer)
-    job = service.jobs.submit(question, body, client_of(request))
+    job = service.solves.submit(question, body, client_name(request))
     # The job keeps the body only as long as it needs it.
     del body
     job.wanted = job.wanted or on_disconnect == "keep"
@@ -49,7 +47,7 @@ async def post_placement(
         on_disconnect,
     )
     if not written and job.answer is None and job.problem is None:
-        raise not_kept(job)
+        raise not_persisted(job)
     return job_response(request, job)
 
 
@@ -62,8 +60,8 @@ async def get_placement(
     on_disconnect: OnDisconnect = "keep",
 ) -> Response:
     """Return a placement, or the progress of its solve with status 202."""
-    key = checked_id(id)
-    if (job := await service.jobs.seek(key)) is not None:
+    key = valid_id(id)
+    if (job := await service.solves.find_anywhere(key)) is not None:
         await _wait(request, service, job, wait or 0.0, on_disconnect)
         return job_response(request, job)
     return await stored_response(request, service, key)
@@ -74,18 +72,17 @@ async def stop_placement(request: Request, id: str, service: Serving) -> Respons
     """Stop the solve, and return its best placement so far.
 
     A solve that has ended is returned unchanged. The same request sent again is solved again, with
-    its
-    whole time limit.
+    its whole time limit.
     """
-    key = checked_id(id)
-    if (job := await service.jobs.seek(key)) is not None:
-        await service.jobs.stop(job)
+    key = valid_id(id)
+    if (job := await service.solves.find_anywhere(key)) is not None:
+        await service.solves.stop(job)
         return job_response(request, job)
     return await stored_response(request, service, key)
 
 
 async def _wait(
-    request: Request, service: Service, job: Job, seconds: float, on_disconnect: str
+    request: Request, service: Service, job: SolveJob, seconds: float, on_disconnect: str
 ) -> None:
     """Wait for a job; end it if its client disconnects and chose that."""
     if on_disconnect == "keep" or seconds <= 0:
@@ -101,7 +98,7 @@ async def _wait(
         ended.cancel()
         gone.cancel()
     if left:
-        service.jobs.leave(job)
+        service.solves.client_left(job)
     else:
         job.left_waiting_s = time.monotonic()
 
@@ -115,7 +112,7 @@ async def _gone(request: Request) -> None:
 async def complete_answer(service: Service, question: Question) -> bytes | None:
     """Return the stored answer, or None if it was stopped early or another version made it."""
     store = service.store
-    answer = store.recent(question.id) or await store.ask(store.get, question.id)
+    answer = store.recent(question.id) or await store.call(store.get, question.id)
     if answer is None or not answer.complete or answer.version != placer.__version__:
         return None
     return answer.placement
@@ -136,20 +133,20 @@ async def stored_response(
         Problem: The store has neither.
     """
     store = service.store
-    if (answer := await store.ask(store.get, key)) is not None:
+    if (answer := await store.call(store.get, key)) is not None:
         if plain:
             return Response(answer.placement, media_type=JSON)
         return json_reply(request, answer.placement, tagged=True)
-    if (failed := await store.ask(store.failure, key)) is not None:
+    if (failed := await store.call(store.failure, key)) is not None:
         return Response(failed[1], failed[0], media_type=PROBLEM)
     detail = f"there is no placement {key}; POST its request to /v1/placements"
     raise Problem(404, "no-such-placement", "There is no such placement", detail)
 
 
-def not_kept(job: Job) -> Problem:
+def not_persisted(job: SolveJob) -> Problem:
     """Return the problem of a job that runs, but would not survive a crash of the service."""
     detail = (
-        f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
+        f"the request could not be written to the store, so a crash would lose it; solve {job.id} goes on:"
         " ask again for its answer"
     )
     return Problem(
@@ -157,24 +154,24 @@ def not_kept(job: Job) -> Problem:
     )
 
 
-def job_response(request: Request, job: Job) -> Response:
+def job_response(request: Request, job: SolveJob) -> Response:
     """Return a job's answer, its problem, or its progress with status 202."""
     if job.problem is not None:
         return job.problem.response()
     if job.answer is not None and job.finished.is_set():
         return json_reply(request, job.answer)
-    headers = {"Location": f"/v1/placements/{job.question.id}", "Retry-After": "1"}
-    return Response(progress_of(job).model_dump_json(), 202, headers=headers, media_type=JSON)
+    headers = {"Location": f"/v1/placements/{job.id}", "Retry-After": "1"}
+    return Response(job_progress(job).model_dump_json(), 202, headers=headers, media_type=JSON)
 
 
-def progress_of(job: Job) -> Progress:
+def job_progress(job: SolveJob) -> Progress:
     """Return the progress of a job."""
     value, bound = job.incumbent, job.bound
     return Progress(
-        id=job.question.id,
+        id=job.id,
         status="running" if job.state == "running" else "queued",
         incumbent=value,
         bound=bound,
         gap=(value - bound) / value if value and bound is not None else None,
-        elapsed_s=round(time.monotonic() - job.created_s, 3),
+        elapsed_s=job.elapsed_s,
     )

@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
-from ..jobs.jobs import Jobs
-from ..judge.judge import Judge
+from ..jobs.evaluations import Evaluations
+from ..jobs.measurements import Measurements
+from ..jobs.solves import Solves
 from ..node.cluster import NodeCluster
-from ..node.profiling import Profiling
-from ..observe.metrics import Metrics
+from ..observability.metrics import Metrics
 from ..problem import Problem, clip, nearest
+from ..quota import Quota
 from ..settings import MAX_WAIT_S, Settings
-from ..shares import Shares
 from ..store.store import Store
-from ..web.checker import Checker
-from ..web.intake import Intake
+from ..web.body_reader import BodyReader
+from ..web.validation import Validator
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -28,20 +28,29 @@ class Service:
     """Components that the routes use.
 
     Attributes:
-        streams: Limit on open event streams.
+        settings: Settings of the service.
+        store: Store of requests and answers.
+        metrics: Metrics of the service.
+        body_reader: Reader of request bodies.
+        validator: Parser of request bodies.
+        solves: Runner of the solves.
+        evaluations: Runner of the evaluations of maps.
+        measurements: Runner of the measurements of graphs.
+        cluster: This node's devices.
+        stream_quota: Limit on open event streams.
         not_ready: Reason why the service accepts no solves yet; empty once it does.
     """
 
     settings: Settings
     store: Store
     metrics: Metrics
-    intake: Intake
-    checker: Checker
-    jobs: Jobs
-    judge: Judge
-    profiling: Profiling
+    body_reader: BodyReader
+    validator: Validator
+    solves: Solves
+    evaluations: Evaluations
+    measurements: Measurements
     cluster: NodeCluster
-    streams: Shares
+    stream_quota: Quota
     not_ready: str = "the first worker is being started"
 
 
@@ -79,13 +88,13 @@ OnDisconnect = Annotated[
 ]
 
 
-def client_of(request: Request) -> str:
+def client_name(request: Request) -> str:
     """Return the name of the client's key, or else its address."""
     name: str = request.scope.get("placer.client", "")
     return name or (request.client.host if request.client else "")
 
 
-def checked_id(given: str, kind: str = "placement") -> str:
+def valid_id(given: str, kind: str = "placement") -> str:
     """Return the id if it is well-formed.
 
     Raises:
@@ -97,13 +106,13 @@ def checked_id(given: str, kind: str = "placement") -> str:
     return given
 
 
-async def refuse_pending(service: Service, key: str) -> None:
+async def refuse_unfinished(service: Service, key: str) -> None:
     """Raise a problem if the placement is still being solved or its solve failed.
 
     Raises:
         Problem: The placement may be there later, or its solve failed.
     """
-    job = await service.jobs.seek(key)
+    job = await service.solves.find_anywhere(key)
     if job is None:
         return
     if job.problem is not None:

@@ -8,7 +8,7 @@ import logging
 from ..problem import Problem
 from ..settings import Settings
 from ..workers.measuring import measure_devices
-from ..workers.worker import Crashed, Killed, Missing, Refused, Task, Worker
+from ..workers.worker import Crashed, Killed, MissingPackage, Refused, Task, Worker
 
 log = logging.getLogger("placer_server")
 
@@ -56,13 +56,12 @@ class NodeCluster:
         self._worker = Worker(
             self._task,
             b"",
-            lambda *_: None,
             limit_s=settings.measure_timeout_s,
             grace_s=settings.stop_grace_s,
         )
         try:
             return await asyncio.to_thread(self._worker.run)
-        except Missing as error:
+        except MissingPackage as error:
             raise Problem(
                 501, "cannot-measure", "This node's devices cannot be measured", str(error)
             ) from error

@@ -140,10 +140,8 @@ class SqliteDatabase(Database):
 
     One connection writes. Another one reads, so that it never waits for a writer that waits for the
     disk. A third one searches. Several services may open the file and share its jobs as replicas
-    (see
-    ``Replicas``). A start that finds the file open nowhere knows at once, without waiting for
-    leases to
-    expire, that all earlier replicas are gone.
+    (see ``Replicas``). A start that finds the file open nowhere knows at once, without waiting for
+    leases to expire, that all earlier replicas are gone.
     """
 
     dialect = "sqlite"

@@ -27,7 +27,7 @@ Begun = Literal["mine", "taken", "answered"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class JobProgress:
     """Progress of a job on any replica.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seen:
     bound: float | None
 
 
-SEEN = (
+PROGRESS_COLUMNS = (
     jobs.c.id,
     jobs.c.objective,
     jobs.c.time_limit_s,
@@ -58,21 +58,21 @@ SEEN = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class PollResult:
     """Result of one poll.
 
     Attributes:
         taken: Jobs that this replica owns from now on.
         stops: Own jobs that another replica asked to end.
         seen: Progress of the watched jobs that are not finished.
-        told: Whether this replica's progress was written. Without other replicas nobody would read
-            it.
+        progress_written: Whether this replica's progress was written. Without other replicas nobody
+            would read it.
     """
 
     taken: Sequence[Accepted] = ()
     stops: Sequence[str] = ()
-    seen: Mapping[str, Seen] = field(default_factory=dict)
-    told: bool = True
+    seen: Mapping[str, JobProgress] = field(default_factory=dict)
+    progress_written: bool = True
 
 
 class Replicas:
@@ -92,12 +92,12 @@ class Replicas:
         self._lease_s = lease_s
         self._beats: dict[str, tuple[int, float]] = {}
 
-    def turn(
+    def poll(
         self,
         progress: Mapping[str, tuple[float | None, float | None]],
         watched: Sequence[str],
         room: int,
-    ) -> Turn:
+    ) -> PollResult:
         """Give a sign of life, and return what changed.
 
         Args:
@@ -106,7 +106,7 @@ class Replicas:
             room: Number of jobs that this replica can take.
         """
 
-        def work(connection: sa.Connection) -> Turn:
+        def work(connection: sa.Connection) -> PollResult:
             self._beat(connection)
             for key, (incumbent, bound) in progress.items():
                 mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
@@ -116,14 +116,14 @@ class Replicas:
             ).all()
             taken = self._take(connection, room) if room > 0 else []
             seen = (
-                connection.execute(sa.select(*SEEN).where(jobs.c.id.in_(watched))).all()
+                connection.execute(sa.select(*PROGRESS_COLUMNS).where(jobs.c.id.in_(watched))).all()
                 if watched
                 else []
             )
-            return Turn(taken, stops, {row.id: Seen(*row) for row in seen})
+            return PollResult(taken, stops, {row.id: JobProgress(*row) for row in seen})
 
         if not watched and self._database.read(lambda connection: self._is_alone(connection, room)):
-            return Turn(told=False)
+            return PollResult(progress_written=False)
         return self._database.write(work)
 
     def _is_alone(self, connection: sa.Connection, room: int) -> bool:
@@ -197,16 +197,17 @@ class Replicas:
         query = sa.select(c.id).where(c.id == key, c.complete, c.version == placer.__version__)
         return connection.execute(query).first() is not None
 
-    def find(self, key: str) -> Seen | None:
+    def find(self, key: str) -> JobProgress | None:
         """Return the progress of another replica's job, or None.
 
         If a row of this replica belongs to no job in its memory, that job has ended here. The row
-        remains
-        because the next start continues the job, or because the end could not be written.
+        remains because the next start continues the job, or because the end could not be written.
         """
-        query = sa.select(*SEEN).where(jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner))
+        query = sa.select(*PROGRESS_COLUMNS).where(
+            jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner)
+        )
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return Seen(*row) if row else None
+        return JobProgress(*row) if row else None
 
     def ask_stop(self, key: str) -> None:
         """Ask the owner of a job to end it with the best placement so far."""

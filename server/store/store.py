@@ -22,8 +22,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
+from .lru_cache import LruCache
 from .merit import is_worse
-from .recent import Recent
 from .tables import failures, graphs, jobs, measured, nodes, placements, profiles, replicas
 
 T = TypeVar("T")
@@ -133,7 +133,9 @@ class Store:
         self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None
     ) -> None:
         self._keep = keep
-        self._recent: Recent[Answer] = Recent(MEMORY_BYTES if cache_bytes is None else cache_bytes)
+        self._recent: LruCache[Answer] = LruCache(
+            MEMORY_BYTES if cache_bytes is None else cache_bytes
+        )
         self._unwritten: dict[str, Callable[[sa.Connection], Answer | None]] = {}
         self._unwritten_answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
@@ -143,7 +145,7 @@ class Store:
         new = self._insert(jobs).inline().on_conflict_do_nothing(index_elements=["id"])
         self._accept = new.execution_options(preserve_rowcount=True)
 
-    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the store from the event loop, in a thread if the database is remote."""
         if self.database.remote:
             return await asyncio.to_thread(call, *args, **kwargs)
@@ -186,8 +188,8 @@ class Store:
             The better of the two answers.
 
         Raises:
-            StoreError: The answer could not be written. It stays in memory, and ``mend`` tries
-                again.
+            StoreError: The answer could not be written. It stays in memory, and ``retry_unwritten``
+                tries again.
         """
         write = partial(
             self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled
@@ -281,7 +283,7 @@ class Store:
         # This replica's own row remains if the end of an earlier solve could not be written.
         return owner == self._owner
 
-    def started(self, key: str, starts: int) -> None:
+    def record_start(self, key: str, starts: int) -> None:
         """Record a job's start, so that a job that crashes the service is not repeated forever."""
         begun = sa.update(jobs).where(jobs.c.id == key).values(starts=starts, running=True)
         self.database.write_one(lambda connection: connection.execute(begun))
@@ -290,7 +292,7 @@ class Store:
         """Store why a job has no answer.
 
         Raises:
-            StoreError: It could not be written; ``mend`` tries again.
+            StoreError: It could not be written; ``retry_unwritten`` tries again.
         """
         self._end(key, partial(_fail, key=key, status=status, problem=problem))
 
@@ -354,12 +356,12 @@ class Store:
             for key, body in self.database.read(lambda connection: connection.execute(query).all())
         ]
 
-    def drop_graph(self, key: str, node: str) -> None:
+    def delete_graph(self, key: str, node: str) -> None:
         """Delete a graph that cannot be measured."""
         done = sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node)
         self.database.write_one(lambda connection: connection.execute(done))
 
-    def keep_measured(self, key: str, node: str, profile: bytes) -> None:
+    def put_measured(self, key: str, node: str, profile: bytes) -> None:
         """Store a profile that a node measured, and delete all but the newest thousand."""
 
         def write(connection: sa.Connection) -> None:
@@ -381,7 +383,7 @@ class Store:
         row = self._one(_MEASURED, key)
         return row[0] if row else None
 
-    def keep_node(self, name: str, cluster: bytes) -> float:
+    def put_node(self, name: str, cluster: bytes) -> float:
         """Store a node's devices, and return the time in seconds since 1970."""
         values = {"created_s": time.time(), "cluster": cluster}
         kept = self._insert(nodes).values(name=name, **values)
@@ -389,7 +391,7 @@ class Store:
         self.database.write_one(lambda connection: connection.execute(kept))
         return float(values["created_s"])  # type: ignore[arg-type]
 
-    def drop_node(self, name: str) -> bool:
+    def delete_node(self, name: str) -> bool:
         """Delete a node, and return whether it was registered."""
         dropped = sa.delete(nodes).where(nodes.c.name == name)
         return self.database.write_one(lambda connection: connection.execute(dropped).rowcount == 1)
@@ -434,7 +436,7 @@ class Store:
             for row in rows
         ]
 
-    def mend(self) -> int:
+    def retry_unwritten(self) -> int:
         """Write what could not be written before.
 
         Returns:
@@ -484,8 +486,7 @@ class Store:
         """Cache an answer.
 
         If replicas share the store, another replica may improve an answer that was stopped early,
-        so it is
-        not cached.
+        so it is not cached.
         """
         if answer.complete or not self.database.shared:
             self._recent.put(key, answer, len(answer.placement))

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ..observe.metrics import Metrics
+from ..observability.metrics import Metrics
 from ..problem import MEDIA_TYPE, Problem
 from .guard import HEADERS
 
@@ -89,7 +89,7 @@ class Connection(HttpToolsProtocol):
             raise _too_large()
 
     def on_headers_complete(self) -> None:
-        """Stop the timer, since the head is complete; ``Intake`` limits the body."""
+        """Stop the timer, since the head is complete; ``BodyReader`` limits the body."""
         self._in_head = False
         self._heads += 1
         self._stop_timer()

@@ -11,7 +11,7 @@ import placer
 from placer.schema import SCHEMA_VERSION
 
 from ..keys import Keys
-from ..observe.logs import REQUEST_ID
+from ..observability.logs import REQUEST_ID
 from ..problem import Problem, clip
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Profile
 
-from .telling import Telling
+from .incumbent_reporter import IncumbentReporter
 from .worker import Report
 
 if TYPE_CHECKING:
@@ -48,17 +48,17 @@ class SolveTask:
     def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
         """Run the task; see ``Task``."""
         request = read_request(payload)
-        telling = Telling(report.best)
+        reporter = IncumbentReporter(report.best)
 
         def progress(found: Incumbent) -> None:
             report(found.objective_value, found.bound)
-            telling.tell(found)
+            reporter.report(found)
 
         placement = self._solver(request, progress=progress, stop=stop)
         placement = placement.model_copy(update={"id": request.content_hash()})
-        profile = json.dumps(_brief(request.profile)).encode()
-        question = json.dumps(_brief(request, exclude={"profile"})).encode()
-        summary = json.dumps(summarised(request, placement)).encode()
+        profile = json.dumps(_without_defaults(request.profile)).encode()
+        question = json.dumps(_without_defaults(request, exclude={"profile"})).encode()
+        summary = json.dumps(summary_of(request, placement)).encode()
         return Solved(
             placement.model_dump_json().encode(), profile_hash(request), profile, question, summary
         )
@@ -81,7 +81,7 @@ def profile_hash(request: PlacementRequest) -> str:
     return hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
 
 
-def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
+def summary_of(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
     """Return the fields that lists of placements show."""
     return {
         "model": request.profile.model,
@@ -97,7 +97,7 @@ def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any
     }
 
 
-def _brief(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
+def _without_defaults(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
     """Return the fields that are not default, and the schema version for later readers."""
     content = subject.model_dump(mode="json", exclude_defaults=True, **options)
     return {"schema_version": subject.schema_version, **content}
@@ -108,3 +108,39 @@ def default_solver(request: PlacementRequest, **options: Any) -> Placement:
     from placer.solver.solve import solve
 
     return solve(request, **options)
+
+
+class RecoveredSolver:
+    """Solver that returns the best placement of a solve whose process was killed.
+
+    It checks the placement first. Like every solver it is importable by name.
+
+    Args:
+        placement: The reported Placement as JSON.
+        reason: Reason why the original solver did not end by itself.
+    """
+
+    def __init__(self, placement: bytes, reason: str) -> None:
+        self._placement = placement
+        self._reason = reason
+
+    def __call__(
+        self,
+        request: PlacementRequest,
+        *,
+        progress: Any = None,
+        stop: threading.Event | None = None,
+    ) -> Placement:
+        """Return the placement, marked as the best so far.
+
+        Raises:
+            PlacementError: It does not meet the request, or its values are wrong.
+        """
+        # Imported here, since only the worker process needs it.
+        from placer.solver.check import check
+
+        placement = Placement.model_validate_json(self._placement)
+        check(request, placement)
+        return placement.model_copy(
+            update={"method": f"{placement.method}, the best so far: {self._reason}"}
+        )

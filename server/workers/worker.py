@@ -71,7 +71,7 @@ class Refused(Exception):
     """The task found a fault in its payload; the message describes it."""
 
 
-class Missing(Exception):
+class MissingPackage(Exception):
     """The task needs a package that is not installed; the message says how to install it."""
 
 
@@ -83,7 +83,7 @@ class Died(Crashed):
     """The process was killed from outside or by a fault, so another attempt may succeed."""
 
 
-class OverMemory(Crashed):
+class MemoryExceeded(Crashed):
     """The task needs more memory than its process may use."""
 
 
@@ -97,7 +97,7 @@ class Worker(Generic[T]):
     Args:
         task: Function to run; importable by name.
         payload: Argument of the task.
-        report: Called with the task's progress, in the thread of ``run``.
+        report: Called with the task's progress, in the thread of ``run``; None to ignore it.
         limit_s: Seconds after which the task must stop.
         grace_s: Seconds between the request to stop and the kill of the process.
         memory_bytes: Memory limit of the process in bytes; no limit if 0.
@@ -110,7 +110,7 @@ class Worker(Generic[T]):
         self,
         task: Task[T],
         payload: bytes,
-        report: Progress,
+        report: Progress | None = None,
         *,
         limit_s: float,
         grace_s: float,
@@ -133,8 +133,8 @@ class Worker(Generic[T]):
 
         Raises:
             Refused: The task found a fault in its payload.
-            Missing: The task needs a package that is not installed.
-            Crashed: The task failed. Died: its process died. OverMemory: it exceeded its memory
+            MissingPackage: The task needs a package that is not installed.
+            Crashed: The task failed. Died: its process died. MemoryExceeded: it exceeded its memory
                 limit.
             Killed: The process did not stop in time.
         """
@@ -195,7 +195,8 @@ class Worker(Generic[T]):
                 # Raises EOFError if the process died without a message.
                 kind, *values = pipe.recv()
                 if kind == "progress":
-                    self._report(*values)
+                    if self._report is not None:
+                        self._report(*values)
                 elif kind == "best":
                     self.best = values[0]
                 elif kind == "done":
@@ -216,7 +217,7 @@ class Worker(Generic[T]):
         self.stop()
 
 
-ERRORS = {"refused": Refused, "missing": Missing, "over": OverMemory, "failed": Crashed}
+ERRORS = {"refused": Refused, "missing": MissingPackage, "over": MemoryExceeded, "failed": Crashed}
 
 
 def _exit_reason(exitcode: int | None) -> str:
@@ -240,7 +241,7 @@ def starting_processes() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def prepare() -> None:
+def start_fork_server() -> None:
     """Start the fork server, which imports the solver while the caller continues."""
     with starting_processes():
         forkserver.ensure_running()
@@ -327,7 +328,7 @@ def _await_stop(pipe: Connection, stop: threading.Event) -> None:
     stop.set()
 
 
-def tell_taken_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
+def measure_idle_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
     """Return the memory that an idle worker uses, in bytes, as its limit counts; 0 if unknown.
 
     The task shows that workers start, and makes the first solve as fast as the others.

@@ -13,7 +13,7 @@ import pytest
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
 from placer.schema import Batch, Cluster, Node, Placement, PlacementRequest
 from placer_client import AsyncClient, Client, exchange
-from placer_client.following import Following
+from placer_client.event_stream import EventStream
 
 URL = "http://service.test"
 KEY = "0" * 32
@@ -308,7 +308,7 @@ def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses)
 
 def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_starts_again():
     def refusals(stream):
-        following, pauses = Following(exchange.Sender(URL, 4), KEY), []
+        following, pauses = EventStream(exchange.Sender(URL, 4), KEY), []
         list(following.read(stream))
         with pytest.raises(UnreachableError):
             while len(pauses) < 100:
@@ -498,7 +498,7 @@ def test_a_batch_is_no_larger_than_a_service_takes_and_checks_in_time(ask, reque
     # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is
     # checked for each.
     asked = many(named(request_, "x" * 500), 7)
-    monkeypatch.setattr("placer_client.dialogue.BATCH_BYTES", 2300)
+    monkeypatch.setattr("placer_client.endpoints.BATCH_BYTES", 2300)
     service = Batches()
     assert [found.id for found in ask(service, "place_many", asked)] == [
         one.content_hash() for one in asked

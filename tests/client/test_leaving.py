@@ -23,7 +23,7 @@ from placer.errors import TimeoutExceeded
 from placer.schema import PlacementRequest
 from placer_client import AsyncClient, Client
 from placer_server.app import background
-from placer_server.jobs import jobs
+from placer_server.jobs import solves
 from placer_server.openapi import examples
 from placer_server.settings import Settings
 
@@ -91,7 +91,7 @@ def test_a_cancelled_place_stops_the_solve(service: str) -> None:
 def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.3)
+    monkeypatch.setattr("placer_client.endpoints.LONGEST_POLL_S", 0.3)
     request = question()
 
     async def go() -> None:
@@ -144,7 +144,7 @@ def test_what_another_client_waits_for_goes_on(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while that one is between two polls."""
-    monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.1)
+    monkeypatch.setattr("placer_client.endpoints.LONGEST_POLL_S", 0.1)
     request = question()
 
     async def go() -> None:
@@ -173,7 +173,7 @@ def test_what_was_submitted_goes_on(service: str) -> None:
                     await client.place(request)
 
     asyncio.run(go())
-    time.sleep(jobs.RETURN_S + 0.5)
+    time.sleep(solves.RETURN_S + 0.5)
     assert status_of(service, request) == "running"
 
 
@@ -181,7 +181,7 @@ def test_what_is_not_there_in_time_goes_on(service: str) -> None:
     request = question()
     with Client(service) as client, pytest.raises(TimeoutExceeded, match="It goes on"):
         client.place(request, wait=0.3)
-    time.sleep(jobs.RETURN_S + 0.5)
+    time.sleep(solves.RETURN_S + 0.5)
     assert status_of(service, request) == "running"
 
 
@@ -247,7 +247,7 @@ def test_a_connection_that_breaks_costs_no_answer_its_proof(
 ) -> None:
     """Each connection ends after a moment, as behind an impatient proxy; the solve takes longer
     than that."""
-    monkeypatch.setattr("placer_client.client.timeout_of", lambda *_: httpx.Timeout(0.15))
+    monkeypatch.setattr("placer_client.client.call_timeout", lambda *_: httpx.Timeout(0.15))
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     profile = question().profile.model_copy(update={"model": str(tmp_path / "notes")})

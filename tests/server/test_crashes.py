@@ -47,7 +47,7 @@ def test_a_solve_that_waits_is_found_while_the_service_stops(
         for seed in range(3)
     )
     wait_until(lambda: client.get(running).json()["incumbent"] is not None)
-    client.portal.call(client.app.state.service.jobs.stop_all)
+    client.portal.call(client.app.state.service.solves.stop_all)
     assert (client.get(waiting).status_code, client.get(waiting).json()["status"]) == (
         202,
         "queued",
@@ -194,7 +194,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
 ):
     # Both have one id, and so one row in the store, which the end of the first takes away.
     client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"), queue=4)
-    jobs, store = client.app.state.service.jobs, client.app.state.service.store
+    jobs, store = client.app.state.service.solves, client.app.state.service.store
     ending, asked_again = threading.Event(), threading.Event()
     real, body = store.put, request_body(seed=seed)
 

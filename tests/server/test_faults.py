@@ -11,7 +11,7 @@ from postgres_server import PostgresServer, find_binaries
 from placer_server.app import create_app
 from placer_server.keys import make
 from placer_server.settings import Settings
-from placer_server.store import upkeep
+from placer_server.store import write_retries
 from placer_server.store.database import StoreError
 from placer_server.store.store import Accepted, Answer, Store
 
@@ -86,7 +86,7 @@ def test_what_a_full_disk_left_unwritten_is_solved_again_after_a_kill(tmp_path, 
 def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_is_answered(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(upkeep, "MEND_S", 0.1)
+    monkeypatch.setattr(write_retries, "RETRY_S", 0.1)
     client = serve(solvers.noted, database=own_postgres.new_database(), queue=5, lease_s=1)
     body = request_body()
     body["profile"]["model"] = str(tmp_path / "notes")
@@ -158,7 +158,7 @@ def test_callers_without_a_key_are_not_told_what_the_system_says(monkeypatch, se
 def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_back(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch
 ):
-    monkeypatch.setattr(upkeep, "MEND_S", 0.1)
+    monkeypatch.setattr(write_retries, "RETRY_S", 0.1)
     url = own_postgres.new_database()
     client = serve(solvers.until_stopped, database=url)
     where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]

@@ -12,7 +12,7 @@ from placer.errors import InputError, ServerError
 from placer_server import keys as module
 from placer_server.app import background, create_app
 from placer_server.keys import Keys, Rate, make
-from placer_server.observe.logs import JsonFormatter
+from placer_server.observability.logs import JsonFormatter
 from placer_server.settings import Settings
 
 PLACEMENTS = "/v1/placements"

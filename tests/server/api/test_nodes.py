@@ -196,7 +196,7 @@ def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logg
     # until it registered.
     client = serve()
     client.put("/v1/nodes/a", json=NODE)
-    client.app.state.service.store.keep_node("old", json.dumps(kept).encode())
+    client.app.state.service.store.put_node("old", json.dumps(kept).encode())
     assert [node["name"] for node in client.get("/v1/nodes").json()["nodes"]] == ["a"]
     assert "node old is left out" in service_log.text and said in service_log.text
     assert client.get("/v1/cluster?node=a").status_code == 200

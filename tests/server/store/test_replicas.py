@@ -44,7 +44,7 @@ def replica(database):
 
 
 def look(view, room=0, watched=(), progress=None):
-    return view.turn(progress or {}, watched, room)
+    return view.poll(progress or {}, watched, room)
 
 
 def test_a_request_accepted_by_one_replica_is_not_accepted_again_by_another(replica):

@@ -16,7 +16,7 @@ from placer.schema import PlacementRequest
 from placer_server.app import background
 from placer_server.settings import Settings
 from placer_server.workers.solving import SolveTask
-from placer_server.workers.worker import Crashed, Killed, OverMemory, Refused, Worker
+from placer_server.workers.worker import Crashed, Killed, MemoryExceeded, Refused, Worker
 
 
 def worker(solver, body, limit_s=30.0, grace_s=1.0, report=lambda *_: None):
@@ -201,7 +201,7 @@ def test_a_worker_that_has_no_room_to_begin_names_the_setting(solvers, body, cap
         grace_s=1,
         memory_bytes=8 * 2**20,
     )
-    with pytest.raises(OverMemory, match="PLACER_WORKER_MEMORY_BYTES"):
+    with pytest.raises(MemoryExceeded, match="PLACER_WORKER_MEMORY_BYTES"):
         small.run()
 
 

@@ -1,1 +1,0 @@
-"""Evaluations, comparisons and timelines of maps, computed in worker processes."""
