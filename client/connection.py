@@ -16,7 +16,8 @@ RETRIES = 4
 
 HEADERS = {
     "Content-Type": "application/json",
-    "Accept": "application/json, application/problem+json, text/event-stream;q=0.9, text/html;q=0.8",
+    "Accept": "application/json, application/problem+json,"
+    " text/event-stream;q=0.9, text/html;q=0.8",
     "Placer-Schema-Version": SCHEMA_VERSION,
 }
 
@@ -32,11 +33,12 @@ def request_headers(key: str | None) -> dict[str, str]:
         return HEADERS
     if not isinstance(given, str):
         raise InputError(
-            f"the key is {kind_of(given)}; give it as the text that was shown when it was made"
+            f"the key is {kind_of(given)}; give the text that was printed when the key was made"
         )
     if not given.isascii() or not given.isprintable():
         raise InputError(
-            "the key has characters that cannot be sent; give what was shown when it was made"
+            "the key has characters that cannot be sent; give the text that was printed when the"
+            " key was made"
         )
     return {**HEADERS, "Authorization": f"Bearer {given}"}
 
@@ -58,11 +60,11 @@ def url_of(server: str | None) -> str:
         url = httpx.URL(given)
     except httpx.InvalidURL as error:
         raise InputError(
-            f"server {given!r} is no URL: {error}; an example is 'http://host:8080'"
+            f"server {given!r} is not a URL: {error}; an example is 'http://host:8080'"
         ) from error
     if url.scheme not in ("http", "https") or not url.host:
         raise InputError(
-            f"server {given!r} is no URL of a service; an example is 'http://host:8080'"
+            f"server {given!r} is not the URL of a service; an example is 'http://host:8080'"
         )
     return given.rstrip("/")
 
@@ -75,7 +77,7 @@ def require_open(http: httpx.Client | httpx.AsyncClient) -> None:
     """
     if http.is_closed:
         raise InputError(
-            f"this client of {str(http.base_url).rstrip('/')} is closed; make another for further calls"
+            f"this client of {str(http.base_url).rstrip('/')} is closed; make another client"
         )
 
 

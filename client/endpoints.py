@@ -111,7 +111,7 @@ class Endpoints(Sender):
         """
         if isinstance(requests, PlacementRequest):
             raise InputError(
-                "requests is one PlacementRequest; give a list of them, or ask place(request)"
+                "requests is one PlacementRequest; give a list, or call place(request)"
             )
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
@@ -203,7 +203,8 @@ class Endpoints(Sender):
         """Evaluate a map."""
         if (request is None) == (key is None):
             raise InputError(
-                "a map is judged by one question: give its request, or the id of a placement"
+                "give exactly one of request and id: the request that the map answers, or a"
+                " placement of it"
             )
         content: dict[str, Any] = {"layer_devices": _map(where)}
         if request is not None:
@@ -249,7 +250,7 @@ class Endpoints(Sender):
     def cluster(
         self, nodes: Sequence[str], network_bytes_per_s: float | None, latency_s: float
     ) -> Exchange[Cluster]:
-        """Request the service's devices, which it measures the first time, or the devices of nodes."""
+        """Request the service's devices, which it measures once, or the devices of nodes."""
         if isinstance(nodes, str):
             raise InputError(f"nodes is {nodes!r}; give a list of names, [{nodes!r}]")
         network = {
@@ -277,7 +278,8 @@ class Endpoints(Sender):
         """Register or update a node."""
         if not isinstance(cluster, Cluster):
             raise InputError(
-                f"cluster is {kind_of(cluster)}; give a Cluster, such as that node's client.cluster()"
+                f"cluster is {kind_of(cluster)}; give a Cluster, such as client.cluster() of that"
+                " node"
             )
         reply = yield from self.send(Call("PUT", _node(name), cluster.model_dump_json().encode()))
         return self.read(Node, reply)
@@ -290,8 +292,9 @@ class Endpoints(Sender):
         """Measure a graph, and request its profile until it is there."""
         if not isinstance(request, ProfileRequest):
             raise InputError(
-                f"the request is {kind_of(request)}; give a ProfileRequest, as suggest(profile_on_server=True) makes, "
-                "or ask for a profile that the service has with stored_profile(id)"
+                f"the request is {kind_of(request)}; give a ProfileRequest, as"
+                " suggest(profile_on_server=True) makes, or call stored_profile(id) for a profile"
+                " that the service has"
             )
         deadline = _Deadline(wait)
         content = request.model_dump_json(exclude_defaults=True).encode()
@@ -304,7 +307,8 @@ class Endpoints(Sender):
             progress = self.read(_Measuring, reply)
             if deadline.left_s() <= 0:
                 raise TimeoutExceeded(
-                    f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it goes on: ask again"
+                    f"profile {progress.id} is {progress.status} after {deadline.wait_s:g} s; it"
+                    " continues: ask again"
                 )
             try:
                 call = _waiting("GET", f"/v1/profiles/{progress.id}", deadline, accepted=True)
@@ -387,7 +391,8 @@ def _name(node: str) -> str:
 def _map(where: Map) -> dict[str, str]:
     if not isinstance(where, Mapping):
         raise InputError(
-            f"a map is {kind_of(where)}; give a device for each layer, as placement.layer_devices"
+            f"a map is {kind_of(where)}; give a device for each layer, such as"
+            " placement.layer_devices"
         )
     return dict(where)
 
@@ -413,8 +418,9 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
         else f"{progress.incumbent:g}, bound {progress.bound}"
     )
     return TimeoutExceeded(
-        f"placement {progress.id} is {progress.status} after {deadline.wait_s:g} s, found so far: {found}. It goes on:"
-        f" ask for it later with placement({progress.id!r}), or take the best so far with stop({progress.id!r})"
+        f"placement {progress.id} is {progress.status} after {deadline.wait_s:g} s, found so far:"
+        f" {found}. It continues: get it later with placement({progress.id!r}), or end it with the"
+        f" best so far with stop({progress.id!r})"
     )
 
 

@@ -38,7 +38,7 @@ def from_reply(reply: httpx.Response) -> PlacerError:
 
 def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerError:
     """Return the error of a problem inside an answer: of a batch, or at the end of a stream."""
-    text = str(problem.get("detail", "it does not say why"))[:MAX_TEXT]
+    text = str(problem.get("detail", "it gives no reason"))[:MAX_TEXT]
     if status in FAULTS_OF_THE_REQUEST:
         return InputError(text)
     return ServerError(f"the service at {url} answered {status}: {text}", status)
@@ -59,22 +59,25 @@ def from_transport(
     reason = str(error) or type(error).__name__
     tried = f" (tried {attempts} times)" if attempts > 1 else ""
     if done:
-        tried += "; it may have done what was asked, which is not asked again by itself: look first"
+        tried += (
+            "; it may have acted although no response arrived, so check before you repeat the call"
+        )
     if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
         return UnreachableError(
-            f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set PLACER_URL"
+            f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set"
+            " PLACER_URL"
         )
     if isinstance(error, httpx.TimeoutException):
         return TimeoutExceeded(
             f"the service at {url} did not answer in time: {reason}{tried}; give a longer timeout"
         )
-    return UnreachableError(f"the service at {url} broke off: {reason}{tried}")
+    return UnreachableError(f"the connection to the service at {url} broke: {reason}{tried}")
 
 
 def _detail(reply: httpx.Response) -> str:
     if reply.has_redirect_location:
         where = reply.request.url.join(reply.headers["Location"])
-        return f"it is at {where} now; give the URL of the service there"[:MAX_TEXT]
+        return f"it moved to {where}; use that URL"[:MAX_TEXT]
     try:
         content = json.loads(reply.content)
         detail = content["detail"]

@@ -90,7 +90,8 @@ class EventStream:
             return errors.from_problem(int(problem.get("status", 500)), problem, self._sender.url)
         except (ValueError, TypeError, AttributeError):
             return ServerError(
-                f"the solve failed; the service at {self._sender.url} does not say why: {data[:200]!r}"
+                f"the solve failed; the service at {self._sender.url} gives no reason:"
+                f" {data[:200]!r}"
             )
 
     def refused(self, reply: httpx.Response) -> float:

@@ -122,7 +122,9 @@ class Sender:
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 if is_whole(outcome):
                     return outcome
-                outcome = httpx.RemoteProtocolError("half an answer came", request=outcome.request)
+                outcome = httpx.RemoteProtocolError(
+                    "the answer is incomplete", request=outcome.request
+                )
             away = there and isinstance(outcome, NOTHING_SENT)
             last = attempt >= self.most_retries(away) or not _may_repeat(call, outcome)
             if isinstance(outcome, httpx.RequestError):
@@ -163,7 +165,7 @@ class Sender:
             return read_json(kind, content)
         except ValidationError as error:
             raise ServerError(
-                f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}",
+                f"{self.url} is not a Placer service of this version: {first_fault(error, kind)}",
                 status,
             ) from error
 

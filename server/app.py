@@ -71,7 +71,8 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
     """
     if getattr(solver, "__module__", None) == "__main__":
         raise InputError(
-            f"solver {solver!r} is defined in the main script; move it to a module that can be imported"
+            f"solver {solver!r} is defined in the main script, which workers cannot import;"
+            " move it to a module"
         )
     app = FastAPI(
         title="Placer",
@@ -190,13 +191,18 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
         return Store(settings.database, settings.keep, owner, settings.cache_bytes)
     except StoreError as error:
-        app.state.not_started = f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"
+        app.state.not_started = (
+            f"{error}; set PLACER_DATABASE to a writable file or a reachable database"
+        )
         raise
     except PlacerError as error:
         app.state.not_started = str(error)
         raise
     except OSError as error:
-        app.state.not_started = f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
+        app.state.not_started = (
+            f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a"
+            " writable file"
+        )
         raise
 
 
@@ -207,22 +213,22 @@ async def _warm_up(service: Service) -> None:
     """
     worker = Worker(measure_idle_bytes, b"", limit_s=WARM_UP_S, grace_s=1.0)
     try:
-        taken_bytes = await asyncio.to_thread(worker.run)
+        idle_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:
         log.error("no worker can be started: %s", error)
-        service.not_ready = "no worker can be started; the service's log says why"
+        service.not_ready = "no worker can be started; see the service's log"
         return
-    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
+    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, idle_bytes)
     if service.not_ready:
         log.error(service.not_ready)
 
 
-def _too_little_memory(limit_bytes: int, taken_bytes: int) -> str:
+def _too_little_memory(limit_bytes: int, idle_bytes: int) -> str:
     """Return why no worker could solve anything, or an empty string."""
-    needed_bytes = taken_bytes + SMALL_SOLVE_BYTES
+    needed_bytes = idle_bytes + SMALL_SOLVE_BYTES
     if not limit_bytes or limit_bytes >= needed_bytes:
         return ""
     return (
-        f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}; a worker takes {taken_bytes} bytes before it solves anything,"
-        f" and a small solve {SMALL_SOLVE_BYTES} beside: set {needed_bytes} or more, or 0 for no limit"
+        f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}, but an idle worker needs {idle_bytes} bytes"
+        f" and a small solve {SMALL_SOLVE_BYTES} more: set {needed_bytes} or more, or 0 for no limit"
     )

@@ -37,10 +37,10 @@ PREFIX = "placer_"
 
 USAGE = f"""usage: python -m placer_server.keys NAME [{",".join(SCOPES)}] >> FILE
 
-Makes a bearer key for NAME, good for read,solve if no scopes are given: read is GET, solve is POST, PUT and DELETE,
-metrics is /metrics. Its line, which goes to FILE, holds the key's hash; the key itself is shown once, on stderr. A
-number at the end of the line says how often a second the key may ask. The service reads FILE at its start:
-PLACER_KEYS_FILE=FILE placer serve"""
+Make a bearer key for NAME. The scopes are read (GET), solve (POST, PUT and DELETE) and metrics
+(/metrics); the default is read,solve. The line for FILE holds the hash of the key. The key itself
+is printed once, to stderr. A number at the end of the line limits the key's requests per second.
+The service reads FILE when it starts: PLACER_KEYS_FILE=FILE placer serve"""
 
 # Length of a burst in seconds: an idle client may send the requests of this time at once.
 BURST_S = 2.0
@@ -109,8 +109,8 @@ class Keys:
         self._keys = _read(settings) if settings.keys_file else []
         if not self._keys and not is_loopback(settings.host):
             raise InputError(
-                f"the service would listen on {settings.host} without keys: set PLACER_KEYS_FILE to a file made with"
-                " 'python -m placer_server.keys NAME', or PLACER_HOST to 127.0.0.1"
+                f"the service would listen on {settings.host} without keys: set PLACER_KEYS_FILE to"
+                " a file made with 'python -m placer_server.keys NAME', or PLACER_HOST to 127.0.0.1"
             )
 
     def __bool__(self) -> bool:
@@ -150,10 +150,10 @@ def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
     """
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"{name!r} is no name of a key: write 1 to 64 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid name of a key; use 1 to 64 letters, digits, '.', '_' and '-'"
         )
     if unknown := [scope for scope in scopes.split(",") if scope not in SCOPES]:
-        raise InputError(f"{unknown[0]!r} is no scope; write some of {','.join(SCOPES)}")
+        raise InputError(f"{unknown[0]!r} is not a scope; use some of {','.join(SCOPES)}")
     key = PREFIX + secrets.token_urlsafe(32)
     return key, f"{name} {scopes} {key_digest(key).hex()}"
 
@@ -185,7 +185,8 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
     given = frozenset(scopes.split(","))
     if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest) or rest:
         raise InputError(
-            f"{where} is no key: write NAME SCOPES SHA256 [RATE], as 'python -m placer_server.keys' does"
+            f"{where} is not a key; write NAME SCOPES SHA256 [RATE], as"
+            " 'python -m placer_server.keys' does"
         )
     if not given <= set(SCOPES):
         raise InputError(f"{where}: the scopes of {name!r} are not all of {', '.join(SCOPES)}")
@@ -194,7 +195,7 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
     except ValueError:
         per_s = 0.0
     if not 0 < per_s < math.inf:
-        raise InputError(f"{where}: the rate of {name!r} is no number above 0")
+        raise InputError(f"{where}: the rate of {name!r} is not a number above 0")
     return Key(name, given, bytes.fromhex(digest), Rate(per_s))
 
 

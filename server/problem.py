@@ -90,7 +90,7 @@ class Problem(Exception):
 
 def defect() -> Problem:
     """Return the problem for an error of the service itself."""
-    detail = "this is a fault of the service, not of the request; its log has the particulars"
+    detail = "this is an error of the service, not of the request; see the service's log"
     return Problem(500, "defect", "The service failed", detail)
 
 
@@ -99,7 +99,7 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
     count = error.error_count()
     if count > MANY_FAULTS:
         return _invalid(
-            f"the body has {count} faults; the first thing to mend is its shape: see /openapi.json",
+            f"the body has {count} faults; correct its structure first: see /openapi.json",
             [],
         )
     only = error.errors(include_url=False, include_context=False)[0] if count == 1 else None
@@ -112,7 +112,10 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
             f"the body cannot be read as JSON: {detail}",
         )
     if model is PlacementRequest and _is_a_profile(error):
-        detail = 'this is a profile; a request has it for a field: {"profile": ...}, and more fields beside, if wanted'
+        detail = (
+            'the body is a profile, but a request has the profile as a field: {"profile": ...},'
+            " and optional further fields"
+        )
         return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]

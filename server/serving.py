@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
 
     def not_started(self) -> ServerError:
         """Return the error that says why the service did not start."""
-        reason = getattr(self._app.state, "not_started", "its log says why")
+        reason = getattr(self._app.state, "not_started", "see its log")
         return ServerError(f"the service could not start: {reason}")
 
 
@@ -120,7 +120,7 @@ def _load(config: uvicorn.Config, settings: Settings) -> None:
     except OSError as error:
         # ssl.SSLError is an OSError too.
         raise ServerError(
-            f"TLS cannot be turned on with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
+            f"TLS cannot be enabled with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
             f" {settings.tls_key!r}: {error.strerror or error}"
         ) from error
 
@@ -151,7 +151,8 @@ def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None
             )
         except OSError as error:
             log.info(
-                "the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s",
+                "the address could not be written; the health check uses PLACER_HOST and"
+                " PLACER_PORT: %s",
                 error,
             )
         yield

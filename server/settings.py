@@ -31,7 +31,7 @@ NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 # Descriptions of values that a pattern restricts.
 _PATTERNS = {
     "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, '.', '_' and '-'",
-    "PLACER_REGISTER_URL": "should be the URL of a service, as http://host:8080",
+    "PLACER_REGISTER_URL": "should be the URL of a service, such as http://host:8080",
 }
 
 # Variables that the library and its clients read.
@@ -168,7 +168,7 @@ def misspelt(environment: Mapping[str, str]) -> list[str]:
         if name not in {*known, *_OTHERS}
     }
     return [
-        f"PLACER_{name} is no setting; did you mean PLACER_{found[0]}?"
+        f"PLACER_{name} is not a setting; did you mean PLACER_{found[0]}?"
         for name, found in nearest.items()
         if found
     ]

@@ -55,7 +55,7 @@ async def _ask(
     except Problem as problem:
         return problem
     except StoreError:
-        detail = "the store cannot be used at the moment; asking again may go well"
+        detail = "the store cannot be used at the moment; try again later"
         return Problem(
             503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
         )

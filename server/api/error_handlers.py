@@ -46,9 +46,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
         )
     elif error.status_code == 405:
         allowed = ", ".join(_methods(request))
-        detail = f"{clip(request.method, 40)} is not possible on {path}; it takes {allowed}"
+        detail = f"{clip(request.method, 40)} is not allowed on {path}; use {allowed}"
         problem = Problem(
-            405, "method", "The method is not possible here", detail, headers={"Allow": allowed}
+            405, "method", "The method is not allowed", detail, headers={"Allow": allowed}
         )
     else:
         problem = Problem(
@@ -93,13 +93,18 @@ async def _on_parameters(request: Request, error: Exception) -> Response:
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Problem(
-        400, "disconnected", "The body is cut off", "the client left before the body was complete"
+        400,
+        "disconnected",
+        "The body is incomplete",
+        "the client disconnected before the body was complete",
     ).response()
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
     log.error("%s %s: %s", request.method, clip(request.url.path, 200), error)
-    detail = "the store cannot be used at the moment; what was accepted is kept, and asking again may go well"
+    detail = (
+        "the store cannot be used at the moment; accepted requests are kept, so try again later"
+    )
     return Problem(
         503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
     ).response()

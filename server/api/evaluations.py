@@ -21,11 +21,13 @@ from .service import Service, Serving, client_name, refuse_unfinished, valid_id
 
 router = APIRouter()
 
-Id = Annotated[str | None, Query(description="The placement whose request is the question.")]
+Id = Annotated[str | None, Query(description="Id of the placement whose request the map answers.")]
 Ids = Annotated[
     list[str],
     Query(
-        max_length=MAX_MAPS, description="Placements to compare; the first one's request judges."
+        max_length=MAX_MAPS,
+        description="Ids of placements to compare. Without a `request` in the body, all are"
+        " evaluated for the request of the first placement.",
     ),
 ]
 
@@ -69,6 +71,6 @@ async def load_stored(service: Service, given: str) -> StoredPlacement:
         detail = f"there is no placement {key}; POST its request to /v1/placements"
         raise Problem(404, "no-such-placement", "There is no such placement", detail)
     if question is None:
-        detail = f"the request of placement {key} is not kept; send it in the body"
+        detail = f"the request of placement {key} is not stored; send the request in the body"
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return StoredPlacement(key, answer.placement, question)

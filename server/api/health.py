@@ -15,7 +15,7 @@ from .service import Serving
 router = APIRouter()
 
 # Message of ``/readyz``, which needs no key and therefore does not name the store.
-STORE_AWAY = "the store cannot be used at the moment; the service's log says why"
+STORE_AWAY = "the store cannot be used at the moment; see the service's log"
 
 
 class Health(BaseModel):

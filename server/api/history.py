@@ -21,12 +21,12 @@ router = APIRouter()
 NEWEST = 2**62
 _CURSOR = re.compile(r"[0-9a-f]{1,15}")
 
-Limit = Annotated[int, Query(ge=1, le=200, description="How many at most.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Largest number of placements.")]
 Cursor = Annotated[
-    str | None, Query(max_length=100, description="Where to go on: `next` of the answer before.")
+    str | None, Query(max_length=100, description="Start of the page: `next` of the page before.")
 ]
 Text = Annotated[
-    str, Query(max_length=200, description="What the model's name or the id must contain.")
+    str, Query(max_length=200, description="Text that the model's name or the id must contain.")
 ]
 
 
@@ -64,7 +64,10 @@ async def get_request(request: Request, id: str, service: Serving) -> Response:
     key = valid_id(id)
     if (question := await service.store.call(service.store.request, key)) is None:
         await refuse_unfinished(service, key)
-        detail = f"there is no request of placement {key}: nobody asked for it, or it was ended before it was begun"
+        detail = (
+            f"there is no request of placement {key}: nobody sent one, or its solve was stopped"
+            " before it started"
+        )
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)
 
@@ -77,7 +80,7 @@ def _before(cursor: str | None) -> int:
     if cursor is None:
         return NEWEST
     if not _CURSOR.fullmatch(cursor):
-        detail = f"{clip(cursor, 80)!r} is no cursor; take `next` of the page before as it is"
+        detail = f"{clip(cursor, 80)!r} is not a cursor; use `next` of the page before, unchanged"
         raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
     return int(cursor, 16)
 

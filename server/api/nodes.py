@@ -46,7 +46,8 @@ SLOWEST_BYTES_PER_S = 1.0
 LONGEST_LATENCY_S = 1e5
 
 Nodes = Annotated[
-    list[str], Query(max_length=MOST_NODES, description="Registered nodes whose devices to join.")
+    list[str],
+    Query(max_length=MOST_NODES, description="Names of registered nodes whose devices to join."),
 ]
 Network = Annotated[
     float | None,
@@ -54,13 +55,16 @@ Network = Annotated[
         ge=SLOWEST_BYTES_PER_S,
         le=1e18,
         allow_inf_nan=False,
-        description="Bytes per second from one node's memory to another's.",
+        description="Bandwidth of the network between two nodes, in bytes per second.",
     ),
 ]
 Latency = Annotated[
     float,
     Query(
-        ge=0, le=LONGEST_LATENCY_S, allow_inf_nan=False, description="Of a transfer between nodes."
+        ge=0,
+        le=LONGEST_LATENCY_S,
+        allow_inf_nan=False,
+        description="Latency of a transfer between nodes, in seconds.",
     ),
 ]
 
@@ -78,7 +82,7 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
     nodes = await service.store.call(service.store.nodes)
     if name not in nodes and len(nodes) >= MOST_NODES:
         detail = (
-            f"{len(nodes)} nodes are registered, which is all that this service keeps; DELETE one"
+            f"{len(nodes)} nodes are registered, which is the limit of this service; DELETE one"
         )
         raise Problem(422, "too-many-nodes", "There are too many nodes", detail)
     created_s = await asyncio.to_thread(
@@ -120,7 +124,10 @@ async def get_cluster(
     if not node:
         return json_reply(request, await service.cluster.get(), tagged=True)
     if len(node) > 1 and network_bytes_per_s is None:
-        detail = "devices of several nodes are joined by a network: give network_bytes_per_s, as measured between them"
+        detail = (
+            "several nodes are connected by a network: give network_bytes_per_s, its measured"
+            " bandwidth"
+        )
         raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
     known = await service.store.call(service.store.nodes)
     chosen: dict[str, Cluster] = {}
@@ -130,10 +137,16 @@ async def get_cluster(
         try:
             chosen[name] = _registered(name, known[name][1])
         except InputError as error:
-            detail = f"node {name!r} registered what is not taken any more: {error}; let it register again"
+            detail = (
+                f"node {name!r} registered devices that this version does not accept: {error};"
+                " let it register again"
+            )
             raise Problem(404, "no-such-node", "There is no such node", detail) from error
     if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MOST_JOINED:
-        detail = f"these nodes have {count} devices, each pair of them a link; name fewer, up to {MOST_JOINED} devices"
+        detail = (
+            f"these nodes have {count} devices, each pair of which is a link; name nodes with at"
+            f" most {MOST_JOINED} devices"
+        )
         raise Problem(422, "too-many-devices", "There are too many devices", detail)
     content = await asyncio.to_thread(
         _joined, chosen, network_bytes_per_s or 1.0, network_latency_s
@@ -154,23 +167,32 @@ def _check_devices(cluster: Cluster) -> None:
 
 def _faults(cluster: Cluster) -> Iterator[str]:
     if len(cluster.devices) > MOST_DEVICES:
-        yield f"{len(cluster.devices)} devices are more than a node may have: {MOST_DEVICES}"
+        yield f"the node has {len(cluster.devices)} devices; at most {MOST_DEVICES} are allowed"
     for device in cluster.devices:
         name = clip(device.name, 80)
         if "/" in device.name:
-            yield f"device {name!r}: a node registers devices of its own, whose names have no '/': cuda:0"
+            yield (
+                f"device {name!r} belongs to another node; register the node's own devices, whose"
+                " names have no '/', such as cuda:0"
+            )
         if len(device.name) > LONGEST_NAME:
-            yield f"device {name!r}: the name has {len(device.name)} characters; a node's have up to {LONGEST_NAME}"
-        yield from (f"device {name!r}: {fault}" for fault in _slow_ways(device))
+            yield (
+                f"device {name!r}: the name has {len(device.name)} characters; at most"
+                f" {LONGEST_NAME} are allowed"
+            )
+        yield from (f"device {name!r}: {fault}" for fault in _slow_transfers(device))
 
 
-def _slow_ways(device: Device) -> Iterator[str]:
+def _slow_transfers(device: Device) -> Iterator[str]:
     for way, rate in (("to_host", device.to_host), ("from_host", device.from_host)):
         if rate is not None and rate.bandwidth_bytes_per_s < SLOWEST_BYTES_PER_S:
             bytes_per_s = rate.bandwidth_bytes_per_s
-            yield f"{way}.bandwidth_bytes_per_s is {bytes_per_s:g}; a node's are {SLOWEST_BYTES_PER_S:g} or more"
+            yield (
+                f"{way}.bandwidth_bytes_per_s is {bytes_per_s:g}; it must be"
+                f" {SLOWEST_BYTES_PER_S:g} or more"
+            )
         if rate is not None and rate.latency_s > LONGEST_LATENCY_S:
-            yield f"{way}.latency_s is {rate.latency_s:g}; a node's are {LONGEST_LATENCY_S:g} or less"
+            yield f"{way}.latency_s is {rate.latency_s:g}; it must be {LONGEST_LATENCY_S:g} or less"
 
 
 def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
@@ -194,7 +216,7 @@ def _registered(name: str, content: bytes) -> Cluster:
         for fault in _faults(cluster):
             raise InputError(fault)
     except InputError as error:
-        log.warning("node %s is left out until it registers again: %s", name, error)
+        log.warning("node %s is ignored until it registers again: %s", name, error)
         raise
     return cluster
 
@@ -211,11 +233,14 @@ def _described(name: str, created_s: float, cluster: Cluster) -> Node:
 
 def _check_name(name: str) -> None:
     if not NODE_NAME.fullmatch(name):
-        detail = f"{clip(name, 80)!r} is no name of a node: those have up to 64 letters, digits, dots, hyphens and _"
+        detail = (
+            f"{clip(name, 80)!r} is not a valid name of a node; use 1 to 64 letters, digits, '.',"
+            " '_' and '-'"
+        )
         raise Problem(404, "no-such-node", "There is no such node", detail)
 
 
 def _no_node(name: str, known: list[str]) -> Problem:
-    there = f"; there are {clip(json.dumps(known), 200)}" if known else ""
-    detail = f"no node {clip(name, 80)!r} is registered{there}"
+    there = f"; registered are {clip(json.dumps(known), 200)}" if known else ""
+    detail = f"node {clip(name, 80)!r} is not registered{there}"
     return Problem(404, "no-such-node", "There is no such node", detail)

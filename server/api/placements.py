@@ -146,8 +146,8 @@ async def stored_response(
 def not_persisted(job: SolveJob) -> Problem:
     """Return the problem of a job that runs, but would not survive a crash of the service."""
     detail = (
-        f"the request could not be written to the store, so a crash would lose it; solve {job.id} goes on:"
-        " ask again for its answer"
+        f"the request could not be written to the store, so a crash would lose it; solve {job.id}"
+        " continues: ask again for its answer"
     )
     return Problem(
         503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"}

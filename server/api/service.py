@@ -51,7 +51,7 @@ class Service:
     measurements: Measurements
     cluster: NodeCluster
     stream_quota: Quota
-    not_ready: str = "the first worker is being started"
+    not_ready: str = "the first worker is starting"
 
 
 async def _service(request: Request) -> Service:
@@ -65,7 +65,7 @@ def _refuse_unknown_parameters(request: Request) -> None:
     known = [parameter.name for parameter in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:
-            detail = f"there is no parameter {clip(name, 80)!r} here{nearest(name, known)}"
+            detail = f"this path has no parameter {clip(name, 80)!r}{nearest(name, known)}"
             raise Problem(422, "unknown-parameter", "There is no such parameter", detail)
 
 
@@ -76,14 +76,15 @@ Wait = Annotated[
         ge=0,
         le=MAX_WAIT_S,
         allow_inf_nan=False,
-        description="Seconds to wait for the answer before a 202.",
+        description="Seconds to wait for the answer before the service responds with 202.",
     ),
 ]
 OnDisconnect = Annotated[
     Literal["keep", "stop"],
     Query(
-        description="What becomes of the solve when the client goes away while it waits: `keep` goes on, so that the"
-        " answer can be had later; `stop` ends it with the best so far, unless others wait for it or want it kept."
+        description="What happens to the solve if the client disconnects while it waits: `keep`"
+        " continues, and the answer is available later; `stop` ends the solve with the best"
+        " placement so far, unless other clients wait for it or want it kept."
     ),
 ]
 
@@ -101,7 +102,7 @@ def valid_id(given: str, kind: str = "placement") -> str:
         Problem: It is malformed, so nothing has that id.
     """
     if not _ID.fullmatch(given):
-        detail = f"{clip(given, 80)!r} is no id of a {kind}: those are 32 hexadecimal digits"
+        detail = f"{clip(given, 80)!r} is not an id of a {kind}; an id has 32 hexadecimal digits"
         raise Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
     return given
 
@@ -117,7 +118,10 @@ async def refuse_unfinished(service: Service, key: str) -> None:
         return
     if job.problem is not None:
         raise job.problem
-    detail = f"placement {key} is still being solved; GET /v1/placements/{key} is 200 when it is done, 202 before"
+    detail = (
+        f"placement {key} is still being solved; GET /v1/placements/{key} answers 200 once it is"
+        " done, and 202 before"
+    )
     raise Problem(
-        409, "not-done", "The placement is not there yet", detail, headers={"Retry-After": "1"}
+        409, "not-done", "The placement is not ready", detail, headers={"Retry-After": "1"}
     )

@@ -102,7 +102,7 @@ class Runner(ABC, Generic[J]):
         """Record why a job has no answer."""
 
     def _continues(self, job: J, error: Exception) -> bool:
-        """Return whether the job continues after this error: at the next start or in a new worker."""
+        """Return whether the job continues after this error, now or at the next start."""
         return False
 
     @abstractmethod

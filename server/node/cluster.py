@@ -67,7 +67,7 @@ class NodeCluster:
             ) from error
         except (Crashed, Killed, Refused) as error:
             log.error("this node's devices could not be measured: %s", error)
-            detail = f"this node's devices could not be measured: {error}. Asking again tries again"
+            detail = f"this node's devices could not be measured: {error}. Ask again to try again"
             headers = {"Retry-After": "10"}
             raise Problem(
                 503, "not-measured", "Measuring failed", detail, headers=headers

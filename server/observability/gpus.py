@@ -29,7 +29,9 @@ async def watch_gpus(metrics: Metrics) -> None:
         try:
             said = await _ask(program)
         except (OSError, TimeoutError) as error:
-            log.warning("the GPUs' state is not known: %s", error or "nvidia-smi does not answer")
+            log.warning(
+                "the state of the GPUs is unknown: %s", error or "nvidia-smi does not answer"
+            )
             metrics.forget_gpus()
         else:
             note(metrics, said)

@@ -46,23 +46,23 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             "placer_request_seconds",
-            "Time to answer a request",
+            "Time to answer a request, in seconds",
             ["route"],
             buckets=_REQUEST_BUCKETS,
             registry=registry,
         )
         self.solves = Counter(
-            "placer_solves", "Solves that ended, by how", ["status"], registry=registry
+            "placer_solves", "Solves that ended, by outcome", ["status"], registry=registry
         )
         self.solve_seconds = Histogram(
             "placer_solve_seconds",
-            "Time from a solve's start to its end",
+            "Time from a solve's start to its end, in seconds",
             buckets=_SOLVE_BUCKETS,
             registry=registry,
         )
         self.solve_gap = Histogram(
             "placer_solve_gap",
-            "Gap of placements, a share of 1",
+            "Relative gap of placements, from 0 to 1",
             buckets=_GAP_BUCKETS,
             registry=registry,
         )
@@ -70,26 +70,34 @@ class Metrics:
             "placer_cache_hits", "Requests answered from the store", registry=registry
         )
         self.rejections = Counter(
-            "placer_rejections", "Requests refused because the queue was full", registry=registry
+            "placer_rejections", "Requests rejected because a queue was full", registry=registry
         )
-        self.running = Gauge("placer_solves_running", "Solves that run now", registry=registry)
+        self.running = Gauge("placer_solves_running", "Solves that are running", registry=registry)
         self.queued = Gauge(
             "placer_solves_queued", "Solves that wait for a worker", registry=registry
         )
         self.profiles = Counter(
-            "placer_profiles", "Graphs that were measured, by how", ["status"], registry=registry
+            "placer_profiles",
+            "Graphs that were measured, by outcome",
+            ["status"],
+            registry=registry,
         )
         gpu = ["uuid", "name"]
         self.gpu_memory_used = Gauge(
-            "placer_gpu_memory_used_bytes", "Memory in use", gpu, registry=registry
+            "placer_gpu_memory_used_bytes", "Memory in use, in bytes", gpu, registry=registry
         )
         self.gpu_memory_total = Gauge(
-            "placer_gpu_memory_bytes", "Memory of the GPU", gpu, registry=registry
+            "placer_gpu_memory_bytes", "Memory of the GPU, in bytes", gpu, registry=registry
         )
         self.gpu_busy = Gauge(
-            "placer_gpu_busy", "Share of time in which a kernel ran", gpu, registry=registry
+            "placer_gpu_busy",
+            "Share of time in which a kernel ran, from 0 to 1",
+            gpu,
+            registry=registry,
         )
-        self.gpu_celsius = Gauge("placer_gpu_celsius", "Temperature", gpu, registry=registry)
+        self.gpu_celsius = Gauge(
+            "placer_gpu_celsius", "Temperature in degrees Celsius", gpu, registry=registry
+        )
 
     def count_unread(self, status: int) -> None:
         """Count a rejected request whose head was not read completely, so its method is unknown."""

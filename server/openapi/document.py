@@ -18,7 +18,7 @@ REF = "#/components/schemas/{model}"
 
 PROBLEM_SCHEMA = {
     "title": "Problem",
-    "description": "An error as RFC 9457 has it, at most 4 KB.",
+    "description": "An error as defined by RFC 9457, at most 4 KB.",
     "type": "object",
     "required": ["type", "title", "status", "detail"],
     "properties": {
@@ -39,20 +39,23 @@ PROBLEM_SCHEMA = {
 
 PROBLEMS = {
     "400": "The body is not JSON.",
-    "404": "There is no such placement or profile.",
-    "405": "The method is not possible here.",
-    "408": "The body came too slowly.",
+    "404": "The placement, profile or node does not exist.",
+    "405": "The method is not allowed on this path.",
+    "408": "The body arrived too slowly.",
     "409": "The placement is still being solved.",
     "413": "The body is too large.",
-    "415": "The content type or encoding cannot be read.",
-    "422": "The request cannot be used; the problem names the fault.",
-    "429": "The queue is full; Retry-After says when to try again.",
+    "415": "The content type or encoding is not supported.",
+    "422": "The request is invalid; the problem names the fault.",
+    "429": "The queue is full; Retry-After gives the seconds to wait.",
     "500": "The solver failed on this request.",
-    "501": "The service lacks what this needs.",
-    "503": "The service is starting or stopping; Retry-After says when to try again.",
+    "501": "The service lacks a package that this operation needs.",
+    "503": (
+        "The service is starting or stopping, or its store cannot be used; Retry-After gives the"
+        " seconds to wait."
+    ),
 }
 
-_OF_PATH = {
+_PATH_STATUSES = {
     ("/v1/placements", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/placements", "get"): ("422",),
     ("/v1/placements/{id}/request", "get"): ("404", "409", "422"),
@@ -134,7 +137,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
             _describe_body(
                 paths[path]["post"], model.__name__, examples, required=model is not CompareBody
             )
-        for (path, method), codes in _OF_PATH.items():
+        for (path, method), codes in _PATH_STATUSES.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document
     return app.openapi_schema

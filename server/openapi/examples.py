@@ -74,11 +74,11 @@ def requests() -> dict[str, dict[str, Any]]:
     """Return the examples of ``POST /v1/placements`` by name, each with a summary and a value."""
     return {
         "throughput": {
-            "summary": "Train four layers on two devices, the smallest bottleneck",
+            "summary": "Training: four layers on two devices with the smallest bottleneck",
             "value": _request(16, chunks=4),
         },
         "latency": {
-            "summary": "Inference, one sample's smallest time, with a layer pinned",
+            "summary": "Inference: smallest latency of one sample, with a pinned layer",
             "value": _request(
                 16,
                 objective="latency",
@@ -87,7 +87,7 @@ def requests() -> dict[str, dict[str, Any]]:
             ),
         },
         "infeasible": {
-            "summary": "Too large for the devices: an answer as well, with status infeasible",
+            "summary": "Too large for the devices: a placement with status infeasible",
             "value": _request(2),
         },
     }
@@ -108,7 +108,7 @@ def comparisons() -> dict[str, dict[str, Any]]:
     even = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
     return {
         "two maps": {
-            "summary": "An even map against one that is not",
+            "summary": "An even map and an uneven map",
             "value": {
                 "request": _request(16, chunks=4),
                 "maps": {"even": even, "uneven": own_map()},
@@ -166,7 +166,7 @@ def graphs() -> dict[str, dict[str, Any]]:
     }
     return {
         "one layer": {
-            "summary": "A linear layer of 16 numbers, to be measured on one device",
+            "summary": "A linear layer of 16 features, measured on one device",
             "value": {"schema_version": "1", "graph": graph, "devices": 1, "repeats": 2},
         }
     }
@@ -176,7 +176,7 @@ def clusters() -> dict[str, dict[str, Any]]:
     """Return the examples of ``PUT /v1/nodes/{name}``."""
     return {
         "two devices": {
-            "summary": "A node with two devices, each linked with the other",
+            "summary": "A node with two linked devices",
             "value": _cluster(16),
         }
     }

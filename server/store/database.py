@@ -130,7 +130,8 @@ def open_database(name: str) -> Database:
         return SqliteDatabase(name)
     if scheme not in SCHEMES:
         raise InputError(
-            f"PLACER_DATABASE is a URL of {scheme!r}; it takes a file, ':memory:', or postgresql://user@host/database"
+            f"PLACER_DATABASE has the scheme {scheme!r}; give a file, ':memory:', or"
+            " postgresql://user@host/database"
         )
     return PostgresDatabase(name)
 
@@ -229,7 +230,7 @@ class PostgresDatabase(Database):
             url = sa.make_url(name).set(drivername="postgresql+psycopg")
         except (ArgumentError, ValueError) as error:
             raise InputError(
-                "PLACER_DATABASE cannot be read as a URL; it is like postgresql://user:password@host/database"
+                "PLACER_DATABASE is not a valid URL; an example is postgresql://user:password@host/database"
             ) from error
         self.name = url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
         try:
@@ -331,7 +332,8 @@ class _OpenFile:
             if time.monotonic() > until_s:
                 self._file.close()
                 raise StoreError(
-                    f"{path!r} is locked by a service that does not share its database; stop that one"
+                    f"{path!r} is locked by a service that does not share its database; stop that"
+                    " service"
                 )
             time.sleep(0.05)
 

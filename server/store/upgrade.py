@@ -29,8 +29,8 @@ def upgrade(connection: Connection, name: str) -> None:
         return
     if found is not None and found not in KNOWN:
         raise ServerError(
-            f"database {name!r} has version {found}, this Placer reads up to {HEAD}: a later Placer made it;"
-            " upgrade, or set PLACER_DATABASE to another"
+            f"database {name!r} has version {found}, and this Placer reads up to {HEAD}: a later"
+            " Placer made it; upgrade Placer, or set PLACER_DATABASE to another database"
         )
     # Alembic would create the same tables, but its import would delay a first start by 0.3 s.
     if found is None:

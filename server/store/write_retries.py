@@ -26,6 +26,6 @@ async def retry_writes(store: Store) -> None:
         return
     try:
         await asyncio.to_thread(store.retry_unwritten)
-        log.info("what could not be written before is written now")
+        log.info("the pending ends of jobs are written now")
     except StoreError as error:
         log.error("%d ends of jobs are still unwritten: %s", store.unwritten, error)

@@ -69,11 +69,9 @@ class BodyReader:
             raise Problem(503, "busy", "The service is busy", detail, headers=headers)
 
     def _slow(self, size: int) -> Problem:
-        detail = (
-            f"the body did not arrive within {self._settings.body_timeout_s:g} s; {size} bytes did"
-        )
+        detail = f"only {size} bytes of the body arrived within {self._settings.body_timeout_s:g} s"
         return Problem(
-            408, "slow-body", "The body came too slowly", detail, headers={"Connection": "close"}
+            408, "slow-body", "The body arrived too slowly", detail, headers={"Connection": "close"}
         )
 
 
@@ -100,11 +98,11 @@ def _require_json(request: Request) -> None:
         detail = (
             f"the content type is {shown}; send the request as 'Content-Type: application/json'"
         )
-        raise Problem(415, "content-type", "The content type cannot be read", detail)
+        raise Problem(415, "content-type", "The content type is not supported", detail)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        detail = f"the content encoding is {clip(encoding, 80)!r}; send the body as it is"
-        raise Problem(415, "content-encoding", "The content encoding cannot be read", detail)
+        detail = f"the content encoding is {clip(encoding, 80)!r}; send the body without encoding"
+        raise Problem(415, "content-encoding", "The content encoding is not supported", detail)
 
 
 def _too_large(limit: int, size: str = "") -> Problem:

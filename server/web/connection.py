@@ -97,7 +97,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with a problem, like every other fault."""
-        detail = "what was sent is no HTTP/1.1 request"
+        detail = "the request is not valid HTTP/1.1"
         malformed = Problem(400, "malformed-http", "The request is not HTTP", detail)
         self._refuse(_too_large() if self._parsed_bytes > MAX_HEAD_BYTES else malformed)
 
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
             self._start_timer()
         elif self._in_head:
             detail = f"the head of the request did not arrive within {HEAD_S:g} s"
-            self._refuse(Problem(408, "slow-head", "The request came too slowly", detail))
+            self._refuse(Problem(408, "slow-head", "The request arrived too slowly", detail))
         else:
             self.transport.close()
 

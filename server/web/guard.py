@@ -28,8 +28,8 @@ HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
-        b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        b" img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 ]
 
@@ -101,10 +101,10 @@ class Guard:
             raise _no_key("no key was given")
         kind, _, token = authorization.decode("latin-1").partition(" ")
         if kind.lower() != "bearer":
-            raise _no_key("what was given is not of the kind Bearer")
+            raise _no_key("the authorization is not of type Bearer")
         key = self._keys.find(token.strip())
         if key is None:
-            raise _no_key("the key that was given is not known")
+            raise _no_key("the given key is unknown")
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
             raise _too_often(key.rate.per_s, seconds)
@@ -124,32 +124,30 @@ def _agree(versions: bytes) -> None:
     given = versions.decode("latin-1")
     if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
         detail = (
-            f"the client reads versions {clip(given, 80)!r} of the wire types; this service, Placer"
-            f" {placer.__version__}, speaks {SCHEMA_VERSION!r}: bring the older of the two up to date"
+            f"the client reads schema versions {clip(given, 80)!r}, but this service, Placer"
+            f" {placer.__version__}, uses {SCHEMA_VERSION!r}: upgrade the older of the two"
         )
-        raise Problem(406, "no-common-version", "There is no common version", detail)
+        raise Problem(406, "no-common-version", "No common schema version", detail)
 
 
 def _strange_host(host: bytes) -> Problem:
     detail = (
-        f"the host is {clip(host.decode('latin-1'), 80)!r}; a service without keys answers to localhost alone:"
-        " set PLACER_KEYS_FILE, or ask http://127.0.0.1"
+        f"the host is {clip(host.decode('latin-1'), 80)!r}, but a service without keys answers only"
+        " to localhost: set PLACER_KEYS_FILE, or use http://127.0.0.1"
     )
     return Problem(421, "strange-host", "The host is not this service's", detail)
 
 
 def _strange_origin(origin: bytes) -> Problem:
     detail = (
-        f"a page of {clip(origin.decode('latin-1'), 80)!r} asks; a service without keys answers to pages of this"
-        " machine alone: set PLACER_KEYS_FILE"
+        f"the origin is {clip(origin.decode('latin-1'), 80)!r}, but a service without keys answers"
+        " only to pages of this machine: set PLACER_KEYS_FILE"
     )
-    return Problem(403, "strange-origin", "The request comes from another site", detail)
+    return Problem(403, "strange-origin", "The request comes from another origin", detail)
 
 
 def _no_key(what: str) -> Problem:
-    detail = (
-        f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
-    )
+    detail = f"{what}; send 'Authorization: Bearer KEY', or set PLACER_KEY for Placer's clients"
     return Problem(
         401,
         "no-key",
@@ -160,12 +158,12 @@ def _no_key(what: str) -> Problem:
 
 
 def _no_scope(name: str, needed: str) -> Problem:
-    detail = f"key {name!r} is not good for this; it lacks the scope {needed!r}"
-    return Problem(403, "no-scope", "The key is not good for this", detail)
+    detail = f"key {name!r} lacks the scope {needed!r}, which this request needs"
+    return Problem(403, "no-scope", "The key lacks a scope", detail)
 
 
 def _too_often(per_s: float, seconds: int) -> Problem:
-    detail = f"this key may ask {per_s:g} times a second; try again in {seconds} s"
+    detail = f"this key may send {per_s:g} requests per second; try again in {seconds} s"
     return Problem(
         429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)}
     )

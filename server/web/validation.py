@@ -102,7 +102,10 @@ class Validator:
         except BrokenProcessPool:
             if self._processes is pool:
                 self._processes = None
-            detail = f"the process that checks large bodies died on one of {len(body)} bytes; a smaller one may pass"
+            detail = (
+                f"the process that checks large bodies died on a body of {len(body)} bytes; send a"
+                " smaller body"
+            )
             raise Problem(
                 503,
                 "check-failed",
@@ -145,7 +148,10 @@ def _refuse_many(body: bytes) -> None:
     """
     count = sum(body.count(mark) for mark in (b",", b"[", b"{"))
     if count > MOST_VALUES:
-        detail = f"the body holds some {count} values; {MOST_VALUES} are taken. A coarser granularity has fewer layers"
+        detail = (
+            f"the body holds about {count} values; the limit is {MOST_VALUES}. A coarser"
+            " granularity gives fewer layers"
+        )
         raise Problem(413, "too-many-values", "The body holds too much", detail)
 
 
@@ -178,7 +184,7 @@ def split(body: bytes) -> list[bytes]:
         try:
             bodies.append(json.dumps({**batch.shared, **one}).encode())
         except (ValueError, RecursionError) as error:
-            detail = f"a number or the nesting of the batch is more than can be read: {error}"
+            detail = f"a number or the nesting of the batch is too large: {error}"
             raise Problem(422, "invalid-request", "The request cannot be used", detail) from None
         left -= len(bodies[-1])
         if left < 0:
@@ -187,5 +193,8 @@ def split(body: bytes) -> list[bytes]:
 
 
 def _too_many_bytes(count: int) -> Problem:
-    detail = f"{count} requests, each with what is shared, are more than {MOST_WRITTEN_OUT} bytes; send fewer at a time"
+    detail = (
+        f"{count} requests, each with the shared fields, have more than {MOST_WRITTEN_OUT} bytes;"
+        " send fewer at a time"
+    )
     return Problem(413, "batch-too-large", "The batch is too large", detail)

@@ -84,7 +84,7 @@ class EvaluationInput(NamedTuple):
 
 
 def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """Evaluate the map of an ``EvaluationInput``, and return an Evaluation as JSON or the body's problem."""
+    """Evaluate a map, and return an Evaluation as JSON or the body's problem."""
     # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
     given: EvaluationInput = pickle.loads(payload)
     try:
@@ -98,7 +98,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
 
 
 def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes | Problem:
-    """Compare the maps of an ``EvaluationInput``, and return a Comparison as JSON or the body's problem."""
+    """Compare maps, and return a Comparison as JSON or the body's problem."""
     given: EvaluationInput = pickle.loads(payload)
     try:
         body = read_json(CompareBody, given.body or b"{}", strict=True)
@@ -114,9 +114,7 @@ def compare_task(payload: bytes, report: Report, stop: threading.Event) -> bytes
 
 def _request_of(stored: Sequence[StoredPlacement]) -> PlacementRequest:
     if not stored:
-        raise InputError(
-            "there is no question to judge by: send a request in the body, or name a placement with ?id="
-        )
+        raise InputError("no request is given: send one in the body, or name a placement with ?id=")
     return read_request(stored[0].request)
 
 
@@ -145,7 +143,8 @@ def compare(
     """
     if len(maps) < 2:
         raise InputError(
-            f"{len(maps)} map is given; a comparison needs two or more: ?id= of several placements, or maps in the body"
+            f"{count_text(len(maps), 'map')} is not enough for a comparison; give two or more, as"
+            " ?id= of placements or maps in the body"
         )
     of = placements or {}
     evaluations = [judge(request, where, chosen_by=of.get(name)) for name, where in maps.items()]
@@ -241,7 +240,9 @@ def _names(request: PlacementRequest, where: Map) -> Iterator[Fault]:
         if device not in devices:
             strange[device].append(layer)
     for device, held in list(strange.items())[:MAX_NAMED]:
-        detail = f"{clip(device, 80)!r} is no device of the cluster, which has {_listed(devices)}"
+        detail = (
+            f"{clip(device, 80)!r} is not a device of the cluster, which has {_listed(devices)}"
+        )
         yield _fault("device-unknown", held, (device,), detail)
 
 
@@ -286,7 +287,10 @@ def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fa
 
     for load in loads if request.bottleneck_ms is not None else ():
         if load.load_ms > (request.bottleneck_ms or 0.0) * (1 + ROUNDING):
-            detail = f"{load.device!r} is busy for {load.load_ms:.6g} ms; {request.bottleneck_ms:g} ms are allowed"
+            detail = (
+                f"{load.device!r} is busy for {load.load_ms:.6g} ms; {request.bottleneck_ms:g} ms"
+                " are allowed"
+            )
             yield _fault("too-slow", (), (load.device,), detail)
 
 
@@ -303,7 +307,10 @@ def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:
                 if way not in links:
                     broken[way].append(edge.source)
     for (source, target), values in broken.items():
-        detail = f"there is no link from {source!r} to {target!r}, which values of {_listed(values)} need"
+        detail = (
+            f"there is no link from {source!r} to {target!r}, which the values of"
+            f" {_listed(values)} need"
+        )
         yield _fault("link-missing", values, (source, target), detail)
 
 
@@ -328,8 +335,8 @@ def _not_contiguous(request: PlacementRequest, where: Map) -> Fault:
     }:
         left -= last
     detail = (
-        f"the stages are not contiguous: values go round between {_listed(sorted(left))};"
-        " constraints.contiguous = false would allow it, and it is judged like that here"
+        f"the stages are not contiguous: values form a cycle between {_listed(sorted(left))}."
+        " constraints.contiguous = false allows this, and the cost here assumes it"
     )
     return _fault("not-contiguous", (), sorted(left), detail)
 
@@ -339,8 +346,8 @@ def _memory(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
         short = load.memory.total_bytes - load.limit_bytes
         if short > 0:
             detail = (
-                f"{load.device!r} needs {load.memory.total_bytes} bytes, and may use {load.limit_bytes}:"
-                f" {short} are short"
+                f"{load.device!r} needs {load.memory.total_bytes} bytes, but may use"
+                f" {load.limit_bytes}: {short} bytes are missing"
             )
             yield _fault("out-of-memory", (), (load.device,), detail, short)
 

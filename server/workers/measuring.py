@@ -27,7 +27,7 @@ def measure_devices(payload: bytes, report: Report, stop: threading.Event) -> by
         if error.name != "torch":
             raise
         raise MissingExtraError(
-            "torch is not installed here, so this node's devices cannot be measured:"
+            "torch is not installed on this node, so its devices cannot be measured:"
             " pip install 'torch-placer[torch]', or run the image's gpu target"
         ) from error
     return measure_cluster(devices.available()).model_dump_json().encode()
@@ -51,7 +51,7 @@ def profile_graph(payload: bytes, report: Report, stop: threading.Event) -> byte
         if error.name != "torch":
             raise
         raise MissingExtraError(
-            "torch is not installed here, so graphs cannot be measured: send them to a node that"
-            " runs the image's gpu target, or pip install 'torch-placer[torch]'"
+            "torch is not installed on this node, so graphs cannot be measured: send them to a"
+            " node that runs the image's gpu target, or pip install 'torch-placer[torch]'"
         ) from error
     return replay(request).to_json().encode()

@@ -73,7 +73,7 @@ def read_request(payload: bytes) -> PlacementRequest:
     try:
         return PlacementRequest.model_validate_json(payload)
     except InputError as error:
-        raise InputError(f"this version of Placer does not take the request: {error}") from error
+        raise InputError(f"this version of Placer does not accept the request: {error}") from error
 
 
 def profile_hash(request: PlacementRequest) -> str:

@@ -80,8 +80,9 @@ def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
     asked = question_of(request, placement)
     if asked is None:
         raise InputError(
-            f"placement {placement.id} has {placement.chunks} micro-batches of {placement.batch_size} under"
-            f" {placement.schedule!r}, which its request does not allow; solve the request again"
+            f"placement {placement.id} has {placement.chunks} micro-batches of"
+            f" {placement.batch_size} samples under {placement.schedule!r}, which its request does"
+            " not allow; solve the request again"
         )
     return asked
 
@@ -104,7 +105,8 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
     where = placement.layer_devices
     if not where:
         raise InputError(
-            f"placement {placement.id} is {placement.status}: it places nothing, so there is no timeline"
+            f"placement {placement.id} is {placement.status}: it has no map, so there is no"
+            " timeline"
         )
     asked = _asked(request, placement)
     # Only objective "step" allows "auto", and its placements name the chosen schedule.

@@ -285,7 +285,8 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     except MemoryError:
         send(
             "over",
-            f"it needs more than the {memory_bytes} bytes that a worker may take (PLACER_WORKER_MEMORY_BYTES)",
+            f"it needs more than the {memory_bytes} bytes that a worker may use"
+            " (PLACER_WORKER_MEMORY_BYTES)",
         )
     except BaseException as error:
         traceback.print_exc()

@@ -91,7 +91,7 @@ def ask(flavour):
 
 def test_a_client_that_is_closed_says_so(flavour):
     # httpx's RuntimeError came through.
-    message = r"^this client of http://service\.test is closed; make another for further calls$"
+    message = r"^this client of http://service\.test is closed; make another client$"
     transport = httpx.MockTransport(Script((200, DONE)))
     if flavour == "sync":
         client = Client(URL, transport=transport)
@@ -171,7 +171,7 @@ def test_what_is_no_request_is_named_and_not_sent(ask, request_):
 
 def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead(ask, request_):
     with pytest.raises(
-        InputError, match=r"requests is one PlacementRequest; .* ask place\(request\)"
+        InputError, match=r"requests is one PlacementRequest; .* call place\(request\)"
     ):
         ask(Script(), "place_many", request_)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
@@ -189,7 +189,7 @@ def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
         ask(script, "forget_node", node)
     with pytest.raises(
         InputError,
-        match=r"cluster is a dict; give a Cluster, such as that node's client\.cluster\(\)",
+        match=r"cluster is a dict; give a Cluster, such as client\.cluster\(\) of that node",
     ):
         ask(script, "register_node", "a", {"devices": []})
     assert not script.calls
@@ -199,7 +199,7 @@ def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
 def test_a_server_or_a_key_that_is_no_text_is_named(client):
     with pytest.raises(InputError, match="server is an int; give a URL"):
         client(8080)
-    with pytest.raises(InputError, match="the key is an int; give it as the text"):
+    with pytest.raises(InputError, match="the key is an int; give the text"):
         client(URL, key=1234)
 
 
@@ -224,7 +224,7 @@ def test_ids_in_place_of_maps_are_told_where_they_go(ask):
 def test_a_service_that_has_moved_is_told_with_its_place(ask, request_, where):
     # A proxy that wants https answers so; it was "answered 301: Moved Permanently".
     told = httpx.URL(URL).join(where)
-    with pytest.raises(ServerError, match=f"answered 301: it is at {told} now; give the URL"):
+    with pytest.raises(ServerError, match=f"answered 301: it moved to {told}; use that URL"):
         ask(Script((301, b"", {"Location": where})), "place", request_)
 
 
@@ -384,7 +384,7 @@ def test_a_service_that_stays_busy_is_a_server_error_at_the_end(ask, request_, p
     "body", [b"<html>hello</html>", b"{}", b"[" * 100_000, b'{"status": "optimal"', b"\xff"]
 )
 def test_another_service_at_that_url_is_a_server_error(ask, request_, body):
-    with pytest.raises(ServerError, match="no Placer service"):
+    with pytest.raises(ServerError, match="is not a Placer service"):
         ask(Script((200, body)), "place", request_)
 
 
@@ -455,7 +455,7 @@ def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(d
     )
     with (
         Client(URL, transport=httpx.MockTransport(script)) as client,
-        pytest.raises(ServerError, match="does not say"),
+        pytest.raises(ServerError, match="gives no reason"),
     ):
         list(client.events(KEY))
 

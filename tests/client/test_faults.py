@@ -121,7 +121,7 @@ def test_random_runs_of_faults_end_in_the_answer_or_a_typed_error(ask):
     [
         ("refused", UnreachableError, "no service answers at .*refused.*tried 3 times"),
         ("read timeout", TimeoutExceeded, "did not answer in time.*tried 3 times"),
-        ("half", UnreachableError, "half an answer.*tried 3 times"),
+        ("half", UnreachableError, "the answer is incomplete.*tried 3 times"),
         ("429", ServerError, "answered 429: not now"),
         ("502", ServerError, "answered 502"),
     ],
@@ -157,7 +157,7 @@ def test_a_stop_that_never_arrived_is_sent_again(ask, fault):
 def test_devices_are_not_measured_again_where_the_answer_was_lost(ask, fault):
     cluster = examples.requests()["throughput"]["value"]["cluster"]
     faulty = Faulty(fault, answer=httpx.Response(200, json=cluster))
-    with pytest.raises(ServerError, match=r"half|look first|answered 50"):
+    with pytest.raises(ServerError, match=r"incomplete|check before|answered 50"):
         ask(faulty, "measure_cluster")
     assert faulty.seen == ["POST /v1/cluster:measure"]
 
@@ -188,7 +188,7 @@ def test_nodes_that_registered_are_listed_joined_and_forgotten(ask):
     for name in ("a", "b"):
         ask(Faulty(), "forget_node", name)
     assert ask(Faulty(), "nodes") == ()
-    with pytest.raises(ServerError, match="no node 'a' is registered"):
+    with pytest.raises(ServerError, match="node 'a' is not registered"):
         ask(Faulty(), "cluster", ["a"])
 
 
@@ -197,7 +197,7 @@ def test_nodes_that_registered_are_listed_joined_and_forgotten(ask):
 )  # an empty answer has none
 def test_a_node_is_not_forgotten_again_where_the_answer_was_lost(ask, fault):
     faulty = Faulty(fault, answer=httpx.Response(204))
-    with pytest.raises(ServerError, match=r"look first|answered 50"):
+    with pytest.raises(ServerError, match=r"check before|answered 50"):
         ask(faulty, "forget_node", "a")
     assert faulty.seen == ["DELETE /v1/nodes/a"]
 

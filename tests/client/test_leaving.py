@@ -179,7 +179,7 @@ def test_what_was_submitted_goes_on(service: str) -> None:
 
 def test_what_is_not_there_in_time_goes_on(service: str) -> None:
     request = question()
-    with Client(service) as client, pytest.raises(TimeoutExceeded, match="It goes on"):
+    with Client(service) as client, pytest.raises(TimeoutExceeded, match="It continues"):
         client.place(request, wait=0.3)
     time.sleep(solves.RETURN_S + 0.5)
     assert status_of(service, request) == "running"

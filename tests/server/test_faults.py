@@ -135,7 +135,7 @@ def test_callers_without_a_key_are_not_told_where_the_store_is(
     wait_until(lambda: client.get("/readyz").status_code == 503)
     assert (
         client.get("/readyz").json()["detail"]
-        == "the store cannot be used at the moment; the service's log says why"
+        == "the store cannot be used at the moment; see the service's log"
     )
     assert_says_nothing_of_the_store(client, "secret-folder", "p.db")
     assert "secret-folder" in service_log.text  # the operator is told

@@ -85,9 +85,9 @@ def test_without_a_known_key_everything_but_health_is_401(secured, header):
     ("header", "told"),
     [
         ("", "no key was given"),
-        ("Basic dXNlcjpwYXNz", "what was given is not of the kind Bearer"),
-        ("placer_x", "what was given is not of the kind Bearer"),
-        ("Bearer placer_x", "the key that was given is not known"),
+        ("Basic dXNlcjpwYXNz", "the authorization is not of type Bearer"),
+        ("placer_x", "the authorization is not of type Bearer"),
+        ("Bearer placer_x", "the given key is unknown"),
     ],
 )
 def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(secured, header, told):
@@ -219,12 +219,12 @@ def test_a_key_made_on_the_command_line_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["a b"], "'a b' is no name of a key"),
-        (["ci", "read,fly"], "'fly' is no scope; write some of read,solve,metrics"),
+        (["a b"], "'a b' is not a valid name of a key"),
+        (["ci", "read,fly"], "'fly' is not a scope; use some of read,solve,metrics"),
     ],
 )
 def test_what_no_key_can_be_made_of_is_named(capsys, arguments, told):
-    # It was "this is no key: write NAME SCOPES SHA256 [RATE]", which is the form of the file.
+    # The message described the form of the file instead of the arguments.
     assert module.main(arguments) == 2
     assert told in capsys.readouterr().err
 

@@ -132,7 +132,7 @@ def test_a_profile_in_place_of_a_request_is_told_as_such(serve, request_body):
     content = problem_of(serve().post(POST, json=request_body()["profile"]))
     assert content["status"] == 422
     assert content["detail"].startswith(
-        'this is a profile; a request has it for a field: {"profile": ...}'
+        'the body is a profile, but a request has the profile as a field: {"profile": ...}'
     )
 
 

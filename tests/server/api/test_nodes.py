@@ -106,7 +106,7 @@ def test_the_devices_of_one_node_need_no_network(serve):
     ("query", "status", "said"),
     [
         ("node=a&node=b", 422, "network_bytes_per_s"),
-        ("node=c", 404, "no node 'c'"),
+        ("node=c", 404, "node 'c' is not registered"),
         ("node=a&network_bytes_per_s=0", 422, "network_bytes_per_s"),
         ("node=a&network_bytes_per_s=nan", 422, "network_bytes_per_s"),
         ("node=a&node=b&network_bytes_per_s=5e-324", 422, "network_bytes_per_s"),
@@ -198,7 +198,7 @@ def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logg
     client.put("/v1/nodes/a", json=NODE)
     client.app.state.service.store.put_node("old", json.dumps(kept).encode())
     assert [node["name"] for node in client.get("/v1/nodes").json()["nodes"]] == ["a"]
-    assert "node old is left out" in service_log.text and said in service_log.text
+    assert "node old is ignored" in service_log.text and said in service_log.text
     assert client.get("/v1/cluster?node=a").status_code == 200
     reply = client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9")
     assert (

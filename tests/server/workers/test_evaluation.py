@@ -120,7 +120,7 @@ FAULTS = {
     "not-contiguous": (
         {},
         lambda m: m.update(head="cuda:0"),
-        "go round between 'cuda:0', 'cuda:1'",
+        "form a cycle between 'cuda:0', 'cuda:1'",
     ),
 }
 
@@ -210,7 +210,7 @@ def test_two_past_placements_are_compared_without_a_body(serve, request_body):
         (EVALUATE, {"layer_devices": {}, "reqest": {}}, 422, "did you mean 'request'?"),
         (EVALUATE, {"layer_devices": {}}, 422, "?id="),
         (EVALUATE, {"layer_devices": {"a": 5}}, 422, "layer_devices.a"),
-        (COMPARE, {}, 422, "no question"),
+        (COMPARE, {}, 422, "no request"),
         (f"{COMPARE}?id={'0' * 32}", {}, 404, "no placement"),
         (f"{EVALUATE}?id=x", {"layer_devices": {}}, 404, "no id"),
     ],

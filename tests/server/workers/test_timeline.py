@@ -148,7 +148,7 @@ def test_a_placement_that_places_nothing_has_no_timeline(serve, solvers):
     reply = client.get(f"/v1/placements/{infeasible['id']}/timeline")
     assert infeasible["status"] == "infeasible"
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:placer:problem:invalid-request")
-    assert "places nothing" in reply.json()["detail"]
+    assert "has no map" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize("what", ["timeline", "trace", "report"])

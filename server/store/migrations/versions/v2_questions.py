@@ -24,8 +24,9 @@ def upgrade() -> None:
         sa.Column("placement", blob, nullable=False),
     )
     copy = (
-        "INSERT INTO answers SELECT id, version, complete, created_s, NULL, :empty, :empty, placement FROM placements"
-        " ORDER BY created_s"
+        "INSERT INTO answers"
+        " SELECT id, version, complete, created_s, NULL, :empty, :empty, placement"
+        " FROM placements ORDER BY created_s"
     )
     op.get_bind().execute(sa.text(copy).bindparams(sa.bindparam("empty", b"{}", blob)))
     op.drop_table("placements")
