@@ -27,9 +27,10 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, call_timeout, request_headers, require_open, url_of
-from .endpoints import Endpoints, Health
-from .event_stream import SILENCE_S, EventStream
+from .base import BaseClient
+from .connection import RETRIES, TIMEOUT_S, require_open
+from .endpoints import Health
+from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
 
 __all__ = ["AsyncClient"]
@@ -37,7 +38,7 @@ __all__ = ["AsyncClient"]
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Client of one service for asyncio, with the methods of ``Client``.
 
     Close it with ``aclose``, or use it in an ``async with`` statement.
@@ -64,11 +65,9 @@ class AsyncClient:
         key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url_of(server)
-        self._endpoints = Endpoints(self.url, retries)
-        self._timeout_s = timeout
+        super().__init__(server, timeout, retries, key)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=request_headers(key), transport=transport
+            base_url=self.url, headers=self._headers, transport=transport
         )
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
@@ -87,24 +86,22 @@ class AsyncClient:
 
     async def events(self, id: str) -> AsyncIterator[Progress | Placement]:
         """See ``Client.events``."""
-        following = EventStream(self._endpoints, id)
-        while not following.ended:
+        stream = EventStream(self._endpoints, id)
+        while not stream.ended:
             require_open(self._http)
+            outcome: Outcome
             try:
-                async with self._http.stream(
-                    "GET", following.path, timeout=self._stream_timeout()
-                ) as reply:
-                    if not reply.is_success:
-                        await reply.aread()
-                        await asyncio.sleep(following.refused(reply))
-                        continue
-                    async for piece in reply.aiter_bytes():
-                        for told in following.read(piece):
-                            yield told
-                if not following.ended:
-                    await asyncio.sleep(following.lost(None))
+                async with self._http.stream(**self._stream_arguments(stream.path)) as outcome:
+                    if outcome.is_success:
+                        async for piece in outcome.aiter_bytes():
+                            for event in stream.read(piece):
+                                yield event
+                    else:
+                        await outcome.aread()
             except httpx.RequestError as error:
-                await asyncio.sleep(following.lost(error))
+                outcome = error
+            if not stream.ended:
+                await asyncio.sleep(stream.pause_s(outcome))
 
     async def placement(self, id: str, wait: float | None = None) -> Placement:
         """See ``Client.placement``."""
@@ -143,14 +140,7 @@ class AsyncClient:
         cursor: str | None = None,
     ) -> PlacementPage:
         """See ``Client.page``."""
-        filters = {
-            "q": query,
-            "status": status,
-            "objective": objective,
-            "limit": limit,
-            "cursor": cursor,
-        }
-        return await self._carry_out(self._endpoints.page(filters))
+        return await self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
 
     async def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -253,14 +243,6 @@ class AsyncClient:
             return None
         require_open(self._http)
         try:
-            return await self._http.request(
-                step.method,
-                step.path,
-                content=step.content,
-                timeout=call_timeout(step, self._timeout_s),
-            )
+            return await self._http.request(**self._arguments(step))
         except httpx.RequestError as error:
             return error
-
-    def _stream_timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

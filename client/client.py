@@ -27,9 +27,10 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, call_timeout, request_headers, require_open, url_of
-from .endpoints import Endpoints, Health
-from .event_stream import SILENCE_S, EventStream
+from .base import BaseClient
+from .connection import RETRIES, TIMEOUT_S, require_open
+from .endpoints import Health
+from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
 
 __all__ = ["Client"]
@@ -37,7 +38,7 @@ __all__ = ["Client"]
 T = TypeVar("T")
 
 
-class Client:
+class Client(BaseClient):
     """Client of one service; close it, or use it in a ``with`` statement.
 
     Requests that fail on the way are repeated if that is safe. It nearly always is: a placement is
@@ -66,12 +67,8 @@ class Client:
         key: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = url_of(server)
-        self._endpoints = Endpoints(self.url, retries)
-        self._timeout_s = timeout
-        self._http = httpx.Client(
-            base_url=self.url, headers=request_headers(key), transport=transport
-        )
+        super().__init__(server, timeout, retries, key)
+        self._http = httpx.Client(base_url=self.url, headers=self._headers, transport=transport)
 
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
         """Request a placement and wait for it; a repeated request is answered at once.
@@ -143,23 +140,21 @@ class Client:
             InputError: The solver found a fault in the request.
             ServerError: There is no such solve, it failed, or the service cannot be reached.
         """
-        following = EventStream(self._endpoints, id)
-        while not following.ended:
+        stream = EventStream(self._endpoints, id)
+        while not stream.ended:
             require_open(self._http)
+            outcome: Outcome
             try:
-                with self._http.stream(
-                    "GET", following.path, timeout=self._stream_timeout()
-                ) as reply:
-                    if not reply.is_success:
-                        reply.read()
-                        time.sleep(following.refused(reply))
-                        continue
-                    for piece in reply.iter_bytes():
-                        yield from following.read(piece)
-                if not following.ended:
-                    time.sleep(following.lost(None))
+                with self._http.stream(**self._stream_arguments(stream.path)) as outcome:
+                    if outcome.is_success:
+                        for piece in outcome.iter_bytes():
+                            yield from stream.read(piece)
+                    else:
+                        outcome.read()
             except httpx.RequestError as error:
-                time.sleep(following.lost(error))
+                outcome = error
+            if not stream.ended:
+                time.sleep(stream.pause_s(outcome))
 
     def placement(self, id: str, wait: float | None = None) -> Placement:
         """Return a placement that was requested before.
@@ -240,14 +235,7 @@ class Client:
             limit: Largest number of placements, up to 200.
             cursor: Start of the page: ``next`` of the page before.
         """
-        filters = {
-            "q": query,
-            "status": status,
-            "objective": objective,
-            "limit": limit,
-            "cursor": cursor,
-        }
-        return self._carry_out(self._endpoints.page(filters))
+        return self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
 
     def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -388,14 +376,6 @@ class Client:
             return None
         require_open(self._http)
         try:
-            return self._http.request(
-                step.method,
-                step.path,
-                content=step.content,
-                timeout=call_timeout(step, self._timeout_s),
-            )
+            return self._http.request(**self._arguments(step))
         except httpx.RequestError as error:
             return error
-
-    def _stream_timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

@@ -1,4 +1,4 @@
-"""Connection settings of a client: URL, headers and timeouts."""
+"""Connection settings of a client: URL and headers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import httpx
 
 from placer.errors import InputError, kind_of
 from placer.schema import SCHEMA_VERSION
-
-from .exchange import Call
 
 TIMEOUT_S = 10.0
 RETRIES = 4
@@ -79,8 +77,3 @@ def require_open(http: httpx.Client | httpx.AsyncClient) -> None:
         raise InputError(
             f"this client of {str(http.base_url).rstrip('/')} is closed; make another client"
         )
-
-
-def call_timeout(call: Call, timeout_s: float) -> httpx.Timeout:
-    """Return the timeouts of a call; the time that the service waits on purpose is added."""
-    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

@@ -27,11 +27,13 @@ from placer.schema import (
     Evaluation,
     Node,
     NodeList,
+    Objective,
     Placement,
     PlacementPage,
     PlacementRequest,
     Profile,
     Progress,
+    Status,
     Timeline,
 )
 from placer.schema.batch import MAX_REQUESTS
@@ -143,28 +145,37 @@ class Endpoints(Sender):
         """Send a batch, repeat questions that the queue rejected, and wait for running solves."""
         idle = 0
         while numbers:
-            content = _batch_body([questions[number] for number in numbers])
-            reply = yield from self.send(
-                _waiting("POST", "/v1/placements:batch", deadline, content)
-            )
-            refused: dict[int, tuple[float, ServerError]] = {}
-            for number, answer in zip(numbers, self.read(BatchAnswers, reply).answers, strict=True):
-                if answer.placement is not None:
-                    found[number] = answer.placement
-                elif answer.status == 202 and answer.id is not None:
-                    found[number] = yield from self._awaited(answer.id, deadline)
-                else:
-                    error = errors.from_problem(answer.status, answer.problem or {}, self.url)
-                    found[number] = error
-                    if answer.status in RETRIED and isinstance(error, ServerError):
-                        refused[number] = answer.retry_after_s or 0.0, error
-            idle = 0 if len(refused) < len(numbers) else idle + 1
-            pause_s = max((after_s for after_s, _ in refused.values()), default=0.0)
+            rejected = yield from self._batch_once(questions, numbers, found, deadline)
+            # Attempts in succession in which the queue took no question.
+            idle = 0 if len(rejected) < len(numbers) else idle + 1
+            pause_s = max(rejected.values(), default=0.0)
             if idle > self.retries or pause_s > deadline.left_s():
                 return
-            numbers = list(refused)
+            numbers = list(rejected)
             if numbers:
                 yield Pause(pause_s)
+
+    def _batch_once(
+        self,
+        questions: Sequence[_Fields],
+        numbers: list[int],
+        found: dict[int, Placement | PlacerError],
+        deadline: _Deadline,
+    ) -> Exchange[dict[int, float]]:
+        """Send a batch once, and return the pause in seconds of each question to repeat."""
+        content = _batch_body([questions[number] for number in numbers])
+        reply = yield from self.send(_waiting("POST", "/v1/placements:batch", deadline, content))
+        rejected: dict[int, float] = {}
+        for number, answer in zip(numbers, self.read(BatchAnswers, reply).answers, strict=True):
+            if answer.placement is not None:
+                found[number] = answer.placement
+            elif answer.status == 202 and answer.id is not None:
+                found[number] = yield from self._awaited(answer.id, deadline)
+            else:
+                found[number] = errors.from_problem(answer.status, answer.problem or {}, self.url)
+                if answer.status in RETRIED:
+                    rejected[number] = answer.retry_after_s or 0.0
+        return rejected
 
     def _awaited(self, key: str, deadline: _Deadline) -> Exchange[Placement | PlacerError]:
         try:
@@ -225,8 +236,22 @@ class Endpoints(Sender):
         query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""
         return (yield from self._ask(Comparison, f"/v1/placements:compare{query}", content))
 
-    def page(self, filters: Mapping[str, str | int | None]) -> Exchange[PlacementPage]:
+    def page(
+        self,
+        query: str,
+        status: Status | None,
+        objective: Objective | None,
+        limit: int,
+        cursor: str | None,
+    ) -> Exchange[PlacementPage]:
         """Request a page of past placements."""
+        filters = {
+            "q": query,
+            "status": status,
+            "objective": objective,
+            "limit": limit,
+            "cursor": cursor,
+        }
         given = {name: value for name, value in filters.items() if value not in (None, "")}
         return (yield from self._get(PlacementPage, f"/v1/placements?{urlencode(given)}"))
 

@@ -15,7 +15,7 @@ from placer.errors import PlacerError, ServerError
 from placer.schema import Placement, Progress
 
 from . import errors
-from .exchange import NOTHING_SENT, RETRIED, Sender, backoff_s, retry_after_s
+from .exchange import NOTHING_SENT, RETRIED, Outcome, Sender, backoff_s, retry_after_s
 
 # Seconds without data after which the connection is lost; the service sends every 10 s.
 SILENCE_S = 25.0
@@ -94,36 +94,39 @@ class EventStream:
                 f" {data[:200]!r}"
             )
 
-    def refused(self, reply: httpx.Response) -> float:
+    def pause_s(self, outcome: Outcome) -> float:
         """Return the pause in seconds before the stream is requested again.
+
+        Args:
+            outcome: The reply whose stream ended without an answer or which was an error, or the
+                error that interrupted the stream.
 
         Raises:
             PlacerError: A repetition does not help.
         """
+        if isinstance(outcome, httpx.RequestError):
+            return self._interrupted(outcome)
+        # A stream ends without an answer if the service stops.
+        return self._interrupted(None) if outcome.is_success else self._rejected(outcome)
+
+    def _rejected(self, reply: httpx.Response) -> float:
         if reply.status_code not in RETRIED or self._failures >= self._sender.retries:
             raise errors.from_reply(reply)
-        return max(retry_after_s(reply), self._pause_s())
+        return max(retry_after_s(reply), self._backoff_s())
 
-    def lost(self, error: httpx.RequestError | None) -> float:
-        """Return the pause in seconds after an interrupted stream.
-
-        ``error`` is None if the stream ended without an answer, because the service stops.
-
-        Raises:
-            ServerError: The stream was interrupted too often in succession.
-        """
+    def _interrupted(self, error: httpx.RequestError | None) -> float:
         away = self._told and isinstance(error, NOTHING_SENT)
         if self._failures < self._sender.most_retries(away) and not isinstance(
             error, httpx.UnsupportedProtocol
         ):
-            return self._pause_s()
+            return self._backoff_s()
         if error is None:
             raise ServerError(
                 f"the service at {self._sender.url} ended the stream without an answer"
             )
         raise errors.from_transport(error, self._sender.url, self._failures + 1) from error
 
-    def _pause_s(self) -> float:
+    def _backoff_s(self) -> float:
         self._failures += 1
         self._begin()
         return backoff_s(self._failures - 1)

@@ -119,28 +119,30 @@ class Sender:
             outcome = yield call
             assert outcome is not None
             self.answered = self.answered or isinstance(outcome, httpx.Response)
+            outcome = _error_if_incomplete(outcome)
             if isinstance(outcome, httpx.Response) and outcome.is_success:
-                if is_whole(outcome):
-                    return outcome
-                outcome = httpx.RemoteProtocolError(
-                    "the answer is incomplete", request=outcome.request
-                )
+                return outcome
             away = there and isinstance(outcome, NOTHING_SENT)
             last = attempt >= self.most_retries(away) or not _may_repeat(call, outcome)
+            # An error that was not NOTHING_SENT shows that a service was there.
             if isinstance(outcome, httpx.RequestError):
                 there = there or not isinstance(outcome, NOTHING_SENT)
-                if last:
-                    raise errors.from_transport(
-                        outcome, self.url, attempt + 1, done=_done(call, outcome)
-                    ) from outcome
-                yield Pause(backoff_s(attempt))
-            elif outcome.status_code in RETRIED and not last and _in_time(call, outcome):
-                yield Pause(max(backoff_s(attempt), retry_after_s(outcome)))
-            else:
-                raise errors.from_reply(outcome)
+            yield Pause(self._pause_s(call, outcome, attempt, last))
             if call.again is not None and _broke(outcome):
                 call = call.again
         raise AssertionError("the last attempt returns or raises")
+
+    def _pause_s(self, call: Call, outcome: Outcome, attempt: int, last: bool) -> float:
+        """Return the pause before the next attempt, or raise the error of the last attempt."""
+        if isinstance(outcome, httpx.RequestError):
+            if last:
+                raise errors.from_transport(
+                    outcome, self.url, attempt + 1, done=_done(call, outcome)
+                ) from outcome
+            return backoff_s(attempt)
+        if last or outcome.status_code not in RETRIED or not _in_time(call, outcome):
+            raise errors.from_reply(outcome)
+        return max(backoff_s(attempt), retry_after_s(outcome))
 
     def most_retries(self, away: bool) -> int:
         """Return the maximum number of repetitions.
@@ -175,6 +177,13 @@ def is_whole(reply: httpx.Response) -> bool:
     if not reply.headers.get("Content-Type", "").startswith("application/json"):
         return True
     return reply.content.rstrip().endswith((b"}", b"]"))
+
+
+def _error_if_incomplete(outcome: Outcome) -> Outcome:
+    """Return the outcome, or an error in its place if it is an incomplete answer."""
+    if isinstance(outcome, httpx.Response) and outcome.is_success and not is_whole(outcome):
+        return httpx.RemoteProtocolError("the answer is incomplete", request=outcome.request)
+    return outcome
 
 
 def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:

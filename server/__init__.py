@@ -1,9 +1,11 @@
 """REST service that solves placements in worker processes and stores the answers.
 
-    request ──▶ web ──▶ api ──▶ jobs ──▶ workers (one process per solve) ──▶ store
-                         ├────▶ judge (maps that users made) ──▶ workers
-                         └────▶ node (this machine's devices; graphs to measure) ──▶ workers
+    request ──▶ web ──▶ api ──▶ jobs (solves, measurements, evaluations) ──▶ workers ──▶ store
+                         └────▶ node (this machine's devices) ──▶ workers
+
+Each task runs in a worker process of its own.
 
 ``app`` assembles the application, and ``serving`` runs it under uvicorn. Operators configure it
-with ``settings`` and ``keys``, and watch it through ``observe``. Every error is a ``problem``.
+with ``settings`` and ``keys``, and watch it through ``observability``. Every error is a
+``problem``.
 """

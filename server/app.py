@@ -230,5 +230,6 @@ def _too_little_memory(limit_bytes: int, idle_bytes: int) -> str:
         return ""
     return (
         f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}, but an idle worker needs {idle_bytes} bytes"
-        f" and a small solve {SMALL_SOLVE_BYTES} more: set {needed_bytes} or more, or 0 for no limit"
+        f" and a small solve {SMALL_SOLVE_BYTES} more: set {needed_bytes} or more, or 0 for no"
+        " limit"
     )

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
             request's ``workers``).
         worker_memory_bytes: Memory limit of a worker process in bytes; no limit if 0.
         default_wait_s: Seconds that a POST waits for its placement before it answers 202.
-        overrun_s: Seconds by which a solve may exceed its own time limit before it is stopped.
+        overrun_s: Seconds that a solve may run beyond its own time limit before it is stopped.
         stop_grace_s: Seconds that a stopped solve has to return its best placement before it is
             killed.
         measure_timeout_s: Seconds that a measurement of this node's devices may take.

@@ -1,4 +1,4 @@
-"""Routes ``:evaluate`` and ``:compare``, which judge maps that users made."""
+"""Routes ``:evaluate`` and ``:compare`` for maps that users made."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ async def get_timeline(request: Request, id: str, service: Serving) -> Response:
 
     The times are predictions from the schedule and the profile.
     """
-    return json_reply(request, await _made(request, service, id, timeline_task), tagged=True)
+    return json_reply(request, await _present(request, service, id, timeline_task), tagged=True)
 
 
 @router.get("/v1/placements/{id}/trace")
 async def get_trace(request: Request, id: str, service: Serving) -> Response:
     """Return the timeline as a trace for https://ui.perfetto.dev and chrome://tracing."""
-    content = await _made(request, service, id, trace_task)
+    content = await _present(request, service, id, trace_task)
     return json_reply(request, content, headers=_attached("trace.json"), tagged=True)
 
 
@@ -48,11 +48,13 @@ async def get_report(request: Request, id: str, service: Serving) -> Response:
 
     `placer show --html` writes the same file.
     """
-    content = await _made(request, service, id, report_task)
+    content = await _present(request, service, id, report_task)
     return Response(content, headers=_attached("placement.html"), media_type="text/html")
 
 
-async def _made(request: Request, service: Service, id: str, task: Task[bytes | Problem]) -> bytes:
+async def _present(
+    request: Request, service: Service, id: str, task: Task[bytes | Problem]
+) -> bytes:
     return await service.evaluations.run(
         task, EvaluationInput(b"", (await load_stored(service, id),)), client_name(request)
     )

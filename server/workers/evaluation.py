@@ -93,7 +93,9 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
         return invalid_body(error, EvaluateBody)
     request = body.request or _request_of(given.stored)
     return (
-        judge(request, body.layer_devices, _best(request, given.stored)).model_dump_json().encode()
+        evaluate(request, body.layer_devices, _best(request, given.stored))
+        .model_dump_json()
+        .encode()
     )
 
 
@@ -147,7 +149,7 @@ def compare(
             " ?id= of placements or maps in the body"
         )
     of = placements or {}
-    evaluations = [judge(request, where, chosen_by=of.get(name)) for name, where in maps.items()]
+    evaluations = [evaluate(request, where, chosen_by=of.get(name)) for name, where in maps.items()]
     values = [
         (one.objective_value, name)
         for name, one in zip(maps, evaluations, strict=True)
@@ -168,7 +170,7 @@ def compare(
     )
 
 
-def judge(
+def evaluate(
     request: PlacementRequest,
     where: Map,
     best: Placement | None = None,
@@ -188,7 +190,7 @@ def judge(
     from placer.solver.problem import Problem as Indexed
     from placer.solver.step.choices import best_for, question_of
 
-    faults = [*_names(request, where)]
+    faults = [*_name_faults(request, where)]
     if faults:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     if request.objective == "step":
@@ -196,8 +198,8 @@ def judge(
             request, where
         )
     problem = Indexed.from_request(request)
-    faults += _rules(request, where)
-    faults += _links(request, where)
+    faults += _constraint_faults(request, where)
+    faults += _link_faults(request, where)
     index = {device.name: number for number, device in enumerate(problem.devices)}
     assignment = [index[where[layer.name]] for layer in problem.layers]
     result = costs.evaluate(problem, assignment)
@@ -207,8 +209,8 @@ def judge(
     if result is None:
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     loads = device_loads(problem, assignment, result)
-    faults += _memory(loads)
-    faults += _slow(request, loads)
+    faults += _memory_faults(loads)
+    faults += _time_faults(request, loads)
     value = result.objective_value
     known = best.objective_value if best is not None else None
     return Evaluation(
@@ -226,7 +228,7 @@ def judge(
     )
 
 
-def _names(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+def _name_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     layers = {layer.name for layer in request.profile.layers}
     devices = [device.name for device in request.devices]
     if missing := [layer.name for layer in request.profile.layers if layer.name not in where]:
@@ -235,18 +237,24 @@ def _names(request: PlacementRequest, where: Map) -> Iterator[Fault]:
         yield _fault(
             "layer-unknown", unknown, (), f"{_listed(unknown)}: the profile has no such layer"
         )
-    strange = defaultdict(list)
+    unknown_devices = defaultdict(list)
     for layer, device in where.items():
         if device not in devices:
-            strange[device].append(layer)
-    for device, held in list(strange.items())[:MAX_NAMED]:
+            unknown_devices[device].append(layer)
+    for device, held in list(unknown_devices.items())[:MAX_NAMED]:
         detail = (
             f"{clip(device, 80)!r} is not a device of the cluster, which has {_listed(devices)}"
         )
         yield _fault("device-unknown", held, (device,), detail)
 
 
-def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+def _constraint_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    yield from _layer_faults(request, where)
+    yield from _group_faults(request, where)
+    yield from _count_faults(request, where)
+
+
+def _layer_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     rules = request.constraints
     for layer, device in rules.pinned.items():
         if where[layer] != device:
@@ -255,17 +263,20 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     everywhere = rules.forbidden.get("*", ())
     for layer, device in where.items():
         if device in everywhere or device in rules.forbidden.get(layer, ()):
-            yield _fault(
-                "device-forbidden",
-                (layer,),
-                (device,),
-                f"layer {layer!r} must not be on {device!r}",
-            )
-    for group in (*request.profile.colocated, *rules.colocated):
+            detail = f"layer {layer!r} must not be on {device!r}"
+            yield _fault("device-forbidden", (layer,), (device,), detail)
+
+
+def _group_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    for group in (*request.profile.colocated, *request.constraints.colocated):
         apart = sorted({where[layer] for layer in group})
         if len(apart) > 1:
             detail = f"{_listed(group)} must share a device, but are on {_listed(apart)}"
             yield _fault("colocation-broken", group, apart, detail)
+
+
+def _count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+    rules = request.constraints
     used = sorted(set(where.values()))
     if rules.max_devices is not None and len(used) > rules.max_devices:
         detail = f"it uses {count_text(len(used), 'device')}; max_devices is {rules.max_devices}"
@@ -282,7 +293,7 @@ def _rules(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             yield _fault("too-many-layers", held, (device,), detail)
 
 
-def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
+def _time_faults(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
     from placer.solver.costs import ROUNDING
 
     for load in loads if request.bottleneck_ms is not None else ():
@@ -294,7 +305,7 @@ def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fa
             yield _fault("too-slow", (), (load.device,), detail)
 
 
-def _links(request: PlacementRequest, where: Map) -> Iterator[Fault]:
+def _link_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
     links = {(link.source, link.target) for link in request.placed_on.links}
     broken: dict[tuple[str, str], list[str]] = defaultdict(list)
     for edge in request.profile.edges:
@@ -341,7 +352,7 @@ def _not_contiguous(request: PlacementRequest, where: Map) -> Fault:
     return _fault("not-contiguous", (), sorted(left), detail)
 
 
-def _memory(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
+def _memory_faults(loads: Iterable[DeviceLoad]) -> Iterator[Fault]:
     for load in loads:
         short = load.memory.total_bytes - load.limit_bytes
         if short > 0:

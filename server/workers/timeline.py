@@ -26,6 +26,7 @@ from .solving import read_request
 from .worker import Report
 
 if TYPE_CHECKING:
+    from placer import schedule
     from placer.solver.problem import Problem as Indexed
 
 # Largest number of passes in a timeline; a longer batch is shown by its first micro-batches.
@@ -120,62 +121,72 @@ def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
         result = costs.evaluate(problem, assignment)
     if result is None:
         raise InputError(f"placement {placement.id} cannot run: a link is missing")
-    again = frozenset(index[name] for name in placement.recompute)
-    pipeline = pipelines.pipeline_of(problem, assignment, result.stages, again)
+    recomputed = frozenset(index[name] for name in placement.recompute)
+    pipeline = pipelines.pipeline_of(problem, assignment, result.stages, recomputed)
     shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
     problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
     held = placement.in_flight or result.in_flight
     has_room, room = (
-        (partial(_are_no_more, held), [min(one, shown) for one in held]) if held else (None, None)
+        (partial(_fit_in_flight, held), [min(one, shown) for one in held]) if held else (None, None)
     )
-    played = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
+    run = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
     optimizer = pipeline.optimizer_by_device()
     single = placement.single_device
-    name = [problem.devices[place].name for place in pipeline.places]
+    devices = [problem.devices[place].name for place in pipeline.places]
     return Timeline(
         id=placement.id,
         schedule=asked.schedule,
         training=problem.training,
         chunks=asked.chunks,
         shown_chunks=shown,
-        step_ms=played.step_ms + max(optimizer.values(), default=0.0),
+        step_ms=run.step_ms + max(optimizer.values(), default=0.0),
         single_device_ms=None
         if single is None
         else _single_device_ms(problem, index[single.device], shown),
-        bubble=min(1.0, max(0.0, played.bubble)),
+        bubble=min(1.0, max(0.0, run.bubble)),
         devices=tuple(
             DeviceTime(
                 device=problem.devices[place].name,
-                busy_ms=played.busy_ms[place],
-                idle_ms=max(0.0, played.idle_ms[place]),
+                busy_ms=run.busy_ms[place],
+                idle_ms=max(0.0, run.idle_ms[place]),
                 optimizer_ms=optimizer.get(place, 0.0),
             )
             for place in dict.fromkeys(pipeline.places)
         ),
-        passes=tuple(
-            TimelinePass(
-                device=name[task.stage],
-                stage=task.stage,
-                phase=task.phase,
-                micro_batch=task.micro_batch,
-                start_ms=task.start_ms,
-                end_ms=task.end_ms,
-            )
-            for task in played.tasks
-        ),
-        copies=tuple(
-            TimelineCopy(
-                source=name[copy.source],
-                target=name[copy.target],
-                source_stage=copy.source,
-                target_stage=copy.target,
-                carries="values" if copy.phase == "forward" else "gradients",
-                micro_batch=copy.micro_batch,
-                start_ms=copy.start_ms,
-                end_ms=copy.end_ms,
-            )
-            for copy in played.transfers
-        ),
+        passes=_passes(run, devices),
+        copies=_copies(run, devices),
+    )
+
+
+def _passes(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelinePass, ...]:
+    """Return the passes of a simulated run; ``devices`` has the device of each stage."""
+    return tuple(
+        TimelinePass(
+            device=devices[task.stage],
+            stage=task.stage,
+            phase=task.phase,
+            micro_batch=task.micro_batch,
+            start_ms=task.start_ms,
+            end_ms=task.end_ms,
+        )
+        for task in run.tasks
+    )
+
+
+def _copies(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelineCopy, ...]:
+    """Return the transfers of a simulated run; ``devices`` has the device of each stage."""
+    return tuple(
+        TimelineCopy(
+            source=devices[copy.source],
+            target=devices[copy.target],
+            source_stage=copy.source,
+            target_stage=copy.target,
+            carries="values" if copy.phase == "forward" else "gradients",
+            micro_batch=copy.micro_batch,
+            start_ms=copy.start_ms,
+            end_ms=copy.end_ms,
+        )
+        for copy in run.transfers
     )
 
 
@@ -192,7 +203,7 @@ def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:
     )
 
 
-def _are_no_more(most: Sequence[int], flight: Sequence[int]) -> bool:
+def _fit_in_flight(most: Sequence[int], flight: Sequence[int]) -> bool:
     return all(one <= held for one, held in zip(flight, most, strict=True))
 
 

@@ -38,7 +38,7 @@ def flavour(request):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Pauses are noted instead of waited for."""
+    """Record pauses instead of waiting."""
     noted: list[float] = []
 
     async def asleep(seconds):
@@ -50,7 +50,7 @@ def pauses(monkeypatch):
 
 
 class Script:
-    """Answers with each of its replies in turn; an exception is raised; the last is repeated."""
+    """Transport that returns its replies in turn and raises exceptions; the last one repeats."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
@@ -72,7 +72,7 @@ class Script:
 
 @pytest.fixture
 def ask(flavour):
-    """``ask(script, method, *arguments)`` calls a client's method, sync or async."""
+    """Return ``ask(script, method, *arguments)``, which calls a sync or async client."""
 
     def run(script, method, *arguments, **options):
         transport = httpx.MockTransport(script)
@@ -308,11 +308,11 @@ def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses)
 
 def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_starts_again():
     def refusals(stream):
-        following, pauses = EventStream(exchange.Sender(URL, 4), KEY), []
-        list(following.read(stream))
+        stream_of_events, pauses = EventStream(exchange.Sender(URL, 4), KEY), []
+        list(stream_of_events.read(stream))
         with pytest.raises(UnreachableError):
             while len(pauses) < 100:
-                pauses.append(following.lost(httpx.ConnectError("refused")))
+                pauses.append(stream_of_events.pause_s(httpx.ConnectError("refused")))
         return len(pauses)
 
     assert refusals(b"") == 4
@@ -441,7 +441,10 @@ def test_the_client_says_which_version_it_reads(ask):
 
 def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
     names = "('torch', 'ortools', 'placer_server')"
-    code = f"import sys, placer_client.client; print([name for name in sys.modules if name in {names}])"
+    code = (
+        "import sys, placer_client.client;"
+        f" print([name for name in sys.modules if name in {names}])"
+    )
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -461,8 +464,7 @@ def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(d
 
 
 class Batches:
-    """A service that takes batches of at most so many bytes, answers so many of them, and is broken
-    then."""
+    """Service that limits the size of batches, and fails after a number of answers."""
 
     def __init__(self, most_bytes: int = 2**30, calls: int = 100) -> None:
         self.most_bytes, self.calls = most_bytes, calls

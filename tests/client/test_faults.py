@@ -1,5 +1,7 @@
-"""The clients against a real service, through faults on the way: what is safe is asked again, what
-is not, never."""
+"""Clients against a real service through network faults.
+
+Safe requests are repeated, others never.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def request(**changes):
 
 
 def long_request(seed):
-    """Two hundred layers that may go anywhere: solved for as long as it may be."""
+    """Return a request of 200 free layers, whose solve takes its whole time limit."""
     names = [f"l{index}" for index in range(200)]
     times = random.Random(seed)
     layers = [{"name": name, "forward_ms": {"gpu": times.uniform(1, 3)}} for name in names]
@@ -69,7 +71,7 @@ def short_pauses(monkeypatch):
 
 @pytest.fixture(params=["sync", "async"])
 def ask(request, service):
-    """``ask(faulty, method, ...)``: what a client's method returns; of an iterator, a list."""
+    """Return ``ask(faulty, method, ...)``, which calls a client's method and lists an iterator."""
 
     def call(faulty, method, *arguments, retries=4, **options):
         if request.param == "sync":

@@ -1,4 +1,4 @@
-"""What was accepted is answered, whoever is killed."""
+"""Accepted requests are answered although services or workers are killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A disk that is full, a PostgreSQL that is killed: nothing accepted is lost, and nothing is said
-to be that is not."""
+"""A full disk and a killed PostgreSQL: no accepted request is lost.
+
+Nothing is reported as accepted that is not stored.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from placer_server.store.store import Accepted, Answer, Store
 
 @pytest.fixture
 def own_postgres():
-    """A PostgreSQL that no other test uses, so that it may be killed."""
+    """Start a PostgreSQL that no other test uses, so that it may be killed."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
@@ -28,14 +30,14 @@ def own_postgres():
 
 
 def fill(store: Store, free: bool = False) -> None:
-    """Let SQLite's file grow no more; SQLite then says what it says on a full disk."""
+    """Limit the size of SQLite's file; SQLite then reports a full disk."""
     with store.database._writer as connection:
         pages = 2**30 if free else connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
 
 
 def large(request_body, **fields):
-    """A request that does not fit into what is left of a page."""
+    """Return a request that does not fit into the rest of a page."""
     body = request_body(**fields)
     body["profile"]["layers"][0]["module"] = "x" * 500
     body["profile"]["versions"] = {str(number): "x" * 500 for number in range(200)}
@@ -109,7 +111,7 @@ def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_
 
 
 def assert_says_nothing_of_the_store(client, *words):
-    """The database's address was in the reason for which the service was not ready."""
+    """Check that no response without a key reveals the database's address."""
     for path in ("/", "/healthz", "/readyz", "/openapi.json", "/page/main.js", "/v1/placements"):
         reply = client.get(path)
         told = f"{reply.text} {dict(reply.headers)}"

@@ -20,7 +20,7 @@ PLACEMENTS = "/v1/placements"
 
 @pytest.fixture
 def secured(serve, tmp_path):
-    """``secured(name=scopes, ...)`` is a service with those keys, and the headers of each."""
+    """Return ``secured(name=scopes, ...)``: a service with keys, and the headers of each."""
 
     def start(rate="", **names):
         made = {name: make(name, scopes) for name, scopes in names.items()}
@@ -266,7 +266,7 @@ def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, 
 
 
 def logged_lines(of_requests):
-    """The lines of the JSON log while requests are made."""
+    """Capture the lines of the JSON log while requests are made."""
     lines = []
 
     class Lines(logging.Handler):

@@ -19,7 +19,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def problem_of(reply):
-    """The problem in a reply, after checking that it is one."""
+    """Check that a reply is a problem, and return its content."""
     assert reply.headers["Content-Type"] == "application/problem+json"
     assert len(reply.content) <= MAX_BYTES
     content = reply.json()
@@ -172,7 +172,7 @@ def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
 
 
 async def read(intake, receive):
-    """The body that ``receive`` brings."""
+    """Return the body that ``receive`` brings."""
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     async with intake.body(Request(scope, receive)) as body:
         return body

@@ -1,4 +1,4 @@
-"""Many questions in one request."""
+"""Several questions in one request."""
 
 from __future__ import annotations
 

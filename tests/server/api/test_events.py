@@ -1,4 +1,4 @@
-"""Server-sent events over a real socket: the test client does not stream."""
+"""Server-sent events over a real socket, since the test client does not stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def url(tmp_path, solvers):
 
 
 def events(lines):
-    """The events of a stream: (kind, data)."""
+    """Yield the events of a stream as (kind, data)."""
     kind = ""
     for line in lines:
         if line.startswith("event: "):

@@ -1,4 +1,4 @@
-"""Nodes register their devices, and a placement spans them."""
+"""Registration of nodes, and placements that span them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = examples.clusters()["two devices"]["value"]
 
 
 def with_ports():
-    """Devices whose ways to their host's memory were measured."""
+    """Return devices with measured transfers to and from their host's memory."""
     node = copy.deepcopy(NODE)
     for device in node["devices"]:
         device["to_host"] = {"bandwidth_bytes_per_s": 4e9, "latency_s": 1e-5}

@@ -13,7 +13,7 @@ from placer_server.workers.solving import default_solver
 
 
 def backwards(content):
-    """The same JSON with every object's names in the opposite order."""
+    """Return the same JSON with every object's names in the opposite order."""
     if isinstance(content, dict):
         return {name: backwards(value) for name, value in reversed(content.items())}
     return [backwards(value) for value in content] if isinstance(content, list) else content

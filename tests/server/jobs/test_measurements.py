@@ -1,5 +1,4 @@
-"""Graphs that clients send are measured here, in a process of their own, and cost nobody else
-anything."""
+"""Measurements of graphs that clients send, in a worker process that affects no other request."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from placer_server.workers.worker import CONTEXT
 
 @pytest.fixture
 def graph_body():
-    """``graph_body(**changes)`` is a valid request; another number of repeats makes another id."""
+    """Return ``graph_body(**changes)``, a valid request; other repeats give another id."""
 
     def make(**changes):
         return {**copy.deepcopy(examples.graphs()["one layer"]["value"]), **changes}

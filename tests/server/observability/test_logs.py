@@ -1,4 +1,4 @@
-"""The log's lines."""
+"""Lines of the log."""
 
 from __future__ import annotations
 

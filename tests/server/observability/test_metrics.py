@@ -1,4 +1,4 @@
-"""What Prometheus reads: gaps, measured graphs and the state of the GPUs."""
+"""Prometheus metrics: gaps, measured graphs and the state of the GPUs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_gpu_that_is_gone_is_told_no_more():
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """``program(script)`` puts an ``nvidia-smi`` on the path."""
+    """Return ``program(script)``, which puts an ``nvidia-smi`` on the path."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(gpus, "EVERY_S", 0.05)
 

@@ -1,4 +1,4 @@
-"""Solves and measurements as OpenTelemetry spans, under those of the requests that asked for them."""
+"""OpenTelemetry spans of solves and measurements, below the spans of their requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from placer_server.observability import spans
 
 @pytest.fixture
 def exported(monkeypatch):
-    """The spans that have ended, by name."""
+    """Return the ended spans by name."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", lambda name: provider.get_tracer(name))
@@ -68,7 +68,10 @@ def test_without_opentelemetry_nothing_is_told_and_nothing_fails(monkeypatch):
 def test_opentelemetry_is_not_needed():
     import subprocess
 
-    code = "import sys; sys.modules['opentelemetry'] = None; import placer_server.observability.spans as s; print(s.trace)"
+    code = (
+        "import sys; sys.modules['opentelemetry'] = None;"
+        " import placer_server.observability.spans as s; print(s.trace)"
+    )
     said = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )

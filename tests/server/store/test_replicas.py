@@ -1,8 +1,8 @@
-"""Several services on one database: each job is solved once, and a killed service's jobs are taken
-over.
+"""Several services on one database: each job is solved once, also after a service is killed.
 
 On one SQLite file a job that a killed service had accepted stayed unanswered while another service
-had the file open."""
+had the file open.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(key, **fields):
 
 @pytest.fixture
 def replica(database):
-    """``replica(name)`` is a store and its replica's view of it."""
+    """Return ``replica(name)``: a store, and its replica's view of it."""
     stores = []
 
     def make(name, lease_s=60.0):
@@ -97,8 +97,10 @@ def test_a_replica_that_is_alone_writes_nothing_while_nothing_happens(replica, t
 
 
 def changes(store):
-    """How often rows of the tables for replicas and jobs were written; SQLite counts the file's
-    transactions."""
+    """Return how often the tables of replicas and jobs were written.
+
+    For SQLite, the number of the file's transactions.
+    """
     if store.database.dialect == "sqlite":
         return store.database.read(lambda connection: os.stat(store.database.name + "-wal").st_size)
     query = sa.text("SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables")
@@ -313,8 +315,10 @@ def test_a_start_that_is_alone_on_a_file_waits_for_no_lease(start, request_body)
 
 
 def test_a_start_leaves_the_jobs_of_every_living_service_alone(start, request_body):
-    """Of three on one file the first is killed before the third starts: no lock that it held speaks
-    for the second."""
+    """The first of three services on one file is killed before the third starts.
+
+    The killed service's lock says nothing about the second service.
+    """
     first, second = (start("until_stopped", lease_s=3600) for _ in range(2))
     where = second.client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
@@ -345,7 +349,7 @@ def test_a_graph_is_taken_by_one_service_of_its_node_alone(replica):
 
 
 def test_a_file_that_another_program_locks_for_itself_is_told(tmp_path, monkeypatch):
-    """As a Placer does that shares no file: a start waited for it without a word."""
+    """A version of Placer that shares no file locks it; a start waited for it without a message."""
     monkeypatch.setattr(database_module, "CONNECT_S", 0.1)
     with open(tmp_path / "p.db.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

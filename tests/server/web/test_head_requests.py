@@ -1,4 +1,4 @@
-"""HEAD answers as GET does, without the body."""
+"""HEAD requests get the headers of GET without the body."""
 
 from __future__ import annotations
 

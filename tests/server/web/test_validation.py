@@ -1,4 +1,4 @@
-"""The process that checks large bodies."""
+"""Process that checks large bodies."""
 
 from __future__ import annotations
 

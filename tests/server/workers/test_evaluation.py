@@ -9,7 +9,7 @@ from placer.schema import PlacementRequest
 from placer.solver.check import check
 from placer.solver.solve import solve
 from placer_server.openapi import examples
-from placer_server.workers.evaluation import compare, judge
+from placer_server.workers.evaluation import compare, evaluate
 
 EVALUATE = "/v1/placements:evaluate"
 COMPARE = "/v1/placements:compare"
@@ -44,7 +44,7 @@ def test_the_best_of_all_valid_maps_is_the_solvers_optimum(changes):
     values = [
         found.objective_value
         for where in every_map(request)
-        if (found := judge(request, where)).valid
+        if (found := evaluate(request, where)).valid
     ]
     assert min(values) == pytest.approx(solve(request).objective_value)
 
@@ -55,7 +55,7 @@ def test_a_map_is_valid_exactly_if_the_independent_referee_takes_it():
     )
     verdicts, answer = set(), solve(request)
     for where in every_map(request):
-        found = judge(request, where)
+        found = evaluate(request, where)
         verdicts.add(found.valid)
         single = found.single_device.objective_value
         placement = answer.model_copy(
@@ -130,7 +130,7 @@ def test_a_fault_of_a_map_is_named(kind):
     changes, spoil, words = FAULTS[kind]
     where = dict(EVEN)
     spoil(where)
-    found = judge(example(**changes), where)
+    found = evaluate(example(**changes), where)
     assert (found.valid, found.faults[0].kind) == (False, kind)
     assert words in found.faults[0].detail
 
@@ -138,7 +138,7 @@ def test_a_fault_of_a_map_is_named(kind):
 def test_a_map_that_does_not_fit_says_how_many_bytes_are_short():
     # 0.5 + 1 GiB of weights, as much of gradients, twice as much for Adam: 6 GiB on each of two
     # devices of 2 GiB. A value that is kept, one that is sent, and its gradient take 16 MiB each.
-    found = judge(example("infeasible"), EVEN)
+    found = evaluate(example("infeasible"), EVEN)
     assert [fault.kind for fault in found.faults] == ["out-of-memory"] * 2
     assert found.faults[0].short_bytes == 4 * 2**30 + 3 * 2**24
 
@@ -148,7 +148,7 @@ def test_a_map_over_a_missing_link_is_named_and_has_no_value():
     request = example(
         cluster={"devices": [device.model_dump() for device in example().devices], "links": [back]}
     )
-    found = judge(request, EVEN)
+    found = evaluate(request, EVEN)
     assert {fault.kind for fault in found.faults} == {"link-missing"}
     assert found.objective_value is None
 

@@ -1,4 +1,4 @@
-"""Placements that a solver finds are sent one at a time, however many it finds."""
+"""Reports of incumbents, one at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(value):
 
 
 class Line:
-    """Takes what is sent, and lets the sender wait until ``read`` takes it."""
+    """Receiver that blocks the sender until ``free`` is called."""
 
     def __init__(self):
         self.sent, self._free, self._there = [], threading.Event(), threading.Event()

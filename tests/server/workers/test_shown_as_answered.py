@@ -1,9 +1,9 @@
-"""The timeline, the trace and the report follow the placement's own choice of micro-batches and
-schedule.
+"""Timeline, trace and report use the placement's own micro-batches and schedule.
 
 ``/timeline`` chose the schedule again, as the best for the placement's map. A search that was
-stopped may not have tried that schedule with the map, so the page drew a shorter batch than the one
-that the placement described."""
+stopped may not have tried that schedule with the map, so the page drew a shorter batch than the
+placement described.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def at_once(_: Any) -> bool:
 
 
 def split(incumbent: Any) -> bool:
-    """Whether the first placement on several devices has been found."""
+    """Return whether the incumbent uses several devices."""
     return len(set(incumbent.placement().layer_devices.values())) > 1
 
 
@@ -60,7 +60,7 @@ def solved(request: PlacementRequest, stops: Callable[[Any], bool] = never) -> P
 
 @st.composite
 def requests(draw: Any) -> PlacementRequest:
-    """A small question of any objective."""
+    """Draw a small request of any objective."""
     if draw(st.booleans()):
         return draw(every_step.requests())
     request = draw(small_requests())
@@ -74,7 +74,7 @@ def requests(draw: Any) -> PlacementRequest:
 def reading_of(
     request: PlacementRequest, placement: Placement
 ) -> tuple[PlacementRequest, step.StepReading]:
-    """The referee's own simulation of a placement's batch, event by event."""
+    """Return the referee's simulation of a placement's batch, event by event."""
     if request.objective == "step":
         asked = step.chosen(request, placement)
         assert asked is not None
@@ -88,7 +88,7 @@ def reading_of(
 
 
 def measured(request: PlacementRequest, placement: Placement) -> Profile:
-    """The profile with the placement's micro-batch size."""
+    """Return the profile with the placement's micro-batch size."""
     return next(
         one
         for one in (request.profile, *request.profiles)
@@ -97,7 +97,7 @@ def measured(request: PlacementRequest, placement: Placement) -> Profile:
 
 
 def single_device_ms(request: PlacementRequest, placement: Placement) -> float:
-    """All micro-batches, and the optimizer, on the device that the placement compares itself with."""
+    """Return the time of all micro-batches and the optimizer on the placement's single device."""
     device = placement.single_device.device
     kind = next(one.type for one in request.devices if one.name == device)
     profile = measured(request, placement)
@@ -166,8 +166,7 @@ def test_a_schedule_that_is_not_the_best_for_its_map_is_the_one_that_is_shown(or
 @pytest.mark.parametrize("objective", ["step", "throughput"])
 @pytest.mark.parametrize("memory_bytes", [51, 60, 125])
 def test_zero_bubble_is_shown_with_the_room_that_memory_leaves(memory_bytes, objective):
-    """Four stages of a layer each, 8 micro-batches, whose passes take 1 ms each: the more room, the
-    shorter."""
+    """Four stages of one layer, 8 micro-batches and passes of 1 ms: more memory, shorter steps."""
     asked = {
         "chunks": 8,
         "schedule": "zero-bubble",

@@ -1,4 +1,4 @@
-"""What is shown of a placement: its timeline against closed forms, the trace, the report."""
+"""Timelines against closed forms, the trace and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALVES = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "
 
 
 def example(**changes):
-    """Two halves of 2.5 ms forward and 5 ms backward, transfers free unless told otherwise."""
+    """Return two halves with 2.5 ms forward and 5 ms backward, and free transfers by default."""
     body = examples.requests()["throughput"]["value"]
     for edge in body["profile"]["edges"]:
         # of no bytes there would be no gradient to wait for

@@ -162,7 +162,8 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path, solvers):
         "from placer_server.workers.worker import Worker\n"
         "body = json.dumps(examples.requests()['throughput']['value']).encode()\n"
         "def report(*values): print('running', flush=True)\n"
-        "Worker(SolveTask(solvers_for_tests.until_stopped), body, report, limit_s=60, grace_s=1).run()\n"
+        "Worker(SolveTask(solvers_for_tests.until_stopped), body, report, limit_s=60, "
+        "grace_s=1).run()\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
     assert process.stdout is not None
