@@ -10,7 +10,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, cast
+
+from placer.schema import Objective
 
 from ..problem import Problem
 from ..store.database import StoreError
@@ -75,7 +77,7 @@ class Peers:
         seen = await self._store.call(self.replicas.find, key)
         if seen is None:
             return None
-        question = Question(key, seen.objective, seen.time_limit_s)  # type: ignore[arg-type]
+        question = Question(key, cast(Objective, seen.objective), seen.time_limit_s)
         job = SolveJob(key, question=question, wanted=True)
         _note(job, seen)
         return self._watched.setdefault(key, job)

@@ -12,7 +12,9 @@ import logging
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
+
+from placer.schema import Objective
 
 from ..observability.metrics import Metrics
 from ..settings import Settings
@@ -158,7 +160,8 @@ class Solves(Runner[SolveJob]):
     def adopt(self, left: Accepted, job: SolveJob | None) -> None:
         """Solve a job that another replica left; its watchers here wait for this job."""
         if job is None:
-            question = Question(left.id, left.objective, left.time_limit_s)  # type: ignore[arg-type]
+            objective = cast(Objective, left.objective)
+            question = Question(left.id, objective, left.time_limit_s)
             job = SolveJob(left.id, client=left.client, question=question, wanted=True)
         job.payload, job.starts, job.state = left.request, left.starts, "queued"
         if self._queued.get(left.id) is None and left.id not in self._running:

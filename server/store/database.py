@@ -211,7 +211,8 @@ class SqliteDatabase(Database):
                 yield connection
                 connection.exec_driver_sql("COMMIT")
             except BaseException:
-                if connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+                raw: Any = connection.connection.dbapi_connection
+                if raw.in_transaction:
                     connection.exec_driver_sql("ROLLBACK")
                 raise
 
@@ -230,7 +231,8 @@ class PostgresDatabase(Database):
             url = sa.make_url(name).set(drivername="postgresql+psycopg")
         except (ArgumentError, ValueError) as error:
             raise InputError(
-                "PLACER_DATABASE is not a valid URL; an example is postgresql://user:password@host/database"
+                "PLACER_DATABASE is not a valid URL; an example is"
+                " postgresql://user:password@host/database"
             ) from error
         self.name = url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
         try:
