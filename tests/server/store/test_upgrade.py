@@ -29,7 +29,8 @@ FIRST = """
 SECOND = """
     CREATE TABLE placements (
         id TEXT PRIMARY KEY, version TEXT NOT NULL, complete INTEGER NOT NULL,
-        created_s REAL NOT NULL, profile_id TEXT, summary BLOB NOT NULL, question BLOB NOT NULL, placement BLOB NOT NULL
+        created_s REAL NOT NULL, profile_id TEXT, summary BLOB NOT NULL,
+        question BLOB NOT NULL, placement BLOB NOT NULL
     );
     CREATE INDEX placements_by_profile ON placements (profile_id);
     CREATE TABLE profiles (id TEXT PRIMARY KEY, profile BLOB NOT NULL);
