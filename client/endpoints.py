@@ -42,8 +42,11 @@ from placer.schema.graph import ProfileRequest
 from . import errors
 from .exchange import NOTHING_SENT, RETRIED, Call, Exchange, Pause, Sender
 
-LONGEST_POLL_S = 20.0
-MEASURING_S = 300.0
+# Seconds that one request waits for an answer, less than the timeouts of common proxies.
+MAX_POLL_S = 20.0
+
+# Seconds that a measurement of the service's devices may take, as its default setting allows.
+MEASUREMENT_S = 300.0
 
 # Largest total size of a batch's questions in bytes, with shared fields counted for each. A service
 # accepts 16 MiB by default. It checks about 7 MB of expanded questions per second, which must take
@@ -53,7 +56,7 @@ BATCH_BYTES = 15 * 2**20
 Map = Mapping[str, str]
 
 # Fields of a question, with the value of each as JSON.
-_Fields = dict[str, str]
+_EncodedFields = dict[str, str]
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
@@ -89,7 +92,7 @@ class Endpoints(Sender):
         body = _body(request)
 
         def ask(accepted: bool) -> Call:
-            return _waiting("POST", "/v1/placements", deadline, body, accepted=accepted)
+            return _polling_call("POST", "/v1/placements", deadline, body, accepted=accepted)
 
         def stopping(call: Call) -> Call:
             return replace(call, path=f"{call.path}&on_disconnect=stop", again=ask(call.accepted))
@@ -117,13 +120,14 @@ class Endpoints(Sender):
             )
         deadline = _Deadline(wait)
         found: dict[int, Placement | PlacerError] = {}
-        questions = [_fields(request) for request in requests]
+        questions = [_encoded_fields(request) for request in requests]
         batches = _batches(questions)
         while batches:
             numbers = batches.pop(0)
             try:
                 yield from self._batch(questions, numbers, found, deadline)
             except InputError as error:
+                # The fault is in one of the questions, or the batch exceeds the service's limits.
                 if len(numbers) == 1:
                     found[numbers[0]] = error
                 else:
@@ -137,7 +141,7 @@ class Endpoints(Sender):
 
     def _batch(
         self,
-        questions: Sequence[_Fields],
+        questions: Sequence[_EncodedFields],
         numbers: list[int],
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
@@ -157,29 +161,35 @@ class Endpoints(Sender):
 
     def _batch_once(
         self,
-        questions: Sequence[_Fields],
+        questions: Sequence[_EncodedFields],
         numbers: list[int],
         found: dict[int, Placement | PlacerError],
         deadline: _Deadline,
     ) -> Exchange[dict[int, float]]:
         """Send a batch once, and return the pause in seconds of each question to repeat."""
         content = _batch_body([questions[number] for number in numbers])
-        reply = yield from self.send(_waiting("POST", "/v1/placements:batch", deadline, content))
+        reply = yield from self.send(
+            _polling_call("POST", "/v1/placements:batch", deadline, content)
+        )
         rejected: dict[int, float] = {}
         for number, answer in zip(numbers, self.read(BatchAnswers, reply).answers, strict=True):
             if answer.placement is not None:
                 found[number] = answer.placement
             elif answer.status == 202 and answer.id is not None:
-                found[number] = yield from self._awaited(answer.id, deadline)
+                found[number] = yield from self._placement_or_error(answer.id, deadline)
             else:
                 found[number] = errors.from_problem(answer.status, answer.problem or {}, self.url)
                 if answer.status in RETRIED:
                     rejected[number] = answer.retry_after_s or 0.0
         return rejected
 
-    def _awaited(self, key: str, deadline: _Deadline) -> Exchange[Placement | PlacerError]:
+    def _placement_or_error(
+        self, key: str, deadline: _Deadline
+    ) -> Exchange[Placement | PlacerError]:
         try:
-            reply = yield from self.send(_waiting("GET", _path(key), deadline, accepted=True))
+            reply = yield from self.send(
+                _polling_call("GET", _placement_path(key), deadline, accepted=True)
+            )
             return (yield from self._await_placement(reply, deadline))
         except PlacerError as error:
             return error
@@ -187,7 +197,7 @@ class Endpoints(Sender):
     def placement(self, key: str, wait: float | None) -> Exchange[Placement]:
         """Request a placement that was requested before."""
         deadline = _Deadline(wait)
-        reply = yield from self.send(_waiting("GET", _path(key), deadline))
+        reply = yield from self.send(_polling_call("GET", _placement_path(key), deadline))
         return (yield from self._await_placement(reply, deadline))
 
     def stop(self, key: str) -> Exchange[Placement]:
@@ -196,14 +206,16 @@ class Endpoints(Sender):
         After a lost answer the placement is looked up instead of stopped again: another client may
         have requested it in the meantime.
         """
-        call = Call("DELETE", _path(key), wait_s=LONGEST_POLL_S, repeatable=False)
+        call = Call("DELETE", _placement_path(key), wait_s=MAX_POLL_S, repeatable=False)
         for attempt in range(self.retries + 1):
             try:
                 reply = yield from self.send(call)
             except (UnreachableError, TimeoutExceeded) as error:
                 if attempt == self.retries or isinstance(error.__cause__, NOTHING_SENT):
                     raise
-                reply = yield from self.send(Call("GET", f"{_path(key)}?wait=2", wait_s=2.0))
+                reply = yield from self.send(
+                    Call("GET", f"{_placement_path(key)}?wait=2", wait_s=2.0)
+                )
             if reply.status_code != 202:
                 break
         return self.read(Placement, reply)
@@ -217,11 +229,11 @@ class Endpoints(Sender):
                 "give exactly one of request and id: the request that the map answers, or a"
                 " placement of it"
             )
-        content: dict[str, Any] = {"layer_devices": _map(where)}
+        content: dict[str, Any] = {"layer_devices": _layer_map(where)}
         if request is not None:
-            content["request"] = _content(request)
+            content["request"] = _request_fields(request)
         query = f"?id={_quoted(key)}" if key is not None else ""
-        return (yield from self._ask(Evaluation, f"/v1/placements:evaluate{query}", content))
+        return (yield from self._post(Evaluation, f"/v1/placements:evaluate{query}", content))
 
     def compare(
         self, maps: Mapping[str, Map], ids: Sequence[str], request: PlacementRequest | None
@@ -230,11 +242,13 @@ class Endpoints(Sender):
         if not isinstance(maps, Mapping):
             given = type(maps).__name__
             raise InputError(f"maps is a {given}; give maps by name, and placements as ids=[...]")
-        content: dict[str, Any] = {"maps": {name: _map(where) for name, where in maps.items()}}
+        content: dict[str, Any] = {
+            "maps": {name: _layer_map(where) for name, where in maps.items()}
+        }
         if request is not None:
-            content["request"] = _content(request)
+            content["request"] = _request_fields(request)
         query = "?" + "&".join(f"id={_quoted(one)}" for one in ids) if ids else ""
-        return (yield from self._ask(Comparison, f"/v1/placements:compare{query}", content))
+        return (yield from self._post(Comparison, f"/v1/placements:compare{query}", content))
 
     def page(
         self,
@@ -257,15 +271,15 @@ class Endpoints(Sender):
 
     def request(self, key: str) -> Exchange[PlacementRequest]:
         """Request the question of a placement."""
-        return (yield from self._get(PlacementRequest, f"{_path(key)}/request"))
+        return (yield from self._get(PlacementRequest, f"{_placement_path(key)}/request"))
 
     def timeline(self, key: str) -> Exchange[Timeline]:
         """Request the timeline of a placement."""
-        return (yield from self._get(Timeline, f"{_path(key)}/timeline"))
+        return (yield from self._get(Timeline, f"{_placement_path(key)}/timeline"))
 
     def text(self, key: str, what: str) -> Exchange[str]:
         """Request a presentation of a placement: ``trace`` or ``report``."""
-        reply = yield from self.send(Call("GET", f"{_path(key)}/{what}"))
+        reply = yield from self.send(Call("GET", f"{_placement_path(key)}/{what}"))
         return str(reply.text)
 
     def stored_profile(self, key: str) -> Exchange[Profile]:
@@ -282,16 +296,16 @@ class Endpoints(Sender):
             "network_bytes_per_s": network_bytes_per_s,
             "network_latency_s": latency_s or None,
         }
-        asked = [("node", _name(node)) for node in nodes]
+        asked = [("node", _node_name(node)) for node in nodes]
         asked += [(name, f"{value}") for name, value in network.items() if value is not None]
         query = f"?{urlencode(asked)}" if asked else ""
-        reply = yield from self.send(Call("GET", f"/v1/cluster{query}", wait_s=MEASURING_S))
+        reply = yield from self.send(Call("GET", f"/v1/cluster{query}", wait_s=MEASUREMENT_S))
         return self.read(Cluster, reply)
 
     def measure_cluster(self) -> Exchange[Cluster]:
         """Measure the service's devices again; each call occupies them for a while."""
         reply = yield from self.send(
-            Call("POST", "/v1/cluster:measure", wait_s=MEASURING_S, repeatable=False)
+            Call("POST", "/v1/cluster:measure", wait_s=MEASUREMENT_S, repeatable=False)
         )
         return self.read(Cluster, reply)
 
@@ -306,12 +320,14 @@ class Endpoints(Sender):
                 f"cluster is {kind_of(cluster)}; give a Cluster, such as client.cluster() of that"
                 " node"
             )
-        reply = yield from self.send(Call("PUT", _node(name), cluster.model_dump_json().encode()))
+        reply = yield from self.send(
+            Call("PUT", _node_path(name), cluster.model_dump_json().encode())
+        )
         return self.read(Node, reply)
 
     def forget_node(self, name: str) -> Exchange[None]:
         """Delete a node; a repeated call would fail because the node is gone."""
-        yield from self.send(Call("DELETE", _node(name), repeatable=False))
+        yield from self.send(Call("DELETE", _node_path(name), repeatable=False))
 
     def profile(self, request: ProfileRequest, wait: float | None) -> Exchange[Profile]:
         """Measure a graph, and request its profile until it is there."""
@@ -325,7 +341,7 @@ class Endpoints(Sender):
         content = request.model_dump_json(exclude_defaults=True).encode()
 
         def post() -> Call:
-            return _waiting("POST", "/v1/profiles", deadline, content)
+            return _polling_call("POST", "/v1/profiles", deadline, content)
 
         reply = yield from self.send(post())
         while reply.status_code == 202:
@@ -336,7 +352,7 @@ class Endpoints(Sender):
                     " continues: ask again"
                 )
             try:
-                call = _waiting("GET", f"/v1/profiles/{progress.id}", deadline, accepted=True)
+                call = _polling_call("GET", f"/v1/profiles/{progress.id}", deadline, accepted=True)
                 reply = yield from self.send(call)
             except ServerError as error:
                 if error.status != 404:
@@ -353,9 +369,9 @@ class Endpoints(Sender):
         reply = yield from self.send(Call("GET", path))
         return self.read(kind, reply)
 
-    def _ask(self, kind: type[Wire], path: str, content: dict[str, Any]) -> Exchange[Wire]:
+    def _post(self, kind: type[Wire], path: str, content: dict[str, Any]) -> Exchange[Wire]:
         reply = yield from self.send(
-            Call("POST", path, json.dumps(content).encode(), wait_s=LONGEST_POLL_S)
+            Call("POST", path, json.dumps(content).encode(), wait_s=MAX_POLL_S)
         )
         return self.read(kind, reply)
 
@@ -370,7 +386,7 @@ class Endpoints(Sender):
             progress = self.read(Progress, reply)
             if deadline.left_s() <= 0:
                 raise _still_running(progress, deadline)
-            call = _waiting("GET", _path(progress.id), deadline, accepted=True)
+            call = _polling_call("GET", _placement_path(progress.id), deadline, accepted=True)
             reply = yield from self.send(changed(call))
         return self.read(Placement, reply)
 
@@ -391,7 +407,7 @@ class _Deadline:
         return self.end_s - time.monotonic()
 
 
-def _path(key: str) -> str:
+def _placement_path(key: str) -> str:
     return f"/v1/placements/{_quoted(key)}"
 
 
@@ -403,17 +419,17 @@ def _quoted(key: str) -> str:
     return quote(key, safe="")
 
 
-def _node(name: str) -> str:
-    return f"/v1/nodes/{quote(_name(name), safe='')}"
+def _node_path(name: str) -> str:
+    return f"/v1/nodes/{quote(_node_name(name), safe='')}"
 
 
-def _name(node: str) -> str:
+def _node_name(node: str) -> str:
     if not isinstance(node, str):
         raise InputError(f"a node is {kind_of(node)}; give its name, such as node.name")
     return node
 
 
-def _map(where: Map) -> dict[str, str]:
+def _layer_map(where: Map) -> dict[str, str]:
     if not isinstance(where, Mapping):
         raise InputError(
             f"a map is {kind_of(where)}; give a device for each layer, such as"
@@ -422,7 +438,7 @@ def _map(where: Map) -> dict[str, str]:
     return dict(where)
 
 
-def _waiting(
+def _polling_call(
     method: str,
     path: str,
     deadline: _Deadline,
@@ -430,7 +446,7 @@ def _waiting(
     *,
     accepted: bool = False,
 ) -> Call:
-    wait_s = max(0.0, min(LONGEST_POLL_S, deadline.left_s()))
+    wait_s = max(0.0, min(MAX_POLL_S, deadline.left_s()))
     return Call(
         method, f"{path}?wait={wait_s:.3f}", content, wait_s, deadline.end_s, accepted=accepted
     )
@@ -449,7 +465,7 @@ def _still_running(progress: Progress, deadline: _Deadline) -> TimeoutExceeded:
     )
 
 
-def _content(request: PlacementRequest) -> dict[str, Any]:
+def _request_fields(request: PlacementRequest) -> dict[str, Any]:
     """Return the request without defaults, but with its schema versions.
 
     A reader of another version needs them.
@@ -465,14 +481,14 @@ def _content(request: PlacementRequest) -> dict[str, Any]:
 
 
 def _body(request: PlacementRequest) -> bytes:
-    return json.dumps(_content(request)).encode()
+    return json.dumps(_request_fields(request)).encode()
 
 
-def _fields(request: PlacementRequest) -> _Fields:
-    return {name: json.dumps(value) for name, value in _content(request).items()}
+def _encoded_fields(request: PlacementRequest) -> _EncodedFields:
+    return {name: json.dumps(value) for name, value in _request_fields(request).items()}
 
 
-def _batches(questions: Sequence[_Fields]) -> list[list[int]]:
+def _batches(questions: Sequence[_EncodedFields]) -> list[list[int]]:
     """Return the indices of the questions that are sent together."""
     batches: list[list[int]] = []
     left_bytes = 0
@@ -486,15 +502,16 @@ def _batches(questions: Sequence[_Fields]) -> list[list[int]]:
     return batches
 
 
-def _batch_body(questions: Sequence[_Fields]) -> bytes:
+def _batch_body(questions: Sequence[_EncodedFields]) -> bytes:
     """Return the body of a batch, with common fields in ``shared``."""
     first, rest = questions[0], questions[1:]
     shared = {
         name: text for name, text in first.items() if all(one.get(name) == text for one in rest)
     }
     own = ({name: text for name, text in one.items() if name not in shared} for one in questions)
-    return f'{{"shared": {_object(shared)}, "requests": [{", ".join(map(_object, own))}]}}'.encode()
+    requests = ", ".join(map(_json_object, own))
+    return f'{{"shared": {_json_object(shared)}, "requests": [{requests}]}}'.encode()
 
 
-def _object(fields: _Fields) -> str:
+def _json_object(fields: _EncodedFields) -> str:
     return f"{{{', '.join(f'{json.dumps(name)}: {text}' for name, text in fields.items())}}}"

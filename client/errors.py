@@ -20,6 +20,7 @@ __all__ = [
     "from_transport",
 ]
 
+# Statuses that blame the request; a repetition would fail in the same way.
 FAULTS_OF_THE_REQUEST = frozenset({400, 413, 415, 422})
 
 MAX_TEXT = 1000

@@ -116,7 +116,7 @@ class EventStream:
 
     def _interrupted(self, error: httpx.RequestError | None) -> float:
         away = self._told and isinstance(error, NOTHING_SENT)
-        if self._failures < self._sender.most_retries(away) and not isinstance(
+        if self._failures < self._sender.max_retries(away) and not isinstance(
             error, httpx.UnsupportedProtocol
         ):
             return self._backoff_s()

@@ -30,17 +30,19 @@ from . import errors
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
+# Statuses after which a repetition may succeed.
 RETRIED = frozenset({429, 502, 503, 504})
 
 # Statuses of the service itself, which did nothing; 502 and 504 come from a proxy.
 REFUSED = frozenset({429, 503})
 
+# Pauses between repetitions, in seconds: the first, and the longest.
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
 # Additional repetitions if the service was reachable before. Pauses double, so the service has
 # about half a minute to start again.
-AWAY_RETRIES = 5
+RESTART_RETRIES = 5
 
 # Errors that occur before the service can have received anything.
 NOTHING_SENT = (
@@ -115,7 +117,7 @@ class Sender:
             ServerError: The service cannot answer.
         """
         there = call.accepted or self.answered
-        for attempt in range(self.most_retries(True) + 1):
+        for attempt in range(self.max_retries(True) + 1):
             outcome = yield call
             assert outcome is not None
             self.answered = self.answered or isinstance(outcome, httpx.Response)
@@ -123,12 +125,13 @@ class Sender:
             if isinstance(outcome, httpx.Response) and outcome.is_success:
                 return outcome
             away = there and isinstance(outcome, NOTHING_SENT)
-            last = attempt >= self.most_retries(away) or not _may_repeat(call, outcome)
+            last = attempt >= self.max_retries(away) or not _may_repeat(call, outcome)
             # An error that was not NOTHING_SENT shows that a service was there.
             if isinstance(outcome, httpx.RequestError):
                 there = there or not isinstance(outcome, NOTHING_SENT)
             yield Pause(self._pause_s(call, outcome, attempt, last))
-            if call.again is not None and _broke(outcome):
+            # The service may have stopped the solve when the connection broke; see ``place``.
+            if call.again is not None and _connection_broke(outcome):
                 call = call.again
         raise AssertionError("the last attempt returns or raises")
 
@@ -137,21 +140,21 @@ class Sender:
         if isinstance(outcome, httpx.RequestError):
             if last:
                 raise errors.from_transport(
-                    outcome, self.url, attempt + 1, done=_done(call, outcome)
+                    outcome, self.url, attempt + 1, done=_may_have_acted(call, outcome)
                 ) from outcome
             return backoff_s(attempt)
-        if last or outcome.status_code not in RETRIED or not _in_time(call, outcome):
+        if last or outcome.status_code not in RETRIED or not _is_in_time(call, outcome):
             raise errors.from_reply(outcome)
         return max(backoff_s(attempt), retry_after_s(outcome))
 
-    def most_retries(self, away: bool) -> int:
+    def max_retries(self, away: bool) -> int:
         """Return the maximum number of repetitions.
 
         Args:
             away: Whether the service was reachable before and nobody answers now: it may be
                 restarting.
         """
-        return self.retries + AWAY_RETRIES if away and self.retries else self.retries
+        return self.retries + RESTART_RETRIES if away and self.retries else self.retries
 
     def read(self, kind: type[M], reply: httpx.Response) -> M:
         """Parse a reply.
@@ -186,7 +189,7 @@ def _error_if_incomplete(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:
+def _connection_broke(outcome: httpx.Response | httpx.RequestError) -> bool:
     """Return whether the connection may have broken while the service worked on a call.
 
     It may have broken here or at a proxy.
@@ -196,7 +199,7 @@ def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:
     return not isinstance(outcome, NOTHING_SENT)
 
 
-def _in_time(call: Call, reply: httpx.Response) -> bool:
+def _is_in_time(call: Call, reply: httpx.Response) -> bool:
     """Return whether the pause that the service asks for ends before the caller gives up."""
     return time.monotonic() + retry_after_s(reply) <= call.until_s or retry_after_s(reply) == 0
 
@@ -211,7 +214,7 @@ def _may_repeat(call: Call, outcome: httpx.Response | httpx.RequestError) -> boo
     return outcome.status_code in REFUSED
 
 
-def _done(call: Call, error: httpx.RequestError) -> bool:
+def _may_have_acted(call: Call, error: httpx.RequestError) -> bool:
     """Return whether the service may have acted although no response arrived."""
     return not call.repeatable and not isinstance(error, NOTHING_SENT)
 
@@ -221,7 +224,7 @@ def backoff_s(attempt: int) -> float:
 
     Many clients then do not return at the same time.
     """
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
 
 
 def retry_after_s(reply: httpx.Response) -> float:
@@ -234,4 +237,4 @@ def retry_after_s(reply: httpx.Response) -> float:
             seconds = (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds()
         except (ValueError, TypeError):
             return 0.0
-    return min(LONGEST_PAUSE_S, max(0.0, seconds))
+    return min(MAX_PAUSE_S, max(0.0, seconds))

@@ -50,7 +50,7 @@ WARM_UP_S = 60.0
 # Memory for a solve of about fifty layers, in addition to the worker's base use.
 SMALL_SOLVE_BYTES = 64 * 2**20
 
-MOST_STREAMS = 512
+MAX_STREAMS = 512
 
 # Threads for blocking calls: PostgreSQL statements, and measurements that take minutes. asyncio's
 # default executor has few threads on machines with few cores.
@@ -154,9 +154,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         evaluations=Evaluations(settings),
         measurements=Measurements(settings, store, metrics),
         cluster=NodeCluster(settings),
-        stream_quota=Quota(MOST_STREAMS, settings.client_share, "event streams", retry_s=5),
+        stream_quota=Quota(MAX_STREAMS, settings.client_share, "event streams", retry_s=5),
     )
     app.state.service = service
+    # Continue the accepted jobs that an earlier start left.
     service.solves.resume()
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [
@@ -170,6 +171,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        # Stop the workers first, then write what is pending, and close the store last.
         service.cluster.stop()
         await service.measurements.close()
         for task in upkeep_tasks:

@@ -84,11 +84,11 @@ def record_address(address: Address, environment: Mapping[str, str]) -> Iterator
     """
     for file, record in _records():
         # A service that was killed could not delete its record.
-        if not _runs(record["pid"]):
+        if not _is_running(record["pid"]):
             with suppress(OSError):
                 file.unlink()
     file = Path(f"{_prefix()}{os.getpid()}.json")
-    record = {"pid": os.getpid(), "address": address, "started_in": _marks(environment)}
+    record = {"pid": os.getpid(), "address": address, "started_in": _identity(environment)}
     half = file.with_suffix(".half")
     with suppress(FileNotFoundError):
         half.unlink()
@@ -107,7 +107,7 @@ def _recorded_address(environment: Mapping[str, str]) -> Address | None:
     found = [
         (file.stat().st_mtime, Address(*record["address"]))
         for file, record in _records()
-        if record["started_in"] == _marks(environment) and _runs(record["pid"])
+        if record["started_in"] == _identity(environment) and _is_running(record["pid"])
     ]
     return max(found)[1] if found else None
 
@@ -129,12 +129,12 @@ def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
-def _marks(environment: Mapping[str, str]) -> list[str]:
+def _identity(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that distinguish the services of one user."""
     return [environment.get("PLACER_HOST", ""), environment.get("PLACER_PORT", "")]
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

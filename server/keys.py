@@ -47,7 +47,7 @@ BURST_S = 2.0
 
 
 @dataclass
-class Rate:
+class TokenBucket:
     """Token bucket that limits the request rate of a key.
 
     Attributes:
@@ -94,7 +94,7 @@ class Key:
     name: str
     scopes: frozenset[str]
     digest: bytes
-    rate: Rate
+    rate: TokenBucket
 
 
 class Keys:
@@ -123,6 +123,7 @@ class Keys:
         """
         digest = key_digest(given)
         found = None
+        # No early return: the duration must not depend on the position of the key.
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
@@ -196,7 +197,7 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
         per_s = 0.0
     if not 0 < per_s < math.inf:
         raise InputError(f"{where}: the rate of {name!r} is not a number above 0")
-    return Key(name, given, bytes.fromhex(digest), Rate(per_s))
+    return Key(name, given, bytes.fromhex(digest), TokenBucket(per_s))
 
 
 def main(arguments: list[str]) -> int:

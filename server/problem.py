@@ -53,6 +53,7 @@ class Problem(Exception):
         self.faults = faults
         self.headers = dict(headers or {})
 
+    # Workers and the validation process return problems, so they must be picklable.
     def __reduce__(self) -> tuple[type[Problem], tuple[Any, ...]]:
         return Problem, self.args
 

@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
             ws="none",
             ssl_certfile=settings.tls_cert or None,
             ssl_keyfile=settings.tls_key or None,
+            # Stopped solves need their grace time, and 3 s to send the answers.
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
         )
         _load(config, settings)
@@ -60,14 +61,14 @@ class Server(uvicorn.Server):
         """Serve until the server must stop."""
         self._loop = asyncio.get_running_loop()
         uvicorn_log = logging.getLogger("uvicorn.error")
-        uvicorn_log.addFilter(self._is_news)
+        uvicorn_log.addFilter(self._is_informative)
         try:
             await super().serve(sockets)
         except SystemExit:
             # uvicorn exits in this way if the application does not start; see ``not_started``.
             pass
         finally:
-            uvicorn_log.removeFilter(self._is_news)
+            uvicorn_log.removeFilter(self._is_informative)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and log the address."""
@@ -94,7 +95,7 @@ class Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(service.solves.stop_all)
         self.should_exit = True
 
-    def _is_news(self, record: logging.LogRecord) -> bool:
+    def _is_informative(self, record: logging.LogRecord) -> bool:
         """Return False for the traceback of a failed start whose reason is known.
 
         Pages of traceback would hide the reason.
@@ -134,15 +135,18 @@ def serve(app: FastAPI, settings: Settings) -> None:
     server = Server(app, settings)
     for hint in misspelt(os.environ):
         log.warning(hint)
-    with _listener(settings) as listener, _found_by_health_checks(listener, server.config.is_ssl):
-        _collect_seldom()
+    with (
+        _listener(settings) as listener,
+        _recorded_for_health_checks(listener, server.config.is_ssl),
+    ):
+        _relax_garbage_collection()
         server.run(sockets=[listener])
     if not server.started:
         raise server.not_started()
 
 
 @contextmanager
-def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None]:
+def _recorded_for_health_checks(listener: socket.socket, tls: bool) -> Iterator[None]:
     host, port = listener.getsockname()[:2]
     with ExitStack() as stack:
         try:
@@ -158,12 +162,13 @@ def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None
         yield
 
 
-def _collect_seldom() -> None:
+def _relax_garbage_collection() -> None:
     """Let the garbage collector run less often.
 
     A request makes about ten thousand objects, nearly all of which are freed without a cycle.
     Searching the imported modules for garbage would take a quarter of a request's time.
     """
+    # Exclude everything that exists now from later searches.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -29,13 +29,13 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 # Descriptions of values that a pattern restricts.
-_PATTERNS = {
+_PATTERN_HINTS = {
     "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, '.', '_' and '-'",
     "PLACER_REGISTER_URL": "should be the URL of a service, such as http://host:8080",
 }
 
 # Variables that the library and its clients read.
-_OTHERS = frozenset({"CACHE", "DEBUG", "KEY", "URL"})
+_OTHER_VARIABLES = frozenset({"CACHE", "DEBUG", "KEY", "URL"})
 
 
 def _host_name() -> str:
@@ -112,6 +112,7 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
     max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    # The other half of the cores serves requests, and solves that use several cores.
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default_factory=lambda: max(1, _cores() // 2)
     )
@@ -147,7 +148,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = "PLACER_" + "_".join(str(part) for part in first["loc"]).upper()
-            text = _PATTERNS.get(name) or wanted(first["msg"])
+            text = _PATTERN_HINTS.get(name) or wanted(first["msg"])
             raise InputError(f"{name} is {first['input']!r}; it {text}") from error
 
 
@@ -165,7 +166,7 @@ def misspelt(environment: Mapping[str, str]) -> list[str]:
     nearest = {
         name: get_close_matches(name, known, 1, 0.8)
         for name in given
-        if name not in {*known, *_OTHERS}
+        if name not in {*known, *_OTHER_VARIABLES}
     }
     return [
         f"PLACER_{name} is not a setting; did you mean PLACER_{found[0]}?"

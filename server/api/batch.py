@@ -32,17 +32,18 @@ async def post_batch(request: Request, service: Serving, wait: Wait = None) -> R
         bodies = await service.validator.split(body)
         del body
         client = client_name(request)
-        asked = [await _ask(service, one, client) for one in bodies]
+        asked = [await _submit(service, one, client) for one in bodies]
         # Each job keeps its own body only as long as it needs it.
         del bodies
     seconds = service.settings.default_wait_s if wait is None else wait
+    # Equal questions of a batch share one job.
     jobs = {id(one): one for one in asked if isinstance(one, SolveJob)}
     await asyncio.gather(*(job.wait(seconds) for job in jobs.values()))
-    answers = [await _answered(one) for one in asked]
+    answers = [await _answer_json(one) for one in asked]
     return json_reply(request, b'{"answers":[' + b",".join(answers) + b"]}")
 
 
-async def _ask(
+async def _submit(
     service: Service, body: bytes, client: str
 ) -> SolveJob | Problem | tuple[str, bytes]:
     """Return the question's job, its stored answer with its id, or its problem."""
@@ -63,28 +64,28 @@ async def _ask(
     return job
 
 
-async def _answered(asked: SolveJob | Problem | tuple[str, bytes]) -> bytes:
+async def _answer_json(asked: SolveJob | Problem | tuple[str, bytes]) -> bytes:
     """Return the BatchAnswer as JSON."""
     if isinstance(asked, Problem):
-        return _failed(asked)
+        return _failure(asked)
     if isinstance(asked, tuple):
-        return _placed(*asked)
+        return _success(*asked)
     job, key = asked, asked.id
     written = await job.is_written()
     if job.problem is not None:
-        return _failed(job.problem, key)
+        return _failure(job.problem, key)
     if job.answer is not None and job.finished.is_set():
-        return _placed(key, job.answer)
+        return _success(key, job.answer)
     if not written:
-        return _failed(not_persisted(job), key)
+        return _failure(not_persisted(job), key)
     return _entry(status=202, id=key, progress=job_progress(job).model_dump(), retry_after_s=1)
 
 
-def _placed(key: str, placement: bytes) -> bytes:
+def _success(key: str, placement: bytes) -> bytes:
     return b'{"status":200,"id":"%s","placement":%s}' % (key.encode(), placement)
 
 
-def _failed(problem: Problem, key: str | None = None) -> bytes:
+def _failure(problem: Problem, key: str | None = None) -> bytes:
     after = problem.headers.get("Retry-After", "")
     more = {"retry_after_s": int(after)} if after.isdecimal() else {}
     return _entry(status=problem.status, id=key, problem=json.loads(problem.content()), **more)

@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from ..problem import Problem, clip, defect, wanted
 from ..store.database import StoreError
-from ..web.head_requests import takes_head
+from ..web.head_requests import supports_head
 from .routes import ROUTERS
 
 log = logging.getLogger("placer_server")
@@ -70,7 +70,7 @@ def _methods(request: Request) -> list[str]:
     routes = [route for route in every if route.matches(request.scope)[0] is not Match.NONE]
     methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
     return sorted(
-        methods | {"HEAD"} if "GET" in methods and takes_head(request.url.path) else methods
+        methods | {"HEAD"} if "GET" in methods and supports_head(request.url.path) else methods
     )
 
 

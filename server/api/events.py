@@ -37,14 +37,15 @@ EVENT = {
     "properties": {"event": {"enum": ["progress", "done", "failed", "handed-on"]}, "data": {}},
 }
 
+# nginx would otherwise buffer the events instead of passing them on.
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 # Shortest time between two events in seconds; the latest state is sent.
-SHORTEST_S = 0.05
+MIN_INTERVAL_S = 0.05
 
 # Interval in seconds after which a comment is sent if nothing changed. It reveals clients that
 # disconnected, and keeps proxies from closing the connection.
-BEAT_S = 10.0
+HEARTBEAT_S = 10.0
 
 
 @router.get(
@@ -66,7 +67,9 @@ async def get_events(
         reply = await stored_response(request, service, key, plain=True)
         kind = "failed" if reply.media_type == PROBLEM else "done"
         return Response(event(kind, bytes(reply.body)), headers=HEADERS, media_type=EVENTS)
-    return _Stream(_told(service, job, on_disconnect), service.stream_quota, client_name(request))
+    return _Stream(
+        _event_stream(service, job, on_disconnect), service.stream_quota, client_name(request)
+    )
 
 
 class _Stream(StreamingResponse):
@@ -85,33 +88,36 @@ class _Stream(StreamingResponse):
             await problem.response()(scope, receive, send)
 
 
-async def _told(service: Service, job: SolveJob, on_disconnect: str) -> AsyncIterator[bytes]:
+async def _event_stream(
+    service: Service, job: SolveJob, on_disconnect: str
+) -> AsyncIterator[bytes]:
     job.waiting += 1
     try:
         with job.watched() as changed:
             last = b""
             while not job.finished.is_set():
-                if (told := event("progress", progress(job))) != last:
-                    yield told
-                    last = told
-                if not await _soon(changed):
+                if (current := event("progress", progress(job))) != last:
+                    yield current
+                    last = current
+                if not await _changes_soon(changed):
                     yield b": still there\n\n"
                     continue
                 changed.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(SHORTEST_S):
+                    async with asyncio.timeout(MIN_INTERVAL_S):
                         await job.finished.wait()
-        yield _end(job)
+        yield _final_event(job)
     finally:
+        # Reached at the end of the stream and when the client disconnects.
         job.waiting -= 1
         if on_disconnect == "stop":
             service.solves.client_left(job)
 
 
-async def _soon(changed: asyncio.Event) -> bool:
+async def _changes_soon(changed: asyncio.Event) -> bool:
     """Return whether something changes before the next beat."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(BEAT_S):
+        async with asyncio.timeout(HEARTBEAT_S):
             await changed.wait()
     return changed.is_set()
 
@@ -126,7 +132,7 @@ def event(kind: str, data: bytes) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-def _end(job: SolveJob) -> bytes:
+def _final_event(job: SolveJob) -> bytes:
     if job.problem is not None:
         return event("failed", job.problem.content())
     if job.answer is not None:

@@ -18,6 +18,7 @@ from .service import Serving, refuse_unfinished, valid_id
 
 router = APIRouter()
 
+# Larger than every row number.
 NEWEST = 2**62
 _CURSOR = re.compile(r"[0-9a-f]{1,15}")
 
@@ -49,6 +50,7 @@ async def list_placements(
         for name, value in (("status", status), ("objective", objective))
         if value is not None
     }
+    # One row more than the limit shows whether another page follows.
     found = await asyncio.to_thread(service.store.search, q, filters, _before(cursor), limit + 1)
     more = len(found) > limit
     rows = found[:limit]

@@ -28,31 +28,31 @@ from .service import Serving
 router = APIRouter()
 log = logging.getLogger("placer_server")
 
-MOST_NODES = 256
+MAX_NODES = 256
 
 # Largest number of devices of one node.
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 
 # Largest number of devices in a cluster of several nodes: each pair of devices is a link.
-MOST_JOINED = 256
+MAX_JOINED = 256
 
 # Longest name of a device in characters; each link repeats the names of both ends.
-LONGEST_NAME = 64
+MAX_NAME_LENGTH = 64
 
-SLOWEST_BYTES_PER_S = 1.0
+MIN_BYTES_PER_S = 1.0
 
 # Largest latency of the network, and of the transfers between a device and its host. The sum of
 # these latencies must still be valid for a link.
-LONGEST_LATENCY_S = 1e5
+MAX_LATENCY_S = 1e5
 
 Nodes = Annotated[
     list[str],
-    Query(max_length=MOST_NODES, description="Names of registered nodes whose devices to join."),
+    Query(max_length=MAX_NODES, description="Names of registered nodes whose devices to join."),
 ]
 Network = Annotated[
     float | None,
     Query(
-        ge=SLOWEST_BYTES_PER_S,
+        ge=MIN_BYTES_PER_S,
         le=1e18,
         allow_inf_nan=False,
         description="Bandwidth of the network between two nodes, in bytes per second.",
@@ -62,7 +62,7 @@ Latency = Annotated[
     float,
     Query(
         ge=0,
-        le=LONGEST_LATENCY_S,
+        le=MAX_LATENCY_S,
         allow_inf_nan=False,
         description="Latency of a transfer between nodes, in seconds.",
     ),
@@ -80,7 +80,7 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
         cluster = await service.validator.read_cluster(body)
     _check_devices(cluster)
     nodes = await service.store.call(service.store.nodes)
-    if name not in nodes and len(nodes) >= MOST_NODES:
+    if name not in nodes and len(nodes) >= MAX_NODES:
         detail = (
             f"{len(nodes)} nodes are registered, which is the limit of this service; DELETE one"
         )
@@ -88,14 +88,14 @@ async def put_node(request: Request, name: str, service: Serving) -> Response:
     created_s = await asyncio.to_thread(
         service.store.put_node, name, cluster.model_dump_json().encode()
     )
-    return json_reply(request, _described(name, created_s, cluster).model_dump_json().encode())
+    return json_reply(request, _summary(name, created_s, cluster).model_dump_json().encode())
 
 
 @router.get("/v1/nodes", response_model=NodeList)
 async def list_nodes(request: Request, service: Serving) -> Response:
     """List the registered nodes by name."""
     found = await service.store.call(service.store.nodes)
-    nodes = await asyncio.to_thread(_listed, found)
+    nodes = await asyncio.to_thread(_node_list, found)
     return json_reply(request, nodes.model_dump_json().encode(), tagged=True)
 
 
@@ -135,21 +135,21 @@ async def get_cluster(
         if name not in known:
             raise _no_node(name, list(known))
         try:
-            chosen[name] = _registered(name, known[name][1])
+            chosen[name] = _read_registered(name, known[name][1])
         except InputError as error:
             detail = (
                 f"node {name!r} registered devices that this version does not accept: {error};"
                 " let it register again"
             )
             raise Problem(404, "no-such-node", "There is no such node", detail) from error
-    if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MOST_JOINED:
+    if (count := sum(len(cluster.devices) for cluster in chosen.values())) > MAX_JOINED:
         detail = (
             f"these nodes have {count} devices, each pair of which is a link; name nodes with at"
-            f" most {MOST_JOINED} devices"
+            f" most {MAX_JOINED} devices"
         )
         raise Problem(422, "too-many-devices", "There are too many devices", detail)
     content = await asyncio.to_thread(
-        _joined, chosen, network_bytes_per_s or 1.0, network_latency_s
+        _join_json, chosen, network_bytes_per_s or 1.0, network_latency_s
     )
     return json_reply(request, content, tagged=True)
 
@@ -166,8 +166,8 @@ def _check_devices(cluster: Cluster) -> None:
 
 
 def _faults(cluster: Cluster) -> Iterator[str]:
-    if len(cluster.devices) > MOST_DEVICES:
-        yield f"the node has {len(cluster.devices)} devices; at most {MOST_DEVICES} are allowed"
+    if len(cluster.devices) > MAX_DEVICES:
+        yield f"the node has {len(cluster.devices)} devices; at most {MAX_DEVICES} are allowed"
     for device in cluster.devices:
         name = clip(device.name, 80)
         if "/" in device.name:
@@ -175,35 +175,35 @@ def _faults(cluster: Cluster) -> Iterator[str]:
                 f"device {name!r} belongs to another node; register the node's own devices, whose"
                 " names have no '/', such as cuda:0"
             )
-        if len(device.name) > LONGEST_NAME:
+        if len(device.name) > MAX_NAME_LENGTH:
             yield (
                 f"device {name!r}: the name has {len(device.name)} characters; at most"
-                f" {LONGEST_NAME} are allowed"
+                f" {MAX_NAME_LENGTH} are allowed"
             )
         yield from (f"device {name!r}: {fault}" for fault in _slow_transfers(device))
 
 
 def _slow_transfers(device: Device) -> Iterator[str]:
     for way, rate in (("to_host", device.to_host), ("from_host", device.from_host)):
-        if rate is not None and rate.bandwidth_bytes_per_s < SLOWEST_BYTES_PER_S:
+        if rate is not None and rate.bandwidth_bytes_per_s < MIN_BYTES_PER_S:
             bytes_per_s = rate.bandwidth_bytes_per_s
             yield (
                 f"{way}.bandwidth_bytes_per_s is {bytes_per_s:g}; it must be"
-                f" {SLOWEST_BYTES_PER_S:g} or more"
+                f" {MIN_BYTES_PER_S:g} or more"
             )
-        if rate is not None and rate.latency_s > LONGEST_LATENCY_S:
-            yield f"{way}.latency_s is {rate.latency_s:g}; it must be {LONGEST_LATENCY_S:g} or less"
+        if rate is not None and rate.latency_s > MAX_LATENCY_S:
+            yield f"{way}.latency_s is {rate.latency_s:g}; it must be {MAX_LATENCY_S:g} or less"
 
 
-def _listed(found: dict[str, tuple[float, bytes]]) -> NodeList:
+def _node_list(found: dict[str, tuple[float, bytes]]) -> NodeList:
     nodes = []
     for name, (created_s, content) in found.items():
         with suppress(InputError):
-            nodes.append(_described(name, created_s, _registered(name, content)))
+            nodes.append(_summary(name, created_s, _read_registered(name, content)))
     return NodeList(nodes=tuple(nodes))
 
 
-def _registered(name: str, content: bytes) -> Cluster:
+def _read_registered(name: str, content: bytes) -> Cluster:
     """Return the devices of a node.
 
     Another version of Placer may have accepted devices that this version rejects.
@@ -221,11 +221,11 @@ def _registered(name: str, content: bytes) -> Cluster:
     return cluster
 
 
-def _joined(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:
+def _join_json(chosen: dict[str, Cluster], network_bytes_per_s: float, latency_s: float) -> bytes:
     return join(chosen, network_bytes_per_s, latency_s).model_dump_json().encode()
 
 
-def _described(name: str, created_s: float, cluster: Cluster) -> Node:
+def _summary(name: str, created_s: float, cluster: Cluster) -> Node:
     types = tuple(dict.fromkeys(device.type for device in cluster.devices))
     devices = tuple(device.name for device in cluster.devices)
     return Node(name=name, created_s=created_s, devices=devices, types=types)

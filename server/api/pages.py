@@ -25,6 +25,7 @@ def _files() -> dict[str, tuple[bytes, str, str]]:
     return found
 
 
+# Read once at import: the files do not change while the service runs.
 FILES = _files()
 
 

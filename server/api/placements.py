@@ -89,21 +89,25 @@ async def _wait(
         await job.wait(seconds)
         return
     job.waiting += 1
-    ended, gone = asyncio.create_task(job.wait(seconds)), asyncio.create_task(_gone(request))
+    ended, disconnected = (
+        asyncio.create_task(job.wait(seconds)),
+        asyncio.create_task(_disconnected(request)),
+    )
     try:
-        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         job.waiting -= 1
-        left = gone.done() and not gone.cancelled()
+        left = disconnected.done() and not disconnected.cancelled()
         ended.cancel()
-        gone.cancel()
+        disconnected.cancel()
     if left:
+        # The job ends unless others wait for it or want it kept.
         service.solves.client_left(job)
     else:
         job.left_waiting_s = time.monotonic()
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return once the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -30,7 +30,7 @@ async def get_timeline(request: Request, id: str, service: Serving) -> Response:
 async def get_trace(request: Request, id: str, service: Serving) -> Response:
     """Return the timeline as a trace for https://ui.perfetto.dev and chrome://tracing."""
     content = await _present(request, service, id, trace_task)
-    return json_reply(request, content, headers=_attached("trace.json"), tagged=True)
+    return json_reply(request, content, headers=_attachment_headers("trace.json"), tagged=True)
 
 
 @router.get(
@@ -49,7 +49,7 @@ async def get_report(request: Request, id: str, service: Serving) -> Response:
     `placer show --html` writes the same file.
     """
     content = await _present(request, service, id, report_task)
-    return Response(content, headers=_attached("placement.html"), media_type="text/html")
+    return Response(content, headers=_attachment_headers("placement.html"), media_type="text/html")
 
 
 async def _present(
@@ -60,5 +60,5 @@ async def _present(
     )
 
 
-def _attached(name: str) -> dict[str, str]:
+def _attachment_headers(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}

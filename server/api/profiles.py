@@ -40,6 +40,7 @@ async def post_profile(request: Request, service: Serving, wait: Wait = None) ->
     at once. While the measurement runs, `GET /v1/profiles/{id}` returns its progress.
     """
     async with service.body_reader.body(request) as body:
+        # The id is a hash of the bytes, not of the parsed graph: parsing a large graph takes long.
         key = hashlib.sha256(body).hexdigest()[:32]
         if (known := await service.store.call(service.store.measured, key)) is not None:
             return _measured(request, key, known)

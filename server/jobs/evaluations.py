@@ -15,7 +15,7 @@ from ..workers.evaluation import EvaluationInput
 from ..workers.worker import Crashed, Killed, Refused, Task, Worker
 
 AT_ONCE = 2
-MOST_WAITING = 32
+MAX_WAITING = 32
 LIMIT_S = 30.0
 
 
@@ -25,7 +25,7 @@ class Evaluations:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._free = asyncio.Semaphore(AT_ONCE)
-        self._quota = Quota(AT_ONCE + MOST_WAITING, settings.client_share, "evaluations", retry_s=1)
+        self._quota = Quota(AT_ONCE + MAX_WAITING, settings.client_share, "evaluations", retry_s=1)
 
     async def run(self, task: Task[bytes | Problem], given: EvaluationInput, client: str) -> bytes:
         """Run an evaluation, and return its result.

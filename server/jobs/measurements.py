@@ -18,7 +18,7 @@ from .runner import Runner
 
 log = logging.getLogger("placer_server")
 
-MOST_WAITING = 8
+MAX_WAITING = 8
 ENDED_KEPT = 100
 
 
@@ -34,7 +34,7 @@ class Measurements(Runner[Job]):
     kept = ENDED_KEPT
 
     def __init__(self, settings: Settings, store: Store, metrics: Metrics) -> None:
-        super().__init__(settings, store, metrics, 1, MOST_WAITING)
+        super().__init__(settings, store, metrics, 1, MAX_WAITING)
 
     def submit(self, key: str, body: bytes, client: str) -> Job:
         """Measure a graph, unless its measurement is pending already.

@@ -157,6 +157,7 @@ class Runner(ABC, Generic[J]):
             len(self._running) < self._slots
             and (job := self._queued.pop(self._running)) is not None
         ):
+            # Create the worker here, so that a stop before its thread starts has effect.
             self._running[job.id] = job
             job.worker = self._worker(job)
             job.state, job.started_s = "running", time.monotonic()

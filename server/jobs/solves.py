@@ -80,6 +80,7 @@ class Solves(Runner[SolveJob]):
         self._peers = peers
         self._task = SolveTask(solver)
         writers = _WRITERS if store.database.remote else 1
+        # Threads of their own: accepting a request must not wait for a worker's thread.
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="placer-accept")
         # Jobs that were stopped before a worker started; their end is being written.
         self._unsolved: dict[str, SolveJob] = {}
@@ -272,6 +273,7 @@ class Solves(Runner[SolveJob]):
             self._task,
             job.payload,
             report,
+            # The solver should stop by itself at its time limit; the worker's limit is a safeguard.
             limit_s=min(job.question.time_limit_s, settings.max_time_limit_s) + settings.overrun_s,
             grace_s=settings.stop_grace_s,
             memory_bytes=settings.worker_memory_bytes,

@@ -37,6 +37,7 @@ def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s:
 
 
 def _over_network(source: Device, target: Device, bytes_per_s: float, latency_s: float) -> Link:
+    # Host to host over the network, plus device to host and host to device where measured.
     seconds_per_byte = 1 / bytes_per_s
     for rate in (source.to_host, target.from_host):
         if rate is not None:

@@ -18,7 +18,7 @@ log = logging.getLogger("placer_server")
 
 EVERY_S = 15.0
 TIMEOUT_S = 10.0
-ASKED = ("uuid", "name", "memory.used", "memory.total", "utilization.gpu", "temperature.gpu")
+QUERY_FIELDS = ("uuid", "name", "memory.used", "memory.total", "utilization.gpu", "temperature.gpu")
 MIB = 2**20
 
 
@@ -27,19 +27,19 @@ async def watch_gpus(metrics: Metrics) -> None:
     program = shutil.which("nvidia-smi")
     while program is not None:
         try:
-            said = await _ask(program)
+            output = await _query(program)
         except (OSError, TimeoutError) as error:
             log.warning(
                 "the state of the GPUs is unknown: %s", error or "nvidia-smi does not answer"
             )
             metrics.forget_gpus()
         else:
-            note(metrics, said)
+            record_gpus(metrics, output)
         await asyncio.sleep(EVERY_S)
 
 
-async def _ask(program: str) -> str:
-    command = (program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits")
+async def _query(program: str) -> str:
+    command = (program, f"--query-gpu={','.join(QUERY_FIELDS)}", "--format=csv,noheader,nounits")
     # asyncio's subprocesses are not used: at the service's end asyncio would kill nvidia-smi, but
     # not the processes that nvidia-smi has started.
     process = subprocess.Popen(
@@ -47,7 +47,7 @@ async def _ask(program: str) -> str:
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            said, _ = await asyncio.to_thread(process.communicate)
+            output, _ = await asyncio.to_thread(process.communicate)
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -55,14 +55,14 @@ async def _ask(program: str) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise OSError(f"nvidia-smi ended with {process.returncode}")
-    return said.decode(errors="replace")
+    return output.decode(errors="replace")
 
 
-def note(metrics: Metrics, said: str) -> None:
+def record_gpus(metrics: Metrics, output: str) -> None:
     """Record the output of ``nvidia-smi``; values that it does not know are left out."""
     metrics.forget_gpus()
-    for row in csv.reader(io.StringIO(said), skipinitialspace=True):
-        if len(row) != len(ASKED):
+    for row in csv.reader(io.StringIO(output), skipinitialspace=True):
+        if len(row) != len(QUERY_FIELDS):
             continue
         uuid, name, *values = row
         gauges = (

@@ -129,14 +129,14 @@ class RequestMetrics:
         # The status if the application fails without an answer.
         status = 500
 
-        async def noting(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, record_status)
         finally:
             method = scope["method"] if scope["method"] in METHODS else "other"
             route = getattr(scope.get("route"), "path", UNKNOWN)
@@ -144,7 +144,7 @@ class RequestMetrics:
             self._metrics.requests.labels(method, route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(seconds)
             if route not in QUIET and log.isEnabledFor(logging.INFO):
-                shown = _asked(scope) if route == UNKNOWN else route
+                shown = _quoted_path(scope) if route == UNKNOWN else route
                 about = {
                     "method": method,
                     "route": shown,
@@ -155,6 +155,6 @@ class RequestMetrics:
                 log.info("%s %s %d %.1f ms", *about.values(), extra={**about, "client": client})
 
 
-def _asked(scope: Scope) -> str:
+def _quoted_path(scope: Scope) -> str:
     """Return the path, quoted so that it cannot forge a line of the log."""
     return quote(scope["path"][:LONGEST_PATH])

@@ -65,22 +65,22 @@ class Database(ABC):
 
     def read(self, work: Work[T]) -> T:
         """Run a function that only reads."""
-        return self._do(self._reading, work)
+        return self._run(self._reading, work)
 
     def search(self, work: Work[T]) -> T:
         """Run a function whose reads take long, without blocking ``read``."""
-        return self._do(self._searching, work)
+        return self._run(self._searching, work)
 
     def write(self, work: Work[T]) -> T:
         """Run a function that writes, in a transaction.
 
         It may run twice, if the connection breaks at its end.
         """
-        return self._do(self._writing, work)
+        return self._run(self._writing, work)
 
     def write_one(self, work: Work[T]) -> T:
         """Run a function of one writing statement."""
-        return self._do(self._writing_one, work)
+        return self._run(self._writing_one, work)
 
     @abstractmethod
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Database(ABC):
     @abstractmethod
     def _writing_one(self) -> Any: ...
 
-    def _do(self, connecting: Callable[[], Any], work: Work[T]) -> T:
+    def _run(self, connecting: Callable[[], Any], work: Work[T]) -> T:
         try:
             try:
                 with connecting() as connection:
@@ -156,6 +156,7 @@ class SqliteDatabase(Database):
         self._engine = sa.create_engine(
             sa.URL.create("sqlite", database=name),
             poolclass=sa.StaticPool if not self.durable else sa.NullPool,
+            # Transactions are explicit, so that they take SQLite's write lock at their start.
             isolation_level="AUTOCOMMIT",
             connect_args={"check_same_thread": False, "timeout": 5},
         )
@@ -165,8 +166,8 @@ class SqliteDatabase(Database):
             raise StoreError(f"database {name!r} cannot be used: {_reason(error)}") from error
 
     def _open(self) -> None:
-        self._open_file = _OpenFile(self.name + ".lock") if self.durable else None
-        self._writer = _Turns(self._engine.connect())
+        self._presence = _PresenceLock(self.name + ".lock") if self.durable else None
+        self._writer = _LockedConnection(self._engine.connect())
         # synchronous=NORMAL: a commit survives a killed process at once, and a power failure after
         # the next checkpoint. Large pages: requests have tens of kilobytes, and each written page
         # has a cost of its own.
@@ -179,20 +180,20 @@ class SqliteDatabase(Database):
             self._writer.connection.exec_driver_sql(f"PRAGMA {pragma}")
         with self._writing() as connection:
             upgrade(connection, self.name)
-            if self._open_file is not None and self._open_file.is_alone:
+            if self._presence is not None and self._presence.is_alone:
                 connection.execute(sa.delete(replicas))
-        if self._open_file is not None:
-            self._open_file.share()
-        self._reader = _Turns(self._engine.connect()) if self.durable else self._writer
-        self._searcher = _Turns(self._engine.connect()) if self.durable else self._writer
+        if self._presence is not None:
+            self._presence.share()
+        self._reader = _LockedConnection(self._engine.connect()) if self.durable else self._writer
+        self._searcher = _LockedConnection(self._engine.connect()) if self.durable else self._writer
 
     def close(self) -> None:
         """Write everything to the file, and close it."""
-        for turns in (self._searcher, self._reader, self._writer):
-            turns.connection.close()
+        for locked in (self._searcher, self._reader, self._writer):
+            locked.connection.close()
         self._engine.dispose()
-        if self._open_file is not None:
-            self._open_file.close()
+        if self._presence is not None:
+            self._presence.close()
 
     def _reading(self) -> Any:
         return self._reader
@@ -206,6 +207,7 @@ class SqliteDatabase(Database):
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
         with self._writer as connection:
+            # IMMEDIATE: a read lock that is upgraded later could deadlock with another service.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -242,6 +244,7 @@ class PostgresDatabase(Database):
             raise MissingExtraError(
                 "PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'"
             ) from error
+        # The advisory lock inside makes replicas that start together upgrade one after another.
         self.write(self._upgrade)
 
     @staticmethod
@@ -249,7 +252,7 @@ class PostgresDatabase(Database):
         given = {
             "connect_timeout": CONNECT_S,
             "keepalives_idle": CONNECT_S,
-            **_LIVENESS,
+            **_KEEPALIVE,
             **url.query,
         }
         engine = sa.create_engine(
@@ -282,7 +285,7 @@ class PostgresDatabase(Database):
 
 
 # Socket options with which a silently lost server is noticed in seconds instead of hours.
-_LIVENESS = {
+_KEEPALIVE = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 1000 * 2 * CONNECT_S,
@@ -297,7 +300,7 @@ def _set_limits(connection: Any, _: object) -> None:
     connection.autocommit = before
 
 
-class _Turns:
+class _LockedConnection:
     """Connection that one thread at a time uses, in a ``with`` statement."""
 
     def __init__(self, connection: sa.Connection) -> None:
@@ -312,7 +315,7 @@ class _Turns:
         self._lock.release()
 
 
-class _OpenFile:
+class _PresenceLock:
     """File lock that shows that a service has the database open; it ends with the process.
 
     Every service holds a shared lock on a file next to the database. The first of them gets the
@@ -328,9 +331,9 @@ class _OpenFile:
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a")
-        self.is_alone = self._locks(exclusive=True)
+        self.is_alone = self._try_lock(exclusive=True)
         until_s = time.monotonic() + CONNECT_S
-        while not self.is_alone and not self._locks(exclusive=False):
+        while not self.is_alone and not self._try_lock(exclusive=False):
             if time.monotonic() > until_s:
                 self._file.close()
                 raise StoreError(
@@ -341,9 +344,9 @@ class _OpenFile:
 
     def share(self) -> None:
         """Let other services start."""
-        self._locks(exclusive=False)
+        self._try_lock(exclusive=False)
 
-    def _locks(self, exclusive: bool) -> bool:
+    def _try_lock(self, exclusive: bool) -> bool:
         """Try to lock the file, and return whether it is locked.
 
         On systems without such locks, no lock is exclusive.
@@ -363,5 +366,5 @@ class _OpenFile:
 
 def _reason(error: SQLAlchemyError) -> str:
     """Return the driver's message without the statement and its values."""
-    said = str(error.orig) if isinstance(error, DBAPIError) else str(error)
-    return " ".join(said.split())[:500]
+    message = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    return " ".join(message.split())[:500]

@@ -122,6 +122,7 @@ class Replicas:
             )
             return PollResult(taken, stops, {row.id: JobProgress(*row) for row in seen})
 
+        # A read is enough for a replica that is alone, which spares the disk.
         if not watched and self._database.read(lambda connection: self._is_alone(connection, room)):
             return PollResult(progress_written=False)
         return self._database.write(work)
@@ -147,6 +148,7 @@ class Replicas:
         for name, beats in connection.execute(sa.select(replicas.c.id, replicas.c.beats)):
             last = self._beats.get(name)
             found[name] = last if last and last[0] == beats else (beats, now)
+            # The condition on ``beats`` spares a replica that has just beaten again.
             if name != self._owner and now - found[name][1] > self._lease_s:
                 dead = sa.delete(replicas).where(replicas.c.id == name, replicas.c.beats == beats)
                 connection.execute(dead)
@@ -178,6 +180,7 @@ class Replicas:
 
         def work(connection: sa.Connection) -> Begun:
             mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
+            # No updated row: another replica has the job, or the request was not written.
             held = connection.execute(mine.values(starts=starts, running=True)).rowcount
             if (
                 not held

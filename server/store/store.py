@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
 from .lru_cache import LruCache
-from .merit import is_worse
+from .ranking import is_worse
 from .tables import failures, graphs, jobs, measured, nodes, placements, profiles, replicas
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ MEASURED_KEPT = 1000
 
 # Largest number of job ends that wait for a store that fails. The next start solves the jobs beyond
 # that number again.
-MOST_UNWRITTEN = 1_000
+MAX_UNWRITTEN = 1_000
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ class Store:
         """Return the answer to a question, or None."""
         if (answer := self.recent(key)) is not None:
             return answer
-        row = self._one(_ANSWER, key)
+        row = self._first_row(_ANSWER, key)
         if row is None:
             return None
         answer = Answer(*row)
-        self._remember(key, answer)
+        self._cache(key, answer)
         return answer
 
     def put(
@@ -192,16 +192,21 @@ class Store:
                 tries again.
         """
         write = partial(
-            self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled
+            self._write_answer,
+            key=key,
+            answer=answer,
+            summary=_without_nul(summary),
+            asked=asked,
+            settled=settled,
         )
         kept = answer
         try:
-            kept = self._end(key, write, answer) or answer
+            kept = self._write_end(key, write, answer) or answer
         finally:
-            self._remember(key, kept)
+            self._cache(key, kept)
         return kept
 
-    def _put(
+    def _write_answer(
         self,
         connection: sa.Connection,
         key: str,
@@ -257,6 +262,7 @@ class Store:
             .where(placements.c.row <= last.scalar_subquery())
             .returning(placements.c.profile_id)
         )
+        # Profiles are shared: delete those that no remaining placement uses.
         for profile_id in set(connection.scalars(old)):
             left = sa.exists().where(placements.c.profile_id == profile_id)
             connection.execute(sa.delete(profiles).where(profiles.c.id == profile_id, ~left))
@@ -294,11 +300,11 @@ class Store:
         Raises:
             StoreError: It could not be written; ``retry_unwritten`` tries again.
         """
-        self._end(key, partial(_fail, key=key, status=status, problem=problem))
+        self._write_end(key, partial(_insert_failure, key=key, status=status, problem=problem))
 
     def failure(self, key: str) -> tuple[int, bytes] | None:
         """Return the status and problem of a failed job, or None."""
-        row = self._one(_FAILURE, key)
+        row = self._first_row(_FAILURE, key)
         return (row[0], row[1]) if row else None
 
     def backlog(self) -> list[Accepted]:
@@ -311,7 +317,7 @@ class Store:
 
     def profile(self, key: str) -> bytes | None:
         """Return a profile as JSON by its content hash, or None if no placement of it is kept."""
-        row = self._one(_PROFILE, key)
+        row = self._first_row(_PROFILE, key)
         return row[0] if row else None
 
     def accept_graph(self, key: str, node: str, body: bytes) -> None:
@@ -339,6 +345,7 @@ class Store:
             connection.execute(taken.values(owner=self._owner))
             return [(row.id, row.body) for row in found]
 
+        # Most polls find nothing, so look first without a write transaction.
         there = sa.select(graphs.c.row).where(left).limit(1)
         if self.database.read(lambda connection: connection.execute(there).first()) is None:
             return []
@@ -380,7 +387,7 @@ class Store:
 
     def measured(self, key: str) -> bytes | None:
         """Return a measured profile by the hash of its request, or None."""
-        row = self._one(_MEASURED, key)
+        row = self._first_row(_MEASURED, key)
         return row[0] if row else None
 
     def put_node(self, name: str, cluster: bytes) -> float:
@@ -404,7 +411,7 @@ class Store:
 
     def request(self, key: str) -> bytes | None:
         """Return the PlacementRequest of an answer as JSON, or None if it is not kept."""
-        row = self._one(_REQUEST, key)
+        row = self._first_row(_REQUEST, key)
         return b'{"profile": %s, %s' % (row[1], row[0][1:]) if row else None
 
     def search(
@@ -450,7 +457,7 @@ class Store:
                     del self._unwritten[key]
                     self._unwritten_answers.pop(key, None)
                     if kept is not None:
-                        self._remember(key, kept)
+                        self._cache(key, kept)
         return len(self._unwritten)
 
     @property
@@ -462,7 +469,7 @@ class Store:
         """Write everything, and close the database."""
         self.database.close()
 
-    def _end(
+    def _write_end(
         self,
         key: str,
         write: Callable[[sa.Connection], Answer | None],
@@ -472,7 +479,7 @@ class Store:
             kept = self.database.write(write)
         except StoreError:
             with self._lock:
-                if len(self._unwritten) < MOST_UNWRITTEN:
+                if len(self._unwritten) < MAX_UNWRITTEN:
                     self._unwritten[key] = write
                     if answer is not None:
                         self._unwritten_answers[key] = answer
@@ -482,7 +489,7 @@ class Store:
             self._unwritten_answers.pop(key, None)
         return kept
 
-    def _remember(self, key: str, answer: Answer) -> None:
+    def _cache(self, key: str, answer: Answer) -> None:
         """Cache an answer.
 
         If replicas share the store, another replica may improve an answer that was stopped early,
@@ -491,14 +498,14 @@ class Store:
         if answer.complete or not self.database.shared:
             self._recent.put(key, answer, len(answer.placement))
 
-    def _one(self, query: sa.Executable, key: str) -> Any:
+    def _first_row(self, query: sa.Executable, key: str) -> Any:
         """Return the row that a query finds, or None."""
         return self.database.read(
             lambda connection: connection.execute(query, {"key": key}).one_or_none()
         )
 
 
-def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
+def _insert_failure(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
     connection.execute(sa.delete(failures).where(failures.c.id == key))
     connection.execute(sa.insert(failures), {"id": key, "status": status, "problem": problem})
     last = sa.select(failures.c.row).order_by(failures.c.row.desc()).offset(FAILURES_KEPT).limit(1)
@@ -506,7 +513,7 @@ def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> N
     connection.execute(sa.delete(jobs).where(jobs.c.id == key))
 
 
-def _plain(summary: bytes) -> Any:
+def _without_nul(summary: bytes) -> Any:
     """Return the summary without NUL characters.
 
     A model's name may contain them, but PostgreSQL's text type does not.

@@ -57,6 +57,7 @@ class BodyReader:
 
     def _require_small(self, declared: str) -> None:
         limit = self._settings.max_body_bytes
+        # Reject a too large body before it is read; ``_check`` handles undeclared sizes.
         if declared.isdecimal() and int(declared[:20]) > limit:
             raise _too_large(limit, f" of {clip(declared, 20)} bytes")
 

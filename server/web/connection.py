@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large())
                 return
-        if self._in_head or self._answered():
+        if self._in_head or self._all_answered():
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         malformed = Problem(400, "malformed-http", "The request is not HTTP", detail)
         self._refuse(_too_large() if self._parsed_bytes > MAX_HEAD_BYTES else malformed)
 
-    def _answered(self) -> bool:
+    def _all_answered(self) -> bool:
         """Return whether every request has been answered.
 
         Bytes that a client sends after its last request then do not keep the connection open.

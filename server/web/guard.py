@@ -34,7 +34,7 @@ HEADERS = [
 ]
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_LOCAL_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class Guard:
@@ -66,10 +66,11 @@ class Guard:
                 given = value
             elif name == VERSION_HEADER:
                 versions = value
+        # Accept the client's or proxy's request id only if it cannot disturb the log.
         request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(8).encode()
         REQUEST_ID.set(request_id.decode())
 
-        async def marked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", ()),
@@ -81,19 +82,20 @@ class Guard:
         try:
             self._admit(scope, authorization, host, origin)
             if versions:
-                _agree(versions)
+                _check_version(versions)
         except Problem as problem:
-            await problem.response()(scope, receive, marked)
+            await problem.response()(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, marked)
+        await self._app(scope, receive, send_with_headers)
 
     def _admit(self, scope: Scope, authorization: bytes, host: bytes, origin: bytes) -> None:
         path = scope["path"]
+        # Without keys, the host check prevents DNS rebinding, and the origin check other sites.
         if not self._keys:
-            if host and not _LOCAL.fullmatch(host):
-                raise _strange_host(host)
-            if origin and not _LOCAL.fullmatch(origin.partition(b"://")[2]):
-                raise _strange_origin(origin)
+            if host and not _LOCAL_HOST.fullmatch(host):
+                raise _wrong_host(host)
+            if origin and not _LOCAL_HOST.fullmatch(origin.partition(b"://")[2]):
+                raise _wrong_origin(origin)
             return
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
@@ -107,7 +109,7 @@ class Guard:
             raise _no_key("the given key is unknown")
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
-            raise _too_often(key.rate.per_s, seconds)
+            raise _rate_exceeded(key.rate.per_s, seconds)
         needed = (
             "metrics"
             if path == "/metrics"
@@ -119,7 +121,7 @@ class Guard:
             raise _no_scope(key.name, needed)
 
 
-def _agree(versions: bytes) -> None:
+def _check_version(versions: bytes) -> None:
     """Reject a client that reads none of this service's schema versions."""
     given = versions.decode("latin-1")
     if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
@@ -130,7 +132,7 @@ def _agree(versions: bytes) -> None:
         raise Problem(406, "no-common-version", "No common schema version", detail)
 
 
-def _strange_host(host: bytes) -> Problem:
+def _wrong_host(host: bytes) -> Problem:
     detail = (
         f"the host is {clip(host.decode('latin-1'), 80)!r}, but a service without keys answers only"
         " to localhost: set PLACER_KEYS_FILE, or use http://127.0.0.1"
@@ -138,7 +140,7 @@ def _strange_host(host: bytes) -> Problem:
     return Problem(421, "strange-host", "The host is not this service's", detail)
 
 
-def _strange_origin(origin: bytes) -> Problem:
+def _wrong_origin(origin: bytes) -> Problem:
     detail = (
         f"the origin is {clip(origin.decode('latin-1'), 80)!r}, but a service without keys answers"
         " only to pages of this machine: set PLACER_KEYS_FILE"
@@ -162,7 +164,7 @@ def _no_scope(name: str, needed: str) -> Problem:
     return Problem(403, "no-scope", "The key lacks a scope", detail)
 
 
-def _too_often(per_s: float, seconds: int) -> Problem:
+def _rate_exceeded(per_s: float, seconds: int) -> Problem:
     detail = f"this key may send {per_s:g} requests per second; try again in {seconds} s"
     return Problem(
         429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)}

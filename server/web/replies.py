@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 JSON = "application/json"
 
 # Size below which compression is not worth its time.
-SMALLEST_BYTES = 1024
+MIN_GZIP_BYTES = 1024
 
 # Size above which a thread compresses the reply. A megabyte takes tens of milliseconds, in which
 # the event loop would answer nobody.
@@ -44,9 +44,9 @@ def json_reply(
         sent["Cache-Control"] = "private, no-cache"
         if has_tag(request.headers.get("if-none-match", ""), tag):
             return Response(status_code=304, headers=sent)
-    if len(content) >= SMALLEST_BYTES:
+    if len(content) >= MIN_GZIP_BYTES:
         sent["Vary"] = "Accept-Encoding"
-        if takes_gzip(request.headers.get("accept-encoding", "")):
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
             sent["Content-Encoding"] = "gzip"
             if len(content) >= LARGE_BYTES:
                 return _Large(content, status, headers=sent, media_type=JSON)
@@ -65,6 +65,7 @@ class _Large(Response):
 
 
 def _compressed(content: bytes) -> bytes:
+    # Without a time stamp, the same content gives the same bytes.
     return gzip.compress(content, 1, mtime=0)
 
 
@@ -80,7 +81,7 @@ def has_tag(given: str, tag: str) -> bool:
     )
 
 
-def takes_gzip(given: str) -> bool:
+def accepts_gzip(given: str) -> bool:
     """Return whether an Accept-Encoding header allows gzip."""
     for part in given.lower().split(","):
         name, _, options = part.partition(";")

@@ -26,13 +26,13 @@ from ..workers.worker import CONTEXT, end_with_parent, starting_processes
 INLINE_BYTES = 192 * 1024
 
 # Largest number of values in a body; a well-formed body of 16 MiB has half as many.
-MOST_VALUES = 2_000_000
+MAX_VALUES = 2_000_000
 
-REMEMBERED = 4096
+MAX_KNOWN = 4096
 
 # Largest total size in bytes of a batch's requests. Shared fields are sent once, but every request
 # holds a copy.
-MOST_WRITTEN_OUT = 64 * 2**20
+MAX_EXPANDED_BYTES = 64 * 2**20
 
 T = TypeVar("T")
 
@@ -50,13 +50,14 @@ class Validator:
         Raises:
             Problem: The body is not a PlacementRequest; the problem names the fault.
         """
+        # Clients may send the same body repeatedly, so keep its question by the hash.
         digest = hashlib.sha256(body).digest()
         if (question := self._known.get(digest)) is not None:
             self._known.move_to_end(digest)
             return question
         question = await self._run(check, body)
         self._known[digest] = question
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return question
 
@@ -87,10 +88,10 @@ class Validator:
     async def _run(self, work: Callable[[bytes], T], body: bytes) -> T:
         if len(body) <= INLINE_BYTES:
             return work(body)
-        _refuse_many(body)
-        return await self._run_elsewhere(work, body)
+        _check_value_count(body)
+        return await self._run_in_process(work, body)
 
-    async def _run_elsewhere(self, work: Callable[[bytes], T], body: bytes) -> T:
+    async def _run_in_process(self, work: Callable[[bytes], T], body: bytes) -> T:
         if self._processes is None:
             self._processes = ProcessPoolExecutor(
                 1, mp_context=CONTEXT, initializer=end_with_parent
@@ -140,16 +141,16 @@ def check(body: bytes) -> Question:
     )
 
 
-def _refuse_many(body: bytes) -> None:
+def _check_value_count(body: bytes) -> None:
     """Reject a body with too many values before it is parsed.
 
     A value takes a byte or two of the body, but a hundred bytes once it is parsed. The parser
     itself limits the nesting to 200 levels.
     """
     count = sum(body.count(mark) for mark in (b",", b"[", b"{"))
-    if count > MOST_VALUES:
+    if count > MAX_VALUES:
         detail = (
-            f"the body holds about {count} values; the limit is {MOST_VALUES}. A coarser"
+            f"the body holds about {count} values; the limit is {MAX_VALUES}. A coarser"
             " granularity gives fewer layers"
         )
         raise Problem(413, "too-many-values", "The body holds too much", detail)
@@ -179,7 +180,7 @@ def split(body: bytes) -> list[bytes]:
         batch = read_json(Batch, body, strict=True)
     except ValidationError as error:
         raise invalid_body(error, Batch) from None
-    bodies, left = [], MOST_WRITTEN_OUT
+    bodies, left = [], MAX_EXPANDED_BYTES
     for one in batch.requests:
         try:
             bodies.append(json.dumps({**batch.shared, **one}).encode())
@@ -194,7 +195,7 @@ def split(body: bytes) -> list[bytes]:
 
 def _too_many_bytes(count: int) -> Problem:
     detail = (
-        f"{count} requests, each with the shared fields, have more than {MOST_WRITTEN_OUT} bytes;"
+        f"{count} requests, each with the shared fields, have more than {MAX_EXPANDED_BYTES} bytes;"
         " send fewer at a time"
     )
     return Problem(413, "batch-too-large", "The batch is too large", detail)

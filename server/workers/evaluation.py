@@ -93,7 +93,7 @@ def evaluate_task(payload: bytes, report: Report, stop: threading.Event) -> byte
         return invalid_body(error, EvaluateBody)
     request = body.request or _request_of(given.stored)
     return (
-        evaluate(request, body.layer_devices, _best(request, given.stored))
+        evaluate(request, body.layer_devices, _known_best(request, given.stored))
         .model_dump_json()
         .encode()
     )
@@ -120,7 +120,7 @@ def _request_of(stored: Sequence[StoredPlacement]) -> PlacementRequest:
     return read_request(stored[0].request)
 
 
-def _best(request: PlacementRequest, stored: Sequence[StoredPlacement]) -> Placement | None:
+def _known_best(request: PlacementRequest, stored: Sequence[StoredPlacement]) -> Placement | None:
     key = request.content_hash()
     found = [Placement.model_validate_json(one.placement) for one in stored if one.id == key]
     return found[0] if found and found[0].objective_value is not None else None
@@ -192,6 +192,7 @@ def evaluate(
 
     faults = [*_name_faults(request, where)]
     if faults:
+        # Unknown names make every other check meaningless.
         return Evaluation(valid=False, faults=tuple(faults), objective=request.objective)
     if request.objective == "step":
         request = (question_of(request, chosen_by) if chosen_by is not None else None) or best_for(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from placer.solver.problem import Problem as Indexed
 
 # Largest number of passes in a timeline; a longer batch is shown by its first micro-batches.
-MOST_PASSES = 6000
+MAX_PASSES = 6000
 
 
 def timeline_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
@@ -250,5 +250,5 @@ def trace(shown: Timeline) -> str:
 
 def _most_chunks(stages: int, devices: int) -> int:
     """Return the number of micro-batches to show: whole rounds through the devices, if any."""
-    most = max(1, MOST_PASSES // (3 * stages))
+    most = max(1, MAX_PASSES // (3 * stages))
     return most - most % devices if most > devices else most

@@ -62,7 +62,11 @@ Task = Callable[[bytes, Report, threading.Event], T]
 
 PRELOAD = ["placer_server.workers.solving", "placer.solver.solve"]
 
+# Interval in seconds at which ``run`` checks the deadline.
 _TICK_S = 0.1
+
+# Neither "fork", which is unsafe with the service's threads, nor "spawn", which would import the
+# solver for every solve.
 CONTEXT = multiprocessing.get_context("forkserver")
 _START_LOCK = threading.Lock()
 
@@ -154,6 +158,7 @@ class Worker(Generic[T]):
         finally:
             with self._lock:
                 self._pipe = None
+            # After the result, the process has nothing left to do, so it need not end by itself.
             pipe.close()
             process.kill()
             process.join()
@@ -170,10 +175,10 @@ class Worker(Generic[T]):
             self._stopped = True
             self._deadline = time.monotonic() + self._grace_s
             if self._pipe is not None:
-                self._tell_stop(self._pipe)
+                self._send_stop(self._pipe)
 
     @staticmethod
-    def _tell_stop(pipe: Connection) -> None:
+    def _send_stop(pipe: Connection) -> None:
         try:
             pipe.send("stop")
         except OSError:
@@ -185,7 +190,7 @@ class Worker(Generic[T]):
         with self._lock:
             self._pipe = pipe
             if self._stopped:
-                self._tell_stop(pipe)
+                self._send_stop(pipe)
             else:
                 self._deadline = time.monotonic() + self._limit_s
 
@@ -247,7 +252,7 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
 
 
-def _cap_memory(limit_bytes: int) -> None:
+def _limit_memory(limit_bytes: int) -> None:
     """Let allocations beyond the limit fail here.
 
     The limit counts memory that the process writes to, not memory that it only maps.
@@ -275,7 +280,7 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
         # The service has just been killed.
         return
     try:
-        _cap_memory(memory_bytes)
+        _limit_memory(memory_bytes)
         _start_listening(pipe, stop, memory_bytes)
         result = task(payload, Report(send), stop)
     except MissingExtraError as error:

@@ -266,7 +266,7 @@ def test_a_retry_after_that_says_nothing_is_a_short_pause(ask, request_, pauses,
 
 def test_a_retry_after_of_a_day_is_not_slept_through(ask, request_, pauses):
     ask(Script((503, {}, {"Retry-After": "86400"}), (200, DONE)), "place", request_)
-    assert pauses == [exchange.LONGEST_PAUSE_S]
+    assert pauses == [exchange.MAX_PAUSE_S]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault)
 def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, pauses):
     # Its start takes a second or two, and a client gave up after one and a half: also on what had
     # been accepted.
-    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    away = [httpx.ConnectError("refused")] * (exchange.RESTART_RETRIES + 3)
     assert ask(Script((202, RUNNING), *away, (200, DONE)), "place", request_).status == "optimal"
     assert 12 < sum(pauses) < 26
     assert (
@@ -291,7 +291,7 @@ def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, 
 
 
 def test_a_service_that_answered_an_earlier_call_is_waited_for_too(request_, pauses):
-    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    away = [httpx.ConnectError("refused")] * (exchange.RESTART_RETRIES + 3)
     with Client(
         URL, transport=httpx.MockTransport(Script((200, DONE), *away, (200, DONE)))
     ) as client:
@@ -318,7 +318,7 @@ def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_star
     assert refusals(b"") == 4
     assert (
         refusals(f"event: progress\ndata: {json.dumps(RUNNING)}\n\n".encode())
-        == 4 + exchange.AWAY_RETRIES
+        == 4 + exchange.RESTART_RETRIES
     )
 
 

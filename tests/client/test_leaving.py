@@ -92,7 +92,7 @@ def test_a_cancelled_place_stops_the_solve(service: str) -> None:
 def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("placer_client.endpoints.LONGEST_POLL_S", 0.3)
+    monkeypatch.setattr("placer_client.endpoints.MAX_POLL_S", 0.3)
     request = question()
 
     async def go() -> None:
@@ -145,7 +145,7 @@ def test_what_another_client_waits_for_goes_on(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other client may be between two polls."""
-    monkeypatch.setattr("placer_client.endpoints.LONGEST_POLL_S", 0.1)
+    monkeypatch.setattr("placer_client.endpoints.MAX_POLL_S", 0.1)
     request = question()
 
     async def go() -> None:

@@ -11,7 +11,7 @@ import pytest
 from placer.errors import InputError, ServerError
 from placer_server import keys as module
 from placer_server.app import background, create_app
-from placer_server.keys import Keys, Rate, make
+from placer_server.keys import Keys, TokenBucket, make
 from placer_server.observability.logs import JsonFormatter
 from placer_server.settings import Settings
 
@@ -129,7 +129,7 @@ def test_a_key_that_asks_too_often_is_429_and_others_are_not(secured):
 def test_a_rate_fills_again_as_time_goes_by(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    rate = Rate(2.0)
+    rate = TokenBucket(2.0)
     assert [rate.take() for _ in range(5)] == [0, 0, 0, 0, 1]
     now[0] += 0.5
     assert [rate.take(), rate.take()] == [0, 1]

@@ -239,11 +239,11 @@ def test_a_large_body_is_checked_in_another_process(serve, request_body):
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(serve, monkeypatch):
     # Sixteen megabytes of them took the process that checks bodies 13 s and 900 MB.
-    monkeypatch.setattr(validation.Validator, "_run_elsewhere", None)
+    monkeypatch.setattr(validation.Validator, "_run_in_process", None)
     client = serve()
     for path in (POST, "/v1/placements:batch", "/v1/profiles", "/v1/nodes/a"):
         for value, marks in ((b"1,", 1), (b"[],", 2), (b"{},", 2)):
-            content = b"[" + value * (validation.MOST_VALUES // marks) + b"1]"
+            content = b"[" + value * (validation.MAX_VALUES // marks) + b"1]"
             reply = client.request(
                 "PUT" if "nodes" in path else "POST", path, content=content, headers=JSON
             )

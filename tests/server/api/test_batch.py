@@ -89,7 +89,7 @@ def test_a_batch_that_is_none_is_told(serve, content, words):
 def test_what_is_shared_cannot_be_multiplied_beyond_a_limit(serve, monkeypatch):
     batch = example() | {"requests": [{}] * 64}
     one = len(json.dumps(batch["shared"]))
-    monkeypatch.setattr(validation, "MOST_WRITTEN_OUT", 63 * one)
+    monkeypatch.setattr(validation, "MAX_EXPANDED_BYTES", 63 * one)
     reply = serve().post(BATCH, json=batch)
     assert (reply.status_code, reply.json()["type"]) == (413, "urn:placer:problem:batch-too-large")
 

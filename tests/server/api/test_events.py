@@ -137,7 +137,7 @@ def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(
 def test_streams_are_bounded_and_one_that_is_left_makes_room(
     monkeypatch, solvers, request_body, wait_until
 ):
-    monkeypatch.setattr("placer_server.app.MOST_STREAMS", 1)
+    monkeypatch.setattr("placer_server.app.MAX_STREAMS", 1)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     with background(settings, solver=solvers.until_stopped) as url:
         path = f"{url}/v1/placements/{post(url, request_body())}/events"

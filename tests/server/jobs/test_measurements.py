@@ -180,7 +180,7 @@ def test_a_process_that_dies_is_a_500_that_says_so_and_the_next_graph_is_measure
 
 
 def test_too_many_graphs_at_once_are_429(serve, graph_body, monkeypatch):
-    monkeypatch.setattr(measurements, "MOST_WAITING", 1)
+    monkeypatch.setattr(measurements, "MAX_WAITING", 1)
     client = serve()
     replies = [
         client.post("/v1/profiles?wait=0", json=graph_body(repeats=1 + number))

@@ -11,7 +11,7 @@ import stat
 import pytest
 
 from placer_server.observability import gpus
-from placer_server.observability.gpus import note, watch_gpus
+from placer_server.observability.gpus import record_gpus, watch_gpus
 from placer_server.observability.metrics import Metrics
 from placer_server.openapi import examples
 from placer_server.workers.solving import default_solver
@@ -28,7 +28,7 @@ def sample(metrics, what, /, **labels):
 
 def test_the_state_of_each_gpu_is_told_in_bytes_shares_and_degrees():
     metrics = Metrics()
-    note(metrics, SAID)
+    record_gpus(metrics, SAID)
     one = {"uuid": "GPU-1", "name": "NVIDIA H200"}
     assert sample(metrics, "placer_gpu_memory_used_bytes", **one) == 2**30
     assert sample(metrics, "placer_gpu_memory_bytes", **one) == 143771 * 2**20
@@ -38,7 +38,7 @@ def test_the_state_of_each_gpu_is_told_in_bytes_shares_and_degrees():
 
 def test_what_a_gpu_does_not_say_is_left_out():
     metrics = Metrics()
-    note(metrics, SAID)
+    record_gpus(metrics, SAID)
     assert sample(metrics, "placer_gpu_celsius", uuid="GPU-2", name="NVIDIA H200") == 40
     assert sample(metrics, "placer_gpu_busy", uuid="GPU-2", name="NVIDIA H200") is None
     assert sample(metrics, "placer_gpu_busy", uuid="GPU-1", name="NVIDIA H200") is not None
@@ -46,8 +46,8 @@ def test_what_a_gpu_does_not_say_is_left_out():
 
 def test_a_gpu_that_is_gone_is_told_no_more():
     metrics = Metrics()
-    note(metrics, SAID)
-    note(metrics, "")
+    record_gpus(metrics, SAID)
+    record_gpus(metrics, "")
     assert "GPU-1" not in metrics.render().decode()
 
 
@@ -88,7 +88,7 @@ def test_nvidia_smi_is_asked_again_and_again(program, tmp_path):
 def test_an_nvidia_smi_that_fails_leaves_no_old_state(program, caplog):
     program("exit 9")
     metrics = Metrics()
-    note(metrics, SAID)
+    record_gpus(metrics, SAID)
     asyncio.run(watch(metrics, lambda: "GPU-1" not in metrics.render().decode()))
 
 

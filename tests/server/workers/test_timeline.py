@@ -11,7 +11,7 @@ import pytest
 from placer.schema import Placement, PlacementRequest, Timeline
 from placer_server.app import default_solver
 from placer_server.openapi import examples
-from placer_server.workers.timeline import MOST_PASSES, timeline
+from placer_server.workers.timeline import MAX_PASSES, timeline
 
 WAYS = ("forward_ms", "backward_ms")
 HALVES = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
@@ -102,7 +102,7 @@ def test_the_order_that_memory_has_room_for_is_the_one_that_is_shown():
 def test_of_a_million_micro_batches_the_first_are_shown():
     shown = timeline(example(chunks=1_000_000), placed())
     assert shown.chunks == 1_000_000
-    assert len(shown.passes) <= MOST_PASSES
+    assert len(shown.passes) <= MAX_PASSES
     assert shown.step_ms == pytest.approx((shown.shown_chunks + 1) * 7.5)
 
 

@@ -13,11 +13,11 @@ def is_worse(version: str, summary: dict[str, Any], before: sa.Row[Any]) -> bool
 
     Values of two versions of Placer are not comparable.
     """
-    mine, other = _merit(summary), _merit(before.summary)
-    return mine < other and (version == before.version or mine == _merit({}))
+    mine, other = _rank(summary), _rank(before.summary)
+    return mine < other and (version == before.version or mine == _rank({}))
 
 
-def _merit(summary: dict[str, Any]) -> tuple[bool, float]:
+def _rank(summary: dict[str, Any]) -> tuple[bool, float]:
     """Return a sort key: proven answers first, then the smallest value; no placement is last."""
     value = summary.get("objective_value")
     return summary.get("status") in (
