@@ -21,13 +21,13 @@ from .service import Service, Serving, client_name, refuse_unfinished, valid_id
 
 router = APIRouter()
 
-Id = Annotated[str | None, Query(description="Id of the placement whose request the map answers.")]
+Id = Annotated[str | None, Query(description="Use the request of the placement with this id.")]
 Ids = Annotated[
     list[str],
     Query(
         max_length=MAX_MAPS,
-        description="Ids of placements to compare. Without a `request` in the body, all are"
-        " evaluated for the request of the first placement.",
+        description="Compare the placements with these ids. Without a `request` in the body, all"
+        " maps are evaluated for the request of the first placement.",
     ),
 ]
 

@@ -51,7 +51,9 @@ HEARTBEAT_S = 10.0
 @router.get(
     "/v1/placements/{id}/events",
     response_class=StreamingResponse,
-    responses={200: {"content": {EVENTS: {"schema": EVENT}}, "description": "A stream of events."}},
+    responses={
+        200: {"content": {EVENTS: {"schema": EVENT}}, "description": "The stream of events."}
+    },
 )
 async def get_events(
     request: Request, id: str, service: Serving, on_disconnect: OnDisconnect = "keep"

@@ -22,12 +22,17 @@ router = APIRouter()
 NEWEST = 2**62
 _CURSOR = re.compile(r"[0-9a-f]{1,15}")
 
-Limit = Annotated[int, Query(ge=1, le=200, description="Largest number of placements.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Return at most this number of placements.")]
 Cursor = Annotated[
-    str | None, Query(max_length=100, description="Start of the page: `next` of the page before.")
+    str | None,
+    Query(max_length=100, description="Start after this cursor, `next` of the page before."),
 ]
 Text = Annotated[
-    str, Query(max_length=200, description="Text that the model's name or the id must contain.")
+    str,
+    Query(
+        max_length=200,
+        description="Return only placements whose model name or id contains this text.",
+    ),
 ]
 
 

@@ -47,7 +47,10 @@ MAX_LATENCY_S = 1e5
 
 Nodes = Annotated[
     list[str],
-    Query(max_length=MAX_NODES, description="Names of registered nodes whose devices to join."),
+    Query(
+        max_length=MAX_NODES,
+        description="Join the devices of the registered nodes with these names.",
+    ),
 ]
 Network = Annotated[
     float | None,
@@ -55,7 +58,8 @@ Network = Annotated[
         ge=MIN_BYTES_PER_S,
         le=1e18,
         allow_inf_nan=False,
-        description="Bandwidth of the network between two nodes, in bytes per second.",
+        description="Assume this bandwidth between two nodes, in bytes per second. It is required for"
+        " several nodes.",
     ),
 ]
 Latency = Annotated[
@@ -64,7 +68,7 @@ Latency = Annotated[
         ge=0,
         le=MAX_LATENCY_S,
         allow_inf_nan=False,
-        description="Latency of a transfer between nodes, in seconds.",
+        description="Assume this latency of a transfer between two nodes, in seconds.",
     ),
 ]
 

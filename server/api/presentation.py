@@ -39,7 +39,7 @@ async def get_trace(request: Request, id: str, service: Serving) -> Response:
     responses={
         200: {
             "content": {"text/html": {"schema": {"type": "string"}}},
-            "description": "One HTML file.",
+            "description": "The report is one HTML file.",
         }
     },
 )

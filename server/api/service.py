@@ -76,7 +76,7 @@ Wait = Annotated[
         ge=0,
         le=MAX_WAIT_S,
         allow_inf_nan=False,
-        description="Seconds to wait for the answer before the service responds with 202.",
+        description="Wait this number of seconds for the answer before a response with 202.",
     ),
 ]
 OnDisconnect = Annotated[

@@ -22,12 +22,20 @@ PROBLEM_SCHEMA = {
     "type": "object",
     "required": ["type", "title", "status", "detail"],
     "properties": {
-        "type": {"type": "string", "examples": ["urn:placer:problem:invalid-request"]},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
+        "type": {
+            "type": "string",
+            "description": "The kind of problem, for programs.",
+            "examples": ["urn:placer:problem:invalid-request"],
+        },
+        "title": {"type": "string", "description": "The kind of problem, for people."},
+        "status": {"type": "integer", "description": "The HTTP status."},
+        "detail": {
+            "type": "string",
+            "description": "What is wrong with this request, and what to do.",
+        },
         "errors": {
             "type": "array",
+            "description": "The invalid places of the body, as JSON pointers (RFC 6901).",
             "items": {
                 "type": "object",
                 "required": ["pointer", "detail"],

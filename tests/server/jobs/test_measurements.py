@@ -190,6 +190,28 @@ def test_too_many_graphs_at_once_are_429(serve, graph_body, monkeypatch):
     assert replies[2].headers["Retry-After"] == "10"
 
 
+def test_a_rejected_graph_counts_as_a_rejection_in_the_metrics(serve, graph_body, monkeypatch):
+    monkeypatch.setattr(measurements, "MAX_WAITING", 0)
+    client = serve()
+    for number in range(2):
+        client.post("/v1/profiles?wait=0", json=graph_body(repeats=1 + number))
+    assert "placer_rejections_total 1.0" in client.get("/metrics").text
+
+
+def test_a_waiting_graph_is_answered_503_and_kept_when_the_service_stops(serve, graph_body):
+    client = serve()
+    service = client.app.state.service
+    paths = [
+        client.post("/v1/profiles?wait=0", json=graph_body(repeats=1 + number)).headers["Location"]
+        for number in range(2)
+    ]
+    client.portal.call(service.measurements.stop_all)
+    reply = client.get(paths[1], params={"wait": 30})
+    assert (reply.status_code, reply.json()["type"]) == (503, "urn:placer:problem:stopping")
+    kept = {key for key, _ in service.store.graphs(service.settings.node_name)}
+    assert paths[1].rpartition("/")[2] in kept
+
+
 def test_without_torch_graphs_are_501_and_it_says_what_to_do(serve, graph_body, monkeypatch):
     import solvers_for_tests
 
