@@ -307,14 +307,6 @@ class Store:
         row = self._first_row(_FAILURE, key)
         return (row[0], row[1]) if row else None
 
-    def backlog(self) -> list[Accepted]:
-        """Return the accepted requests without an answer, in the order of their arrival."""
-        query = sa.select(*JOB).order_by(jobs.c.row)
-        return [
-            Accepted(*row)
-            for row in self.database.read(lambda connection: connection.execute(query).all())
-        ]
-
     def profile(self, key: str) -> bytes | None:
         """Return a profile as JSON by its content hash, or None if no placement of it is kept."""
         row = self._first_row(_PROFILE, key)
@@ -350,18 +342,6 @@ class Store:
         if self.database.read(lambda connection: connection.execute(there).first()) is None:
             return []
         return self.database.write(take)
-
-    def graphs(self, node: str) -> list[tuple[str, bytes]]:
-        """Return ids and bodies of a node's unmeasured graphs, in the order of their arrival."""
-        query = (
-            sa.select(graphs.c.id, graphs.c.body)
-            .where(graphs.c.node == node)
-            .order_by(graphs.c.row)
-        )
-        return [
-            (key, body)
-            for key, body in self.database.read(lambda connection: connection.execute(query).all())
-        ]
 
     def delete_graph(self, key: str, node: str) -> None:
         """Delete a graph that cannot be measured."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
+from accepted import accepted_jobs
 
 from placer.schema import Placement, PlacementRequest
 from placer.solver.check import check
@@ -32,7 +33,7 @@ def test_what_a_service_accepted_is_answered_by_its_next_start(start, request_bo
     assert [reply.json()["status"] for reply in replies] == ["optimal"] * 3
     assert again.end(signal.SIGTERM) == 0
     store = Store(again.database, keep=10)
-    assert store.backlog() == []
+    assert accepted_jobs(store) == []
     store.close()
 
 
@@ -57,7 +58,7 @@ def test_a_solve_that_waits_is_found_while_the_service_stops(
     assert client.delete(stopped).json()["status"] == "unknown"
     store = client.app.state.service.store
     wait_until(
-        lambda: [f"/v1/placements/{job.id}" for job in store.backlog()] == [running, waiting]
+        lambda: [f"/v1/placements/{job.id}" for job in accepted_jobs(store)] == [running, waiting]
     )
 
 
@@ -215,7 +216,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
         wait([asking], 0.2)
         asked_again.set()
         assert (stopping.result().status_code, asking.result().status_code) == (200, 202)
-    assert key_of(body) in {job.id for job in store.backlog()}
+    assert key_of(body) in {job.id for job in accepted_jobs(store)}
 
 
 def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):

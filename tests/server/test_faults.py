@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from accepted import accepted_jobs
 from fastapi.testclient import TestClient
 from postgres_server import PostgresServer, find_binaries
 
@@ -60,7 +61,7 @@ def test_an_answer_for_which_the_disk_has_no_room_is_written_when_it_has(
     wait_until(lambda: store.unwritten == 0)
     again = serve(database=str(tmp_path / "p.db"))
     assert again.get(f"/v1/placements/{key}").content == first.content
-    assert store.backlog() == []
+    assert accepted_jobs(store) == []
 
 
 def test_a_request_for_which_the_disk_has_no_room_is_not_said_to_be_accepted(
@@ -81,7 +82,7 @@ def test_what_a_full_disk_left_unwritten_is_solved_again_after_a_kill(tmp_path, 
         store.put("a", Answer(b"x" * 200_000, True, "1"))
     store.close()  # writes nothing more
     again = Store(str(tmp_path / "p.db"), keep=10)
-    assert (again.get("a"), [job.id for job in again.backlog()]) == (None, ["a"])
+    assert (again.get("a"), [job.id for job in accepted_jobs(again)]) == (None, ["a"])
     again.close()
 
 
