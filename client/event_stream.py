@@ -38,7 +38,7 @@ class EventStream:
         self.ended = False
         self._sender = sender
         self._failures = 0
-        self._told = False
+        self._has_begun = False
         self._begin()
 
     def _begin(self) -> None:
@@ -59,8 +59,8 @@ class EventStream:
         for end in ends:
             line = "".join((*self._half, end))
             self._half = []
-            if (told := self._line(line)) is not None:
-                yield told
+            if (event := self._line(line)) is not None:
+                yield event
         self._half.append(rest)
 
     def _line(self, text: str) -> Progress | Placement | None:
@@ -81,7 +81,7 @@ class EventStream:
             raise self._failed(data)
         if kind != "progress":
             return None
-        self._failures, self._told = 0, True
+        self._failures, self._has_begun = 0, True
         return self._sender.parse(Progress, data)
 
     def _failed(self, data: str) -> PlacerError:
@@ -115,7 +115,7 @@ class EventStream:
         return max(retry_after_s(reply), self._backoff_s())
 
     def _interrupted(self, error: httpx.RequestError | None) -> float:
-        away = self._told and isinstance(error, NOTHING_SENT)
+        away = self._has_begun and isinstance(error, NOTHING_SENT)
         if self._failures < self._sender.max_retries(away) and not isinstance(
             error, httpx.UnsupportedProtocol
         ):

@@ -3,8 +3,7 @@
     event: progress     data: {"id", "status", "incumbent", "bound", "gap", "elapsed_s"}
     event: done         data: the Placement
     event: failed       data: the problem
-    event: handed-on    data: the progress; the service stops, and its next start continues the
-        solve
+    event: handed-on    data: the progress; the service stops, and its next start continues
 
 Each of the last three ends the stream.
 """
@@ -77,14 +76,14 @@ async def get_events(
 class _Stream(StreamingResponse):
     """Event stream that occupies its client's place while it is open."""
 
-    def __init__(self, content: AsyncIterator[bytes], shares: Quota, client: str) -> None:
+    def __init__(self, content: AsyncIterator[bytes], quota: Quota, client: str) -> None:
         super().__init__(content, headers=HEADERS, media_type=EVENTS)
-        self._shares, self._client = shares, client
+        self._quota, self._client = quota, client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, or a 429 if the client, or all clients together, have too many open."""
         try:
-            with self._shares.held(self._client):
+            with self._quota.held(self._client):
                 await super().__call__(scope, receive, send)
         except Problem as problem:
             await problem.response()(scope, receive, send)
@@ -117,7 +116,7 @@ async def _event_stream(
 
 
 async def _changes_soon(changed: asyncio.Event) -> bool:
-    """Return whether something changes before the next beat."""
+    """Return whether something changes before the next heartbeat."""
     with suppress(TimeoutError):
         async with asyncio.timeout(HEARTBEAT_S):
             await changed.wait()
