@@ -191,7 +191,7 @@ function follow(progress, request) {
 }
 
 function ended(placement) {
-  if (placement.status === "infeasible") return "No placement meets these limits.";
+  if (placement.status === "infeasible") return "There is no placement within these limits.";
   if (placement.objective_value === null) return "No placement was found in time; increase the time limit.";
   return `${placement.status === "optimal" ? "Proven optimal" : "Best so far"}: ${amount(placement.objective_value, placement.objective)}`;
 }

@@ -92,7 +92,7 @@ def test_a_job_that_took_the_service_down_each_time_is_given_up_and_says_so(
     store.close()
     reply = serve(database=database).get(f"/v1/placements/{key_of(body)}?wait=30")
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
-    assert "begun 3 times" in reply.json()["detail"]
+    assert "started 3 times" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(

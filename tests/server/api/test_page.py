@@ -133,7 +133,7 @@ def test_each_knob_solves_again(page):
     page.until("document.querySelectorAll('#current svg .compute').length === 4")
     page.set("#memory", 2)
     page.until("document.querySelector('#progress').textContent.includes('no placement')")
-    assert "short" in page.text("#current")
+    assert "missing" in page.text("#current")
     page.set("#memory", 16)
     page.set("#devices", 2)
     page.until(
@@ -483,7 +483,7 @@ def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, 
     )
     assert told and page.run("return document.querySelector('#current').classList.contains('old')")
     page.until(
-        "document.querySelector('#progress').textContent.includes('Change the marked values')"
+        "document.querySelector('#progress').textContent.includes('Correct the marked values')"
     )
     page.set("#objective", "latency")  # another change does not ask for it either
     time.sleep(0.6)

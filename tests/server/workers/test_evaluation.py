@@ -212,7 +212,7 @@ def test_two_past_placements_are_compared_without_a_body(serve, request_body):
         (EVALUATE, {"layer_devices": {"a": 5}}, 422, "layer_devices.a"),
         (COMPARE, {}, 422, "no request"),
         (f"{COMPARE}?id={'0' * 32}", {}, 404, "no placement"),
-        (f"{EVALUATE}?id=x", {"layer_devices": {}}, 404, "no id"),
+        (f"{EVALUATE}?id=x", {"layer_devices": {}}, 404, "not an id"),
     ],
 )
 def test_a_body_that_cannot_be_judged_is_a_problem_that_says_why(serve, path, body, status, words):
