@@ -89,18 +89,18 @@ def test_a_replica_that_is_alone_writes_nothing_while_nothing_happens(replica, t
     at_a.begin("x", 1)
     before = changes(a)
     for bound in range(20):
-        assert not look(at_a, room=3, progress={"x": (7.0, float(bound))}).told
+        assert not look(at_a, room=3, progress={"x": (7.0, float(bound))}).progress_written
     assert changes(a) == before
     _, at_b = replica("b")
     look(at_b)
-    assert look(at_a, progress={"x": (7.0, 3.0)}).told
+    assert look(at_a, progress={"x": (7.0, 3.0)}).progress_written
     assert look(at_b, watched=["x"]).seen["x"].bound == 3.0
 
 
 def changes(store):
     """Return how often the tables of replicas and jobs were written.
 
-    For SQLite, the number of the file's transactions.
+    For SQLite, the size of the write-ahead log.
     """
     if store.database.dialect == "sqlite":
         return store.database.read(lambda connection: os.stat(store.database.name + "-wal").st_size)

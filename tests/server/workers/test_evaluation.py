@@ -86,7 +86,7 @@ def test_a_map_is_valid_exactly_if_the_independent_referee_takes_it():
 FAULTS = {
     "layer-missing": ({}, lambda m: m.pop("head"), "'head' has no device"),
     "layer-unknown": ({}, lambda m: m.update(tail="cuda:0"), "no such layer"),
-    "device-unknown": ({}, lambda m: m.update(head="cuda:7"), "'cuda:7' is no device"),
+    "device-unknown": ({}, lambda m: m.update(head="cuda:7"), "'cuda:7' is not a device"),
     "pin-broken": (
         {"constraints": {"pinned": {"head": "cuda:0"}}},
         lambda m: None,

@@ -187,7 +187,7 @@ def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_
 
     reply = readiness(60 * 2**20)
     told = re.search(
-        r"PLACER_WORKER_MEMORY_BYTES is 62914560; .*: set (\d+) or more", reply.json()["detail"]
+        r"PLACER_WORKER_MEMORY_BYTES is 62914560, .*: set (\d+) or more", reply.json()["detail"]
     )
     assert reply.status_code == 503 and told is not None
     assert readiness(int(told[1]) + 2**20).status_code == 200
