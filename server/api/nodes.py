@@ -58,8 +58,8 @@ Network = Annotated[
         ge=MIN_BYTES_PER_S,
         le=1e18,
         allow_inf_nan=False,
-        description="Assume this bandwidth between two nodes, in bytes per second. It is required for"
-        " several nodes.",
+        description="Assume this bandwidth between two nodes, in bytes per second. It is required"
+        " for several nodes.",
     ),
 ]
 Latency = Annotated[
