@@ -1,4 +1,4 @@
-"""``Client`` for asyncio: the same exchanges, carried out without blocking the loop."""
+"""Client for asyncio."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
-from .dialogue import Dialogue, Health
+from .base import BaseClient
+from .connection import RETRIES, TIMEOUT_S, require_open
+from .endpoints import Health
+from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
-from .following import SILENCE_S, Following
 
 __all__ = ["AsyncClient"]
 
 T = TypeVar("T")
 
 
-class AsyncClient:
-    """``Client`` for asyncio; close it with ``aclose``, or use it in an ``async with`` statement.
+class AsyncClient(BaseClient):
+    """Client of one service for asyncio, with the methods of ``Client``.
+
+    Close it with ``aclose``, or use it in an ``async with`` statement.
 
     Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-            None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too
-            busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
-            None.
-        transport: carries the HTTP requests, for tests; the network if None.
+        server: The service's URL, such as ``http://host:8080``; ``PLACER_URL`` from the environment
+            if None.
+        timeout: Seconds that connecting, sending or receiving may take.
+        retries: Number of repetitions of a request that failed on the way, or for which the service
+            was too busy.
+        key: Bearer key, if the service requires one; ``PLACER_KEY`` from the environment if None.
+        transport: Transport of the HTTP requests, for tests; the network if None.
 
     Raises:
-        InputError: no server is given, it is no URL, or the key cannot be sent.
+        InputError: No server is given, its URL is invalid, or the key cannot be sent.
     """
 
     def __init__(
@@ -63,55 +65,51 @@ class AsyncClient:
         key: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.url = url_of(server)
-        self._dialogue = Dialogue(self.url, retries)
-        self._timeout_s = timeout
+        super().__init__(server, timeout, retries, key)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers_of(key), transport=transport
+            base_url=self.url, headers=self._headers, transport=transport
         )
 
     async def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """See ``Client.place``; a cancelled task stops the solve on the service as Ctrl-C does."""
-        return await self._carry_out(self._dialogue.place(request, wait))
+        """See ``Client.place``; cancelling the task stops the solve, as Ctrl-C does there."""
+        return await self._carry_out(self._endpoints.place(request, wait))
 
     async def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None
     ) -> list[Placement | PlacerError]:
         """See ``Client.place_many``."""
-        return await self._carry_out(self._dialogue.place_many(requests, wait))
+        return await self._carry_out(self._endpoints.place_many(requests, wait))
 
     async def submit(self, request: PlacementRequest) -> Placement | Progress:
         """See ``Client.submit``."""
-        return await self._carry_out(self._dialogue.submit(request))
+        return await self._carry_out(self._endpoints.submit(request))
 
     async def events(self, id: str) -> AsyncIterator[Progress | Placement]:
         """See ``Client.events``."""
-        following = Following(self._dialogue, id)
-        while not following.ended:
-            refuse_closed(self._http)
+        stream = EventStream(self._endpoints, id)
+        while not stream.ended:
+            require_open(self._http)
+            outcome: Outcome
             try:
-                async with self._http.stream(
-                    "GET", following.path, timeout=self._stream_timeout()
-                ) as reply:
-                    if not reply.is_success:
-                        await reply.aread()
-                        await asyncio.sleep(following.refused(reply))
-                        continue
-                    async for piece in reply.aiter_bytes():
-                        for told in following.read(piece):
-                            yield told
-                if not following.ended:
-                    await asyncio.sleep(following.lost(None))
+                async with self._http.stream(**self._stream_arguments(stream.path)) as outcome:
+                    if outcome.is_success:
+                        async for piece in outcome.aiter_bytes():
+                            for event in stream.read(piece):
+                                yield event
+                    else:
+                        await outcome.aread()
             except httpx.RequestError as error:
-                await asyncio.sleep(following.lost(error))
+                outcome = error
+            if not stream.ended:
+                await asyncio.sleep(stream.pause_s(outcome))
 
     async def placement(self, id: str, wait: float | None = None) -> Placement:
         """See ``Client.placement``."""
-        return await self._carry_out(self._dialogue.placement(id, wait))
+        return await self._carry_out(self._endpoints.placement(id, wait))
 
     async def stop(self, id: str) -> Placement:
         """See ``Client.stop``."""
-        return await self._carry_out(self._dialogue.stop(id))
+        return await self._carry_out(self._endpoints.stop(id))
 
     async def evaluate(
         self,
@@ -121,7 +119,7 @@ class AsyncClient:
         id: str | None = None,
     ) -> Evaluation:
         """See ``Client.evaluate``."""
-        return await self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+        return await self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
 
     async def compare(
         self,
@@ -130,7 +128,7 @@ class AsyncClient:
         request: PlacementRequest | None = None,
     ) -> Comparison:
         """See ``Client.compare``."""
-        return await self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+        return await self._carry_out(self._endpoints.compare(maps or {}, ids, request))
 
     async def page(
         self,
@@ -142,14 +140,7 @@ class AsyncClient:
         cursor: str | None = None,
     ) -> PlacementPage:
         """See ``Client.page``."""
-        filters = {
-            "q": query,
-            "status": status,
-            "objective": objective,
-            "limit": limit,
-            "cursor": cursor,
-        }
-        return await self._carry_out(self._dialogue.page(filters))
+        return await self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
 
     async def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
@@ -167,27 +158,27 @@ class AsyncClient:
 
     async def request(self, id: str) -> PlacementRequest:
         """See ``Client.request``."""
-        return await self._carry_out(self._dialogue.request(id))
+        return await self._carry_out(self._endpoints.request(id))
 
     async def timeline(self, id: str) -> Timeline:
         """See ``Client.timeline``."""
-        return await self._carry_out(self._dialogue.timeline(id))
+        return await self._carry_out(self._endpoints.timeline(id))
 
     async def trace(self, id: str) -> str:
         """See ``Client.trace``."""
-        return await self._carry_out(self._dialogue.text(id, "trace"))
+        return await self._carry_out(self._endpoints.text(id, "trace"))
 
     async def report(self, id: str) -> str:
         """See ``Client.report``."""
-        return await self._carry_out(self._dialogue.text(id, "report"))
+        return await self._carry_out(self._endpoints.text(id, "report"))
 
     async def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
         """See ``Client.profile``."""
-        return await self._carry_out(self._dialogue.profile(request, wait))
+        return await self._carry_out(self._endpoints.profile(request, wait))
 
     async def stored_profile(self, id: str) -> Profile:
         """See ``Client.stored_profile``."""
-        return await self._carry_out(self._dialogue.stored_profile(id))
+        return await self._carry_out(self._endpoints.stored_profile(id))
 
     async def cluster(
         self,
@@ -198,28 +189,28 @@ class AsyncClient:
     ) -> Cluster:
         """See ``Client.cluster``."""
         return await self._carry_out(
-            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
         )
 
     async def measure_cluster(self) -> Cluster:
         """See ``Client.measure_cluster``."""
-        return await self._carry_out(self._dialogue.measure_cluster())
+        return await self._carry_out(self._endpoints.measure_cluster())
 
     async def nodes(self) -> tuple[Node, ...]:
         """See ``Client.nodes``."""
-        return await self._carry_out(self._dialogue.nodes())
+        return await self._carry_out(self._endpoints.nodes())
 
     async def register_node(self, name: str, cluster: Cluster) -> Node:
         """See ``Client.register_node``."""
-        return await self._carry_out(self._dialogue.register_node(name, cluster))
+        return await self._carry_out(self._endpoints.register_node(name, cluster))
 
     async def forget_node(self, name: str) -> None:
         """See ``Client.forget_node``."""
-        await self._carry_out(self._dialogue.forget_node(name))
+        await self._carry_out(self._endpoints.forget_node(name))
 
     async def health(self) -> Health:
         """See ``Client.health``."""
-        return await self._carry_out(self._dialogue.health())
+        return await self._carry_out(self._endpoints.health())
 
     async def aclose(self) -> None:
         """See ``Client.close``."""
@@ -250,16 +241,8 @@ class AsyncClient:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return None
-        refuse_closed(self._http)
+        require_open(self._http)
         try:
-            return await self._http.request(
-                step.method,
-                step.path,
-                content=step.content,
-                timeout=timeout_of(step, self._timeout_s),
-            )
+            return await self._http.request(**self._arguments(step))
         except httpx.RequestError as error:
             return error
-
-    def _stream_timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

@@ -1,4 +1,4 @@
-"""Speaks to a Placer service and waits for it; ``AsyncClient`` is the same for asyncio."""
+"""Synchronous client of a Placer service."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from placer.schema import (
 )
 from placer.schema.graph import ProfileRequest
 
-from .connection import RETRIES, TIMEOUT_S, headers_of, refuse_closed, timeout_of, url_of
-from .dialogue import Dialogue, Health
+from .base import BaseClient
+from .connection import RETRIES, TIMEOUT_S, require_open
+from .endpoints import Health
+from .event_stream import EventStream
 from .exchange import Call, Exchange, Outcome, Pause
-from .following import SILENCE_S, Following
 
 __all__ = ["Client"]
 
 T = TypeVar("T")
 
 
-class Client:
-    """A client of one service; close it, or use it in a ``with`` statement.
+class Client(BaseClient):
+    """Client of one service; close it, or use it in a ``with`` statement.
 
-    What fails on the way is tried again where that is safe: nearly everywhere, for a placement is
-    asked for by its content, so that asking twice is asking once. A client that was closed raises
-    InputErrors.
+    Requests that fail on the way are repeated if that is safe. It nearly always is: a placement is
+    requested by its content, so a repeated request has the same effect as a single one. A closed
+    client raises InputError.
 
     Args:
-        server: the service's URL, ``http://host:8080``; ``PLACER_URL`` from the environment if
-            None.
-        timeout: how long connecting, sending or an answer that is due may take, in seconds.
-        retries: how often a call is repeated that failed on the way, or that the service was too
-            busy for.
-        key: the bearer key, where the service wants one; ``PLACER_KEY`` from the environment if
-            None.
-        transport: carries the HTTP requests, for tests; the network if None.
+        server: The service's URL, such as ``http://host:8080``; ``PLACER_URL`` from the environment
+            if None.
+        timeout: Seconds that connecting, sending or receiving may take.
+        retries: Number of repetitions of a request that failed on the way, or for which the service
+            was too busy.
+        key: Bearer key, if the service requires one; ``PLACER_KEY`` from the environment if None.
+        transport: Transport of the HTTP requests, for tests; the network if None.
 
     Raises:
-        InputError: no server is given, it is no URL, or the key cannot be sent.
+        InputError: No server is given, its URL is invalid, or the key cannot be sent.
     """
 
     def __init__(
@@ -67,99 +67,114 @@ class Client:
         key: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.url = url_of(server)
-        self._dialogue = Dialogue(self.url, retries)
-        self._timeout_s = timeout
-        self._http = httpx.Client(base_url=self.url, headers=headers_of(key), transport=transport)
+        super().__init__(server, timeout, retries, key)
+        self._http = httpx.Client(base_url=self.url, headers=self._headers, transport=transport)
 
     def place(self, request: PlacementRequest, wait: float | None = None) -> Placement:
-        """Ask for a placement and wait for it. The same request asked again is answered at once.
+        """Request a placement and wait for it; a repeated request is answered at once.
 
-        Ctrl-C meanwhile stops the solve on the service, unless others wait for it too. Call
-        ``submit`` for a solve that goes on without you.
+        Ctrl-C stops the solve on the service, unless other clients wait for it. Call ``submit`` for
+        a solve that continues without this client.
 
         Args:
-            request: the question.
-            wait: how long to wait, in seconds; until it is there if None.
+            request: The question.
+            wait: Longest time to wait in seconds; unlimited if None.
 
         Returns:
-            The placement; also one whose status is ``infeasible`` or ``unknown``.
+            The placement, which may have the status ``infeasible`` or ``unknown``.
 
         Raises:
-            InputError: the service finds a fault in the request.
-            TimeoutExceeded: it is not there in time; it goes on, and ``placement(id)`` or
-                ``stop(id)`` gets it.
-            UnreachableError: the service cannot be reached.
-            ServerError: it cannot answer.
+            InputError: The service finds a fault in the request.
+            TimeoutExceeded: The placement is not ready in time. The solve continues: call
+                ``placement(id)`` or ``stop(id)``.
+            UnreachableError: The service cannot be reached.
+            ServerError: The service cannot answer.
         """
-        return self._carry_out(self._dialogue.place(request, wait))
+        return self._carry_out(self._endpoints.place(request, wait))
 
     def place_many(
         self, requests: Sequence[PlacementRequest], wait: float | None = None
     ) -> list[Placement | PlacerError]:
-        """Ask for several placements together; what they have in common, their profile say, is sent
-        once.
+        """Request several placements together; common fields, such as the profile, are sent once.
 
         Args:
-            requests: the questions.
-            wait: how long to wait for all, in seconds; until they are there if None.
+            requests: The questions.
+            wait: Longest time to wait for all of them in seconds; unlimited if None.
 
         Returns:
-            For each question its placement, or the error that ``place`` would have raised for it.
+            For each question its placement, or the error that ``place`` would raise for it.
 
         Raises:
-            UnreachableError: the service cannot be reached; if that comes after some answers, it is
-                the others' error.
-            ServerError: it cannot answer; likewise.
+            UnreachableError: The service cannot be reached. If some questions have been answered,
+                this error is the result of the others instead.
+            ServerError: The service cannot answer; likewise.
         """
-        return self._carry_out(self._dialogue.place_many(requests, wait))
+        return self._carry_out(self._endpoints.place_many(requests, wait))
 
     def submit(self, request: PlacementRequest) -> Placement | Progress:
-        """Ask for a placement without waiting: it, or how far it is. See ``events`` and
-        ``placement``.
-        """
-        return self._carry_out(self._dialogue.submit(request))
-
-    def events(self, id: str) -> Iterator[Progress | Placement]:
-        """How a solve goes, as it goes: its progress whenever that changes, and the placement at
-        the end.
-
-        A stream that breaks off is taken up again.
+        """Request a placement without waiting.
 
         Args:
-            id: of the placement: of what ``submit`` returned, or ``request.content_hash()``.
+            request: The question.
+
+        Returns:
+            The placement if it is known, else the progress of its solve; see ``events`` and
+                ``placement``.
 
         Raises:
-            InputError: the solver found a fault in the request.
-            ServerError: there is no such solve, it failed, or the service cannot be reached.
+            InputError: The service finds a fault in the request.
+            ServerError: The service cannot be reached or cannot answer.
         """
-        following = Following(self._dialogue, id)
-        while not following.ended:
-            refuse_closed(self._http)
+        return self._carry_out(self._endpoints.submit(request))
+
+    def events(self, id: str) -> Iterator[Progress | Placement]:
+        """Yield the progress of a solve whenever it changes, and at the end the placement.
+
+        An interrupted stream is resumed.
+
+        Args:
+            id: Id of the placement, from the result of ``submit`` or from
+                ``request.content_hash()``.
+
+        Raises:
+            InputError: The solver found a fault in the request.
+            ServerError: There is no such solve, it failed, or the service cannot be reached.
+        """
+        stream = EventStream(self._endpoints, id)
+        while not stream.ended:
+            require_open(self._http)
+            outcome: Outcome
             try:
-                with self._http.stream(
-                    "GET", following.path, timeout=self._stream_timeout()
-                ) as reply:
-                    if not reply.is_success:
-                        reply.read()
-                        time.sleep(following.refused(reply))
-                        continue
-                    for piece in reply.iter_bytes():
-                        yield from following.read(piece)
-                if not following.ended:
-                    time.sleep(following.lost(None))
+                with self._http.stream(**self._stream_arguments(stream.path)) as outcome:
+                    if outcome.is_success:
+                        for piece in outcome.iter_bytes():
+                            yield from stream.read(piece)
+                    else:
+                        outcome.read()
             except httpx.RequestError as error:
-                time.sleep(following.lost(error))
+                outcome = error
+            if not stream.ended:
+                time.sleep(stream.pause_s(outcome))
 
     def placement(self, id: str, wait: float | None = None) -> Placement:
-        """A placement that was asked for before; see ``place``."""
-        return self._carry_out(self._dialogue.placement(id, wait))
+        """Return a placement that was requested before.
+
+        Args:
+            id: Id of the placement.
+            wait: Longest time to wait in seconds; unlimited if None.
+
+        Raises:
+            TimeoutExceeded: The placement is not ready in time; the solve continues.
+            ServerError: There is no such placement, or the service cannot answer.
+        """
+        return self._carry_out(self._endpoints.placement(id, wait))
 
     def stop(self, id: str) -> Placement:
-        """End a solve and take the best placement so far, whose status is ``unknown`` if there is
-        none.
+        """End a solve, and return the best placement so far.
+
+        Its status is ``unknown`` if the solver had found none.
         """
-        return self._carry_out(self._dialogue.stop(id))
+        return self._carry_out(self._endpoints.stop(id))
 
     def evaluate(
         self,
@@ -168,19 +183,20 @@ class Client:
         *,
         id: str | None = None,
     ) -> Evaluation:
-        """Have a map of your own judged by the cost model that the solver minimises.
+        """Evaluate a map of your own by the cost model that the solver minimises.
 
         Args:
-            layer_devices: layer -> device.
-            request: the question that it answers.
-            id: instead, a placement whose question it answers; then the map is held against that
-                one, too.
+            layer_devices: Device of each layer.
+            request: Request that the map answers.
+            id: Instead of ``request``, a placement of the same request. The evaluation then also
+                compares the map with that placement.
 
         Raises:
-            InputError: the request has a fault, or neither or both of request and id are given.
-            ServerError: there is no such placement, or the service cannot answer.
+            InputError: The request has a fault, or neither or both of ``request`` and ``id`` are
+                given.
+            ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.evaluate(layer_devices, request, id))
+        return self._carry_out(self._endpoints.evaluate(layer_devices, request, id))
 
     def compare(
         self,
@@ -188,18 +204,18 @@ class Client:
         ids: Sequence[str] = (),
         request: PlacementRequest | None = None,
     ) -> Comparison:
-        """Have maps and placements held against each other, all judged by one question.
+        """Compare maps and placements, all evaluated for one request.
 
         Args:
-            maps: name -> layer -> device.
-            ids: of placements.
-            request: the question; that of the first placement if None.
+            maps: Device of each layer, by the name of the map.
+            ids: Ids of placements.
+            request: Request for the evaluation; the first placement's request if None.
 
         Raises:
-            InputError: there are fewer than two, no question, or one with a fault.
-            ServerError: there is no such placement, or the service cannot answer.
+            InputError: Fewer than two are given, or the request is missing or has a fault.
+            ServerError: There is no such placement, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.compare(maps or {}, ids, request))
+        return self._carry_out(self._endpoints.compare(maps or {}, ids, request))
 
     def page(
         self,
@@ -210,28 +226,21 @@ class Client:
         limit: int = 50,
         cursor: str | None = None,
     ) -> PlacementPage:
-        """Some past placements, newest first.
+        """Return a page of past placements, newest first.
 
         Args:
-            query: what the model's name or the id must contain.
-            status: only those.
-            objective: only those.
-            limit: how many at most, up to 200.
-            cursor: where to go on: ``next`` of the page before.
+            query: Text that the model's name or the id must contain.
+            status: Required status, if given.
+            objective: Required objective, if given.
+            limit: Largest number of placements, up to 200.
+            cursor: Start of the page: ``next`` of the page before.
         """
-        filters = {
-            "q": query,
-            "status": status,
-            "objective": objective,
-            "limit": limit,
-            "cursor": cursor,
-        }
-        return self._carry_out(self._dialogue.page(filters))
+        return self._carry_out(self._endpoints.page(query, status, objective, limit, cursor))
 
     def history(
         self, query: str = "", *, status: Status | None = None, objective: Objective | None = None
     ) -> Iterator[Summary]:
-        """All past placements, newest first, fetched as they are looked at; see ``page``."""
+        """Yield all past placements, newest first, loaded page by page; see ``page``."""
         cursor: str | None = None
         while True:
             found = self.page(query, status=status, objective=objective, limit=200, cursor=cursor)
@@ -240,45 +249,43 @@ class Client:
                 return
 
     def request(self, id: str) -> PlacementRequest:
-        """The question of a placement, as it can be asked again."""
-        return self._carry_out(self._dialogue.request(id))
+        """Return the request of a placement, ready to be sent again."""
+        return self._carry_out(self._endpoints.request(id))
 
     def timeline(self, id: str) -> Timeline:
-        """When each device works on which micro-batch under a placement, as the schedule and the
-        profile predict it.
+        """Return when each device works on which micro-batch, in milliseconds.
+
+        The times are predictions from the placement's schedule and the profile.
         """
-        return self._carry_out(self._dialogue.timeline(id))
+        return self._carry_out(self._endpoints.timeline(id))
 
     def trace(self, id: str) -> str:
-        """The same as JSON for https://ui.perfetto.dev."""
-        return self._carry_out(self._dialogue.text(id, "trace"))
+        """Return the timeline as JSON for https://ui.perfetto.dev."""
+        return self._carry_out(self._endpoints.text(id, "trace"))
 
     def report(self, id: str) -> str:
-        """A placement for people: one HTML file."""
-        return self._carry_out(self._dialogue.text(id, "report"))
+        """Return a report of a placement as one HTML file."""
+        return self._carry_out(self._endpoints.text(id, "report"))
 
     def profile(self, request: ProfileRequest, wait: float | None = None) -> Profile:
-        """Have the layers of a captured graph measured on the devices of the service's machine, and
-        wait for it.
+        """Measure the layers of a captured graph on the devices of the service's machine.
 
         Args:
-            request: the graph: operations, shapes and dtypes, no weights; see
+            request: The graph: operations, shapes and dtypes, but no weights; see
                 ``placer.profiler.remote.sending.describe``.
-            wait: how long to wait, in seconds; until it is there if None.
+            wait: Longest time to wait in seconds; unlimited if None.
 
         Raises:
-            InputError: the service finds a fault in the graph, or a layer of it fails there.
-            TimeoutExceeded: it is not there in time; it goes on.
-            UnreachableError: the service cannot be reached.
-            ServerError: it cannot answer: torch is not installed there, say.
+            InputError: The service finds a fault in the graph, or one of its layers fails there.
+            TimeoutExceeded: The profile is not ready in time; the measurement continues.
+            UnreachableError: The service cannot be reached.
+            ServerError: The service cannot answer, for example since it has no torch.
         """
-        return self._carry_out(self._dialogue.profile(request, wait))
+        return self._carry_out(self._endpoints.profile(request, wait))
 
     def stored_profile(self, id: str) -> Profile:
-        """A profile that placements were asked for, or that was measured there; summaries have its
-        id.
-        """
-        return self._carry_out(self._dialogue.stored_profile(id))
+        """Return a profile that the service has; summaries of placements show its id."""
+        return self._carry_out(self._endpoints.stored_profile(id))
 
     def cluster(
         self,
@@ -287,57 +294,56 @@ class Client:
         network_bytes_per_s: float | None = None,
         network_latency_s: float = 0.0,
     ) -> Cluster:
-        """The devices of the service's machine, or of nodes that registered, and the links between
-        them.
+        """Return the devices and links of the service's machine, or of registered nodes.
 
         Args:
-            nodes: the names of those whose devices are joined, ``NODE/cuda:0``; the service's own
-                if there are none.
-            network_bytes_per_s: from one node's memory to another's; needed where there are
-                several.
-            network_latency_s: of a transfer between nodes.
+            nodes: Names of nodes whose devices to join as ``NODE/cuda:0``; the service's own
+                devices if empty.
+            network_bytes_per_s: Bandwidth between two nodes' memories; required for several nodes.
+            network_latency_s: Latency of a transfer between nodes in seconds.
 
         Raises:
-            InputError: there are several nodes and no network, or they have too many devices.
-            ServerError: there is no such node, or the service cannot answer.
+            InputError: Several nodes are given without a bandwidth, or they have too many devices.
+            ServerError: There is no such node, or the service cannot answer.
         """
         return self._carry_out(
-            self._dialogue.cluster(nodes, network_bytes_per_s, network_latency_s)
+            self._endpoints.cluster(nodes, network_bytes_per_s, network_latency_s)
         )
 
     def measure_cluster(self) -> Cluster:
-        """Have the devices of the service's machine measured anew.
+        """Measure the devices of the service's machine again.
 
-        Where the answer is lost this is not asked twice: ``cluster`` has it later.
+        A lost answer is not requested twice; ``cluster`` returns it later.
         """
-        return self._carry_out(self._dialogue.measure_cluster())
+        return self._carry_out(self._endpoints.measure_cluster())
 
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes that registered, by name."""
-        return self._carry_out(self._dialogue.nodes())
+        """Return the registered nodes by name."""
+        return self._carry_out(self._endpoints.nodes())
 
     def register_node(self, name: str, cluster: Cluster) -> Node:
-        """Register a node with its devices, so that placements can span hosts; again is an update.
+        """Register a node with its devices, so that placements can span hosts, or update it.
 
         Args:
-            name: of the node.
-            cluster: its devices, as the service there tells them: ``client.cluster()``.
+            name: Name of the node.
+            cluster: Its devices, as ``client.cluster()`` of the service on that node returns them.
 
         Raises:
-            InputError: these are no devices of one node, or too many.
-            ServerError: the name is none that a node can have, or the service cannot answer.
+            InputError: These are not devices of one node, or too many.
+            ServerError: The name is invalid for a node, or the service cannot answer.
         """
-        return self._carry_out(self._dialogue.register_node(name, cluster))
+        return self._carry_out(self._endpoints.register_node(name, cluster))
 
     def forget_node(self, name: str) -> None:
-        """Forget a node. Where the answer is lost this is not asked twice: ``nodes`` tells whether
-        it is there.
+        """Delete a node.
+
+        A lost answer is not requested twice; ``nodes`` shows whether the node is still there.
         """
-        self._carry_out(self._dialogue.forget_node(name))
+        self._carry_out(self._endpoints.forget_node(name))
 
     def health(self) -> Health:
-        """Whether the service lives, and the version of its Placer."""
-        return self._carry_out(self._dialogue.health())
+        """Return whether the service is alive, and its version of Placer."""
+        return self._carry_out(self._endpoints.health())
 
     def close(self) -> None:
         """Close the connections."""
@@ -368,16 +374,8 @@ class Client:
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
-        refuse_closed(self._http)
+        require_open(self._http)
         try:
-            return self._http.request(
-                step.method,
-                step.path,
-                content=step.content,
-                timeout=timeout_of(step, self._timeout_s),
-            )
+            return self._http.request(**self._arguments(step))
         except httpx.RequestError as error:
             return error
-
-    def _stream_timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self._timeout_s, read=max(self._timeout_s, SILENCE_S))

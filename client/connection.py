@@ -1,4 +1,4 @@
-"""How a client connects: to which URL, with what headers and timeouts."""
+"""Connection settings of a client: URL and headers."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import httpx
 from placer.errors import InputError, kind_of
 from placer.schema import SCHEMA_VERSION
 
-from .exchange import Call
-
 TIMEOUT_S = 10.0
 RETRIES = 4
 
 HEADERS = {
     "Content-Type": "application/json",
-    "Accept": "application/json, application/problem+json, text/event-stream;q=0.9, text/html;q=0.8",
+    "Accept": "application/json, application/problem+json,"
+    " text/event-stream;q=0.9, text/html;q=0.8",
     "Placer-Schema-Version": SCHEMA_VERSION,
 }
 
 
-def headers_of(key: str | None) -> dict[str, str]:
-    """What every request carries.
+def request_headers(key: str | None) -> dict[str, str]:
+    """Return the headers of every request.
 
     Raises:
-        InputError: the key cannot be sent.
+        InputError: The key cannot be sent.
     """
     given = os.environ.get("PLACER_KEY", "") if key is None else key
     if not given:
         return HEADERS
     if not isinstance(given, str):
         raise InputError(
-            f"the key is {kind_of(given)}; give it as the text that was shown when it was made"
+            f"the key is {kind_of(given)}; give the text that was printed when the key was made"
         )
     if not given.isascii() or not given.isprintable():
         raise InputError(
-            "the key has characters that cannot be sent; give what was shown when it was made"
+            "the key has characters that cannot be sent; give the text that was printed when the"
+            " key was made"
         )
     return {**HEADERS, "Authorization": f"Bearer {given}"}
 
 
 def url_of(server: str | None) -> str:
-    """The service's URL, without a slash at its end.
+    """Return the service's URL without a trailing slash.
 
     Raises:
-        InputError: none is given, or it is none.
+        InputError: No URL is given, or it is invalid.
     """
     given = server or os.environ.get("PLACER_URL", "")
     if not given:
@@ -58,27 +58,22 @@ def url_of(server: str | None) -> str:
         url = httpx.URL(given)
     except httpx.InvalidURL as error:
         raise InputError(
-            f"server {given!r} is no URL: {error}; an example is 'http://host:8080'"
+            f"server {given!r} is not a URL: {error}; an example is 'http://host:8080'"
         ) from error
     if url.scheme not in ("http", "https") or not url.host:
         raise InputError(
-            f"server {given!r} is no URL of a service; an example is 'http://host:8080'"
+            f"server {given!r} is not the URL of a service; an example is 'http://host:8080'"
         )
     return given.rstrip("/")
 
 
-def refuse_closed(http: httpx.Client | httpx.AsyncClient) -> None:
-    """Refuse to send by connections that are closed.
+def require_open(http: httpx.Client | httpx.AsyncClient) -> None:
+    """Raise if the client is closed.
 
     Raises:
-        InputError: they are.
+        InputError: The client is closed.
     """
     if http.is_closed:
         raise InputError(
-            f"this client of {str(http.base_url).rstrip('/')} is closed; make another for further calls"
+            f"this client of {str(http.base_url).rstrip('/')} is closed; make another client"
         )
-
-
-def timeout_of(call: Call, timeout_s: float) -> httpx.Timeout:
-    """What the service waits on purpose counts on top."""
-    return httpx.Timeout(timeout_s, read=timeout_s + call.wait_s)

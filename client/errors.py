@@ -1,4 +1,4 @@
-"""What a reply of the service means to the caller: its error as one of ``placer.errors``."""
+"""Errors of ``placer.errors`` for the service's replies and for failed connections."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ __all__ = [
     "from_transport",
 ]
 
+# Statuses that blame the request; a repetition would fail in the same way.
 FAULTS_OF_THE_REQUEST = frozenset({400, 413, 415, 422})
 
 MAX_TEXT = 1000
 
 
 def from_reply(reply: httpx.Response) -> PlacerError:
-    """The error that a reply of 400 or more tells: InputError where the request is at fault, else
-    ServerError.
-    """
+    """Return the error of a reply: InputError if the request is at fault, else ServerError."""
     text = _detail(reply)
     if reply.status_code in FAULTS_OF_THE_REQUEST:
         return InputError(text)
@@ -39,10 +38,8 @@ def from_reply(reply: httpx.Response) -> PlacerError:
 
 
 def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerError:
-    """The error that a problem tells which came inside an answer: one of a batch, or at the end of
-    a stream.
-    """
-    text = str(problem.get("detail", "it does not say why"))[:MAX_TEXT]
+    """Return the error of a problem inside an answer: of a batch, or at the end of a stream."""
+    text = str(problem.get("detail", "it gives no reason"))[:MAX_TEXT]
     if status in FAULTS_OF_THE_REQUEST:
         return InputError(text)
     return ServerError(f"the service at {url} answered {status}: {text}", status)
@@ -51,33 +48,37 @@ def from_problem(status: int, problem: Mapping[str, Any], url: str) -> PlacerErr
 def from_transport(
     error: httpx.RequestError, url: str, attempts: int, *, done: bool = False
 ) -> ServerError:
-    """The error of a request that got no reply.
+    """Return the error of a request that got no reply.
 
     Args:
-        error: of the last attempt.
-        url: of the service.
-        attempts: how many there were.
-        done: whether the service may have done what was asked, although it must not be asked twice.
+        error: Error of the last attempt.
+        url: The service's URL.
+        attempts: Number of attempts.
+        done: Whether the service may have acted although no response arrived, and the request must
+            not be repeated.
     """
     reason = str(error) or type(error).__name__
     tried = f" (tried {attempts} times)" if attempts > 1 else ""
     if done:
-        tried += "; it may have done what was asked, which is not asked again by itself: look first"
+        tried += (
+            "; it may have acted although no response arrived, so check before you repeat the call"
+        )
     if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):
         return UnreachableError(
-            f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set PLACER_URL"
+            f"no service answers at {url}: {reason}{tried}; start one with 'placer serve', or set"
+            " PLACER_URL"
         )
     if isinstance(error, httpx.TimeoutException):
         return TimeoutExceeded(
             f"the service at {url} did not answer in time: {reason}{tried}; give a longer timeout"
         )
-    return UnreachableError(f"the service at {url} broke off: {reason}{tried}")
+    return UnreachableError(f"the connection to the service at {url} broke: {reason}{tried}")
 
 
 def _detail(reply: httpx.Response) -> str:
     if reply.has_redirect_location:
         where = reply.request.url.join(reply.headers["Location"])
-        return f"it is at {where} now; give the URL of the service there"[:MAX_TEXT]
+        return f"it moved to {where}; use that URL"[:MAX_TEXT]
     try:
         content = json.loads(reply.content)
         detail = content["detail"]

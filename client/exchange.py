@@ -1,7 +1,7 @@
-"""What is said to the service, in what order, written once for the sync and the async client.
+"""Exchanges with the service without I/O, shared by the sync and the async client.
 
-An exchange is a generator: it yields a ``Call`` and is sent the reply, or yields a ``Pause`` and is
-resumed after it. The clients only carry calls and pauses out.
+An exchange is a generator. It yields a ``Call`` and receives the reply, or yields a ``Pause`` and
+resumes after it. The clients only carry out calls and pauses.
 
     exchange ── Call ──▶ client ── HTTP ──▶ service
              ◀─ reply ──        ◀──────────
@@ -30,25 +30,27 @@ from . import errors
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
+# Statuses after which a repetition may succeed.
 RETRIED = frozenset({429, 502, 503, 504})
+
+# Statuses of the service itself, which did nothing; 502 and 504 come from a proxy.
 REFUSED = frozenset({429, 503})
-"""Answered by the service itself, which did nothing; 502 and 504 come of a proxy, which knows no
-more than we do."""
 
+# Pauses between repetitions, in seconds: the first, and the longest.
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
-AWAY_RETRIES = 5
-"""So many more where the service was there before: pauses double, so it has half a minute or so to
-start again."""
+# Additional repetitions if the service was reachable before. Pauses double, so the service has
+# about half a minute to start again.
+RESTART_RETRIES = 5
 
+# Errors that occur before the service can have received anything.
 NOTHING_SENT = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
     httpx.PoolTimeout,
     httpx.UnsupportedProtocol,
 )
-"""Faults on the way before the service can have seen anything."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,17 @@ class Call:
 
     Attributes:
         method: ``GET``, ``POST``, ``PUT`` or ``DELETE``.
-        path: on the service.
-        content: the JSON body.
-        wait_s: how long the service may take on purpose before it answers, on top of the client's
-            timeout.
-        until_s: by the monotonic clock; a service that asks to wait beyond that is not waited for.
-        repeatable: whether asking twice is asking once. What is not is repeated only where nothing
-            can have come of it.
-        accepted: whether the service has said that it works on this; so if nobody answers, it is
-            starting again.
-        again: what is sent instead once the connection has broken while the service could have been
-            at work on this; the same call if None.
+        path: Path on the service.
+        content: JSON body.
+        wait_s: Seconds that the service may wait on purpose, in addition to the client's timeout.
+        until_s: Monotonic time after which the client gives up; it does not wait for a service that
+            asks for a longer pause.
+        repeatable: Whether a repetition has no further effect. Other calls are repeated only if the
+            service cannot have acted on them.
+        accepted: Whether the service has confirmed that it works on this. If nobody answers then,
+            the service is restarting.
+        again: Call to send after the connection broke while the service may have worked on this;
+            the same call if None.
     """
 
     method: str
@@ -82,7 +84,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pause:
-    """So many seconds in which nothing is said."""
+    """Time in seconds in which the client sends nothing."""
 
     seconds: float
 
@@ -93,13 +95,12 @@ Exchange = Generator[Call | Pause, Outcome | None, T]
 
 @dataclass
 class Sender:
-    """Sends calls to one service, and again while that may help.
+    """Sender of calls to one service, with retries.
 
     Attributes:
-        url: of the service, for messages.
-        retries: how often a call is repeated after it failed on the way, or was answered 429 or
-            503.
-        answered: whether the service has answered before; so if nobody does, it is starting again.
+        url: The service's URL, for messages.
+        retries: Number of repetitions of a call that failed on the way, or was answered 429 or 503.
+        answered: Whether the service has answered before. If nobody answers then, it is restarting.
     """
 
     url: str
@@ -107,88 +108,99 @@ class Sender:
     answered: bool = False
 
     def send(self, call: Call) -> Exchange[httpx.Response]:
-        """Send a call, repeat it while that may help, and return its reply if it is a good one.
+        """Send a call, repeat it while that may help, and return the successful reply.
 
         Raises:
-            InputError: the service finds a fault in what was sent.
-            UnreachableError: the service cannot be reached, or broke off.
-            TimeoutExceeded: it did not answer in time.
-            ServerError: it cannot answer.
+            InputError: The service finds a fault in the request.
+            UnreachableError: The service cannot be reached, or the connection broke.
+            TimeoutExceeded: The service did not answer in time.
+            ServerError: The service cannot answer.
         """
         there = call.accepted or self.answered
-        for attempt in range(self.most_retries(True) + 1):
+        for attempt in range(self.max_retries(True) + 1):
             outcome = yield call
             assert outcome is not None
             self.answered = self.answered or isinstance(outcome, httpx.Response)
+            outcome = _error_if_incomplete(outcome)
             if isinstance(outcome, httpx.Response) and outcome.is_success:
-                if is_whole(outcome):
-                    return outcome
-                outcome = httpx.RemoteProtocolError("half an answer came", request=outcome.request)
+                return outcome
             away = there and isinstance(outcome, NOTHING_SENT)
-            last = attempt >= self.most_retries(away) or not _may_repeat(call, outcome)
+            last = attempt >= self.max_retries(away) or not _may_repeat(call, outcome)
+            # An error that was not NOTHING_SENT shows that a service was there.
             if isinstance(outcome, httpx.RequestError):
                 there = there or not isinstance(outcome, NOTHING_SENT)
-                if last:
-                    raise errors.from_transport(
-                        outcome, self.url, attempt + 1, done=_done(call, outcome)
-                    ) from outcome
-                yield Pause(backoff_s(attempt))
-            elif outcome.status_code in RETRIED and not last and _in_time(call, outcome):
-                yield Pause(max(backoff_s(attempt), retry_after_s(outcome)))
-            else:
-                raise errors.from_reply(outcome)
-            if call.again is not None and _broke(outcome):
+            yield Pause(self._pause_s(call, outcome, attempt, last))
+            # The service may have stopped the solve when the connection broke; see ``place``.
+            if call.again is not None and _connection_broke(outcome):
                 call = call.again
         raise AssertionError("the last attempt returns or raises")
 
-    def most_retries(self, away: bool) -> int:
-        """How often at most something is asked again.
+    def _pause_s(self, call: Call, outcome: Outcome, attempt: int, last: bool) -> float:
+        """Return the pause before the next attempt, or raise the error of the last attempt."""
+        if isinstance(outcome, httpx.RequestError):
+            if last:
+                raise errors.from_transport(
+                    outcome, self.url, attempt + 1, done=_may_have_acted(call, outcome)
+                ) from outcome
+            return backoff_s(attempt)
+        if last or outcome.status_code not in RETRIED or not _is_in_time(call, outcome):
+            raise errors.from_reply(outcome)
+        return max(backoff_s(attempt), retry_after_s(outcome))
+
+    def max_retries(self, away: bool) -> int:
+        """Return the maximum number of repetitions.
 
         Args:
-            away: whether the service was there before and nobody answers now: it may be starting
-                again.
+            away: Whether the service was reachable before and nobody answers now: it may be
+                restarting.
         """
-        return self.retries + AWAY_RETRIES if away and self.retries else self.retries
+        return self.retries + RESTART_RETRIES if away and self.retries else self.retries
 
     def read(self, kind: type[M], reply: httpx.Response) -> M:
-        """What a reply holds.
+        """Parse a reply.
 
         Raises:
-            ServerError: something else.
+            ServerError: The reply does not have the expected type.
         """
         return self.parse(kind, reply.content, reply.status_code)
 
     def parse(self, kind: type[M], content: bytes | str, status: int = 200) -> M:
-        """What a text holds, as for ``read``."""
+        """Parse a text, as ``read`` does."""
         try:
             return read_json(kind, content)
         except ValidationError as error:
             raise ServerError(
-                f"what answers at {self.url} is no Placer service of this version: {first_fault(error, kind)}",
+                f"{self.url} is not a Placer service of this version: {first_fault(error, kind)}",
                 status,
             ) from error
 
 
 def is_whole(reply: httpx.Response) -> bool:
-    """Whether a reply is not cut off, as far as can be told: its end is that of JSON, where it says
-    that it is.
-    """
+    """Return whether a reply is complete, as far as its end shows that for JSON."""
     if not reply.headers.get("Content-Type", "").startswith("application/json"):
         return True
     return reply.content.rstrip().endswith((b"}", b"]"))
 
 
-def _broke(outcome: httpx.Response | httpx.RequestError) -> bool:
-    """Whether the service may have seen the connection end while it worked on a call, here or at a
-    proxy.
+def _error_if_incomplete(outcome: Outcome) -> Outcome:
+    """Return the outcome, or an error in its place if it is an incomplete answer."""
+    if isinstance(outcome, httpx.Response) and outcome.is_success and not is_whole(outcome):
+        return httpx.RemoteProtocolError("the answer is incomplete", request=outcome.request)
+    return outcome
+
+
+def _connection_broke(outcome: httpx.Response | httpx.RequestError) -> bool:
+    """Return whether the connection may have broken while the service worked on a call.
+
+    It may have broken here or at a proxy.
     """
     if isinstance(outcome, httpx.Response):
         return outcome.status_code in RETRIED - REFUSED
     return not isinstance(outcome, NOTHING_SENT)
 
 
-def _in_time(call: Call, reply: httpx.Response) -> bool:
-    """Whether a service that asks to wait can be asked again before the caller gives up."""
+def _is_in_time(call: Call, reply: httpx.Response) -> bool:
+    """Return whether the pause that the service asks for ends before the caller gives up."""
     return time.monotonic() + retry_after_s(reply) <= call.until_s or retry_after_s(reply) == 0
 
 
@@ -202,20 +214,21 @@ def _may_repeat(call: Call, outcome: httpx.Response | httpx.RequestError) -> boo
     return outcome.status_code in REFUSED
 
 
-def _done(call: Call, error: httpx.RequestError) -> bool:
-    """Whether the service may have done what it did not tell of, so that the caller must look."""
+def _may_have_acted(call: Call, error: httpx.RequestError) -> bool:
+    """Return whether the service may have acted although no response arrived."""
     return not call.repeatable and not isinstance(error, NOTHING_SENT)
 
 
 def backoff_s(attempt: int) -> float:
-    """Twice as long each time, and a random share of it, so that many clients do not come back at
-    once.
+    """Return a pause that doubles with each attempt, with a random share.
+
+    Many clients then do not return at the same time.
     """
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
 
 
 def retry_after_s(reply: httpx.Response) -> float:
-    """What the service asks to wait: seconds or a date; 0 if it does not say."""
+    """Return the pause that the service asks for, given in seconds or as a date; 0 if none."""
     given: str = reply.headers.get("Retry-After", "")
     if given.isdecimal():
         seconds = float(given[:9])
@@ -224,4 +237,4 @@ def retry_after_s(reply: httpx.Response) -> float:
             seconds = (parsedate_to_datetime(given) - datetime.now(UTC)).total_seconds()
         except (ValueError, TypeError):
             return 0.0
-    return min(LONGEST_PAUSE_S, max(0.0, seconds))
+    return min(MAX_PAUSE_S, max(0.0, seconds))

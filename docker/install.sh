@@ -1,6 +1,6 @@
 #!/bin/sh
-# Run inside the build: installs its arguments into /opt/placer, through the index and with the certificates that the build
-# was given. Nothing of those stays in the image. Versions are those that were tested together.
+# Runs inside the build: installs its arguments into /opt/placer, from the index and with the
+# certificates of the build, which do not stay in the image. constraints.txt pins tested versions.
 set -eu
 secrets=/run/secrets
 if [ -s $secrets/ca ]; then export PIP_CERT=$secrets/ca SSL_CERT_FILE=$secrets/ca; fi
@@ -9,7 +9,8 @@ if [ -z "${PIP_INDEX_URL:-}" ]; then unset PIP_INDEX_URL; fi
 /opt/pip/bin/pip --python /opt/placer/bin/python install --disable-pip-version-check --no-cache-dir --no-compile \
     -c constraints.txt "$@"
 
-# What only developers of those packages need: 90 MB. torch is left as it is; it imports its tests' helpers.
+# Remove files that only developers of these packages need: 90 MB. torch is left unchanged, since it
+# imports helpers of its tests.
 for package in numpy ortools; do
     find /opt/placer/lib -path "*/site-packages/$package/*" \
         \( -type d -name tests -o -name '*.pyi' -o -name '*.pyx' -o -name '*.h' -o -name '*.a' -o -name '*.proto' \) \
@@ -22,13 +23,15 @@ if command -v strip >/dev/null; then
     done
 fi
 
-# OR-Tools imports pandas for models built from a Series, of which there are none here: 45 MB with what it needs.
+# OR-Tools imports pandas to build models from a Series, which Placer does not do: 45 MB with pandas'
+# own requirements.
 for site in /opt/placer/lib/python3*/site-packages; do
     rm -rf "$site"/pandas "$site"/pandas-* "$site"/pandas.libs "$site"/pytz* "$site"/dateutil "$site"/python_dateutil-*
     cp /opt/without/pandas.py "$site"
 done
 
-# The file system is read-only later, so what is not compiled now is compiled at every start: what a solve imports.
+# The file system is read-only at run time. Compile now what a solve imports; otherwise every start
+# would compile it again.
 env -u PYTHONDONTWRITEBYTECODE /opt/placer/bin/python - <<'END'
 import json
 from placer import cli
@@ -36,7 +39,7 @@ from placer.schema import PlacementRequest
 from placer.solver.solve import solve
 import psycopg, sqlalchemy.dialects.postgresql.psycopg
 from placer_server import app, keys, serving
-from placer_server.judge import evaluation
+from placer_server.workers import evaluation
 from placer_server.openapi import examples
 import uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.lifespan.on
 request = PlacementRequest.model_validate(examples.requests()["throughput"]["value"])

@@ -1,18 +1,18 @@
 #!/bin/sh
-# Builds the image on a base, starts it as a platform would (read-only, no capabilities, not root), asks it for a
-# placement, and stops it. Leaves the image alone behind; of a build that failed, its log. Exit code 0 only if every step
-# went well.
+# Smoke test of the image: build it, start it as a platform would (read-only, no capabilities, not
+# root), request a placement, and stop it. Only the image remains, or the log of a failed build. The
+# exit code is 0 only if every step succeeded.
 #
 #   docker/smoke.sh [BASE_IMAGE]
 #
-# Uses docker where a daemon answers, else buildah and podman. From the environment:
+# Uses docker if its daemon answers, else buildah and podman. Environment variables:
 #   TARGET        solver (default) or gpu
-#   PIP_CONF      a pip configuration to build with, passed as a secret
-#   CA            certificates to build with, passed as a secret
-#   BUILD_FLAGS   for the build: --isolation chroot --network host
-#   RUN_FLAGS     for the run: --network host --runtime runc; where limits cannot be raised ("error setting rlimits"),
-#                 --ulimit nofile=20000:20000 --ulimit nproc=4096:4096
-#   PORT          on this machine: 18080
+#   PIP_CONF      a pip configuration for the build, passed as a secret
+#   CA            certificates for the build, passed as a secret
+#   BUILD_FLAGS   flags of the build, such as --isolation chroot --network host
+#   RUN_FLAGS     flags of the run, such as --network host --runtime runc; if limits cannot be raised
+#                 ("error setting rlimits"), --ulimit nofile=20000:20000 --ulimit nproc=4096:4096
+#   PORT          port on this machine, 18080 by default
 set -eu
 cd "$(dirname "$0")/.."
 base=${1:-docker.io/library/python:3.11-slim-bookworm}
@@ -30,7 +30,7 @@ if docker info >/dev/null 2>&1; then
 elif command -v buildah >/dev/null && command -v podman >/dev/null; then
     build="buildah build --format docker --layers --ignorefile docker/Dockerfile.dockerignore" run=podman
 else
-    echo "neither a docker daemon nor buildah and podman are here" >&2
+    echo "neither a docker daemon nor buildah and podman are available" >&2
     exit 2
 fi
 keys=$(mktemp -d)
@@ -51,12 +51,12 @@ say "built: $($run image inspect --format '{{.Size}}' "$image") bytes"
 case " ${RUN_FLAGS:-} " in *" host "* | *"=host "*) publish= ;; *) publish="-p 127.0.0.1:$port:$port" ;; esac
 # shellcheck disable=SC2086
 timeout 60 $run run --rm --no-healthcheck ${RUN_FLAGS:-} -e PLACER_KEYS_FILE= "$image" >"$keys/refused" 2>&1 &&
-    fail "it starts without keys where others can reach it"
+    fail "it starts without keys although other machines can reach it"
 grep -q 'without keys: set PLACER_KEYS_FILE' "$keys/refused" || { cat "$keys/refused"; fail "it does not say that it needs keys"; }
 # shellcheck disable=SC2086
 $run run --rm --no-healthcheck ${RUN_FLAGS:-} --entrypoint python3 "$image" -m placer_server.keys smoke read,solve,metrics \
     >"$keys/file" 2>"$keys/told" || { cat "$keys/told"; fail "no key was made"; }
-chmod 644 "$keys/file"  # the service is another user; it holds hashes alone
+chmod 644 "$keys/file"  # the service runs as another user; the file holds only hashes
 key=$(sed -n 's/^the key, shown this once: //p' "$keys/told")
 authorized="Authorization: Bearer $key"
 
@@ -76,14 +76,14 @@ say "ready after $((($(date +%s%N) - started) / 1000000)) ms"
 cap=$($run inspect --format '{{.HostConfig.Memory}}' "$container")
 [ "$cap" -gt 0 ] || fail "its memory is not capped"
 if $run exec "$container" python3 -c "b'x' * ($cap + 2**28)" 2>/dev/null; then fail "a process takes more memory than the cap"; fi
-rm -f oom  # podman leaves it where it was started
+rm -f oom  # podman leaves this file in the working directory
 curl -fsS "$url/healthz" >/dev/null || fail "a process over the memory cap takes the service down"
 say "memory is capped at $cap bytes"
-$run exec "$container" python3 -m placer_server.alive || fail "the health check fails"
+$run exec "$container" python3 -m placer_server.healthcheck || fail "the health check fails"
 [ "$($run exec "$container" id -u)" = 10001 ] || fail "it runs as root"
 if $run exec "$container" touch /opt/placer/x 2>/dev/null; then fail "its file system can be written"; fi
 
-example() {  # of the body of a POST: PATH NAME
+example() {  # PATH NAME: writes the example body of a POST
     curl -fsS "$url/openapi.json" | $run exec -i "$container" python3 -c '
 import json, sys
 body = json.load(sys.stdin)["paths"][sys.argv[1]]["post"]["requestBody"]["content"]["application/json"]

@@ -1,11 +1,11 @@
-"""The REST service: placements solved in processes of their own, answered from a store when asked
-again.
+"""REST service that solves placements in worker processes and stores the answers.
 
-    request ──▶ web ──▶ api ──▶ jobs ──▶ workers (one process a solve) ──▶ store
-                         ├────▶ judge (a user's own map) ──▶ workers
-                         └────▶ node (its devices, and graphs to be measured on them) ──▶ workers
+    request ──▶ web ──▶ api ──▶ jobs (solves, measurements, evaluations) ──▶ workers ──▶ store
+                         └────▶ node (this machine's devices) ──▶ workers
 
-``app`` puts it together, ``serving`` runs it under uvicorn, ``settings`` and ``keys`` are what an
-operator gives; ``observe`` is what an operator sees, ``alive`` what a health check runs, and
-``openapi`` what a client's programmer reads. Every error is a ``problem``.
+Each task runs in a worker process of its own.
+
+``app`` assembles the application, and ``serving`` runs it under uvicorn. Operators configure it
+with ``settings`` and ``keys``, and watch it through ``observability``. Every error is a
+``problem``.
 """

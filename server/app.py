@@ -1,4 +1,4 @@
-"""Makes the application, and runs it."""
+"""The ASGI application: assembly, lifespan and startup checks."""
 
 from __future__ import annotations
 
@@ -17,60 +17,62 @@ with extra("server"):
     from fastapi import FastAPI
 
     from . import serving
-    from .api.handlers import handle_errors
-    from .api.paths import include_routes
+    from .api.error_handlers import handle_errors
+    from .api.routes import include_routes
     from .api.service import Service
-    from .jobs.jobs import Jobs
+    from .jobs.evaluations import Evaluations
+    from .jobs.measurements import Measurements
     from .jobs.peers import Peers
-    from .judge.judge import Judge
+    from .jobs.solves import Solves
     from .keys import Keys
     from .node.cluster import NodeCluster
-    from .node.profiling import Profiling
-    from .node.registering import register_forever
-    from .observe.gpus import watch_gpus
-    from .observe.metrics import Measured, Metrics
+    from .node.registration import register_forever
+    from .observability.gpus import watch_gpus
+    from .observability.metrics import Metrics, RequestMetrics
     from .openapi.document import describe
+    from .quota import Quota
     from .settings import Settings
-    from .shares import Shares
     from .store.database import StoreError
     from .store.replicas import Replicas
     from .store.store import Store
-    from .store.upkeep import mend, mend_forever
-    from .web.checker import Checker
+    from .store.write_retries import retry_writes, retry_writes_forever
+    from .web.body_reader import BodyReader
     from .web.guard import Guard
-    from .web.heads import Heads
-    from .web.intake import Intake
+    from .web.head_requests import HeadRequests
+    from .web.validation import Validator
     from .workers.solving import Solver, default_solver
-    from .workers.worker import Crashed, Killed, Worker, prepare, tell_taken_bytes
+    from .workers.worker import Crashed, Killed, Worker, measure_idle_bytes, start_fork_server
 
 log = logging.getLogger("placer_server")
 
 WARM_UP_S = 60.0
-SMALL_SOLVE_BYTES = 64 * 2**20
-"""What a solve of some fifty layers takes beside what its worker does."""
 
-MOST_STREAMS = 512
+# Memory for a solve of about fifty layers, in addition to the worker's base use.
+SMALL_SOLVE_BYTES = 64 * 2**20
+
+MAX_STREAMS = 512
+
+# Threads for blocking calls: PostgreSQL statements, and measurements that take minutes. asyncio's
+# default executor has few threads on machines with few cores.
 THREADS = 32
-"""For what waits: on PostgreSQL, or minutes for a measurement. asyncio's own are few where there
-are few cores."""
 
 
 def create_app(settings: Settings | None = None, *, solver: Solver = default_solver) -> FastAPI:
-    """The service as an ASGI application.
+    """Return the service as an ASGI application.
 
     Args:
-        settings: how it behaves; from the environment if None.
-        solver: what solves a request, ``solver(request, *, progress=None, stop=None) ->
-            Placement``; it is called in a process of its own, so it must be importable by name from
-            there.
+        settings: Settings of the service; read from the environment if None.
+        solver: Function ``solver(request, *, progress=None, stop=None) -> Placement``. It runs in a
+            worker process, so it must be importable by name.
 
     Raises:
-        InputError: the solver is defined in the main script, where no other process can import it
-            from; or the service would be reached from elsewhere without keys.
+        InputError: The solver is defined in the main script, from which no other process can import
+            it; or the service would be reachable from other machines without keys.
     """
     if getattr(solver, "__module__", None) == "__main__":
         raise InputError(
-            f"solver {solver!r} is defined in the main script; move it to a module that can be imported"
+            f"solver {solver!r} is defined in the main script, which workers cannot import;"
+            " move it to a module"
         )
     app = FastAPI(
         title="Placer",
@@ -79,35 +81,34 @@ def create_app(settings: Settings | None = None, *, solver: Solver = default_sol
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        # the redirect would go to whatever host the client names
+        # A redirect would lead to the host that the client names, whatever it is.
         redirect_slashes=False,
     )
     app.state.settings = settings or Settings()
     app.state.solver = solver
     app.state.metrics = Metrics()
     include_routes(app)
-    app.add_middleware(Heads)
+    app.add_middleware(HeadRequests)
     app.add_middleware(Guard, keys=Keys(app.state.settings))
-    # the outermost: it sees what the guard refuses
-    app.add_middleware(Measured, metrics=app.state.metrics)
+    # Added last, so it is the outermost middleware and counts requests that the guard rejects.
+    app.add_middleware(RequestMetrics, metrics=app.state.metrics)
     handle_errors(app)
     describe(app)
     return app
 
 
 def run(settings: Settings | None = None, *, solver: Solver = default_solver) -> None:
-    """Serve until SIGTERM or SIGINT; then every solve ends with its best, and those who wait get
-    it.
+    """Serve until SIGTERM or SIGINT, then end every solve with its best placement so far.
 
     Args:
-        settings: how it behaves; from the environment if None.
-        solver: see ``create_app``.
+        settings: Settings of the service; read from the environment if None.
+        solver: See ``create_app``.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     settings = settings or Settings()
-    prepare()
+    start_fork_server()
     serving.serve(create_app(settings, solver=solver), settings)
 
 
@@ -115,17 +116,18 @@ def run(settings: Settings | None = None, *, solver: Solver = default_solver) ->
 def background(
     settings: Settings | None = None, *, solver: Solver = default_solver
 ) -> Iterator[str]:
-    """Serve in a thread of this process for as long as the context is open.
+    """Serve in a thread of this process while the context is open.
 
     Args:
-        settings: how it behaves, from the environment if None; port 0 takes a free one.
-        solver: see ``create_app``.
+        settings: Settings of the service; read from the environment if None. Port 0 takes a free
+            port.
+        solver: See ``create_app``.
 
     Yields:
         The service's URL.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     settings = settings or Settings()
     with serving.serve_in_thread(create_app(settings, solver=solver), settings) as url:
@@ -141,41 +143,43 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     owner = secrets.token_hex(8)
     store = await asyncio.to_thread(_open_store, app, settings, owner)
     peers = _peers(settings, store, owner)
-    jobs = Jobs(settings, store, app.state.metrics, app.state.solver, peers)
+    metrics = app.state.metrics
     service = Service(
-        settings,
-        store,
-        app.state.metrics,
-        Intake(settings),
-        Checker(),
-        jobs,
-        Judge(settings),
-        Profiling(settings, store, app.state.metrics),
-        NodeCluster(settings),
-        Shares(MOST_STREAMS, settings.client_share, "event streams are open", retry_s=5),
+        settings=settings,
+        store=store,
+        metrics=metrics,
+        body_reader=BodyReader(settings),
+        validator=Validator(),
+        solves=Solves(settings, store, metrics, app.state.solver, peers),
+        evaluations=Evaluations(settings),
+        measurements=Measurements(settings, store, metrics),
+        cluster=NodeCluster(settings),
+        stream_quota=Quota(MAX_STREAMS, settings.client_share, "event streams", retry_s=5),
     )
     app.state.service = service
-    jobs.resume()
+    # Continue the accepted jobs that an earlier start left.
+    service.solves.resume()
     warming = asyncio.create_task(_warm_up(service))
     upkeep_tasks = [
-        asyncio.create_task(mend_forever(store)),
+        asyncio.create_task(retry_writes_forever(store)),
         asyncio.create_task(watch_gpus(app.state.metrics)),
     ]
     if store.database.shared:
-        upkeep_tasks.append(asyncio.create_task(service.profiling.resume()))
+        upkeep_tasks.append(asyncio.create_task(service.measurements.resume()))
     if settings.register_url:
         upkeep_tasks.append(asyncio.create_task(register_forever(settings, service.cluster)))
     try:
         yield
     finally:
+        # Stop the workers first, then write what is pending, and close the store last.
         service.cluster.stop()
-        await service.profiling.close()
+        await service.measurements.close()
         for task in upkeep_tasks:
             task.cancel()
-        await jobs.close()
-        await mend(store)
+        await service.solves.close()
+        await retry_writes(store)
         await warming
-        service.checker.close()
+        service.validator.close()
         store.close()
 
 
@@ -189,40 +193,45 @@ def _open_store(app: FastAPI, settings: Settings, owner: str) -> Store:
     try:
         return Store(settings.database, settings.keep, owner, settings.cache_bytes)
     except StoreError as error:
-        app.state.not_started = f"{error}; set PLACER_DATABASE to a file that can be written, or a database that answers"
+        app.state.not_started = (
+            f"{error}; set PLACER_DATABASE to a writable file or a reachable database"
+        )
         raise
     except PlacerError as error:
         app.state.not_started = str(error)
         raise
     except OSError as error:
-        app.state.not_started = f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a file that can be written"
+        app.state.not_started = (
+            f"database {settings.database!r} cannot be used: {error}; set PLACER_DATABASE to a"
+            " writable file"
+        )
         raise
 
 
 async def _warm_up(service: Service) -> None:
-    """Run a worker that does nothing; the service is ready when it came back, and a small solve
-    would.
+    """Run an idle worker; the service is ready once it has returned and a small solve would fit.
 
-    Readiness needs no key, so what the system says of a failure is in the log alone.
+    ``/readyz`` needs no key, so the system's error message goes to the log only.
     """
-    worker = Worker(tell_taken_bytes, b"", lambda *_: None, limit_s=WARM_UP_S, grace_s=1.0)
+    worker = Worker(measure_idle_bytes, b"", limit_s=WARM_UP_S, grace_s=1.0)
     try:
-        taken_bytes = await asyncio.to_thread(worker.run)
+        idle_bytes = await asyncio.to_thread(worker.run)
     except (Crashed, Killed, OSError) as error:
         log.error("no worker can be started: %s", error)
-        service.not_ready = "no worker can be started; the service's log says why"
+        service.not_ready = "no worker can be started; see the service's log"
         return
-    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, taken_bytes)
+    service.not_ready = _too_little_memory(service.settings.worker_memory_bytes, idle_bytes)
     if service.not_ready:
         log.error(service.not_ready)
 
 
-def _too_little_memory(limit_bytes: int, taken_bytes: int) -> str:
-    """Why no worker could solve anything; empty if one could."""
-    needed_bytes = taken_bytes + SMALL_SOLVE_BYTES
+def _too_little_memory(limit_bytes: int, idle_bytes: int) -> str:
+    """Return why no worker could solve anything, or an empty string."""
+    needed_bytes = idle_bytes + SMALL_SOLVE_BYTES
     if not limit_bytes or limit_bytes >= needed_bytes:
         return ""
     return (
-        f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}; a worker takes {taken_bytes} bytes before it solves anything,"
-        f" and a small solve {SMALL_SOLVE_BYTES} beside: set {needed_bytes} or more, or 0 for no limit"
+        f"PLACER_WORKER_MEMORY_BYTES is {limit_bytes}, but an idle worker needs {idle_bytes} bytes"
+        f" and a small solve {SMALL_SOLVE_BYTES} more: set {needed_bytes} or more, or 0 for no"
+        " limit"
     )

@@ -1,11 +1,11 @@
-"""Bearer keys: a file has their hashes, never themselves.
+"""Bearer keys, of which a file holds the hashes.
 
-    # name      scopes       SHA-256 of the key                     requests per second, if not PLACER_RATE_PER_S
+    # name      scopes       SHA-256 of the key                     requests per second
     ci          read,solve   9f86d081884c7d659a2feaa0c55ad015...    5
     dashboard   read         60303ae22b998861bce3b28f33eec1be...
 
-``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. Keys have 256 random bits,
-so a plain hash gives nothing away.
+``python -m placer_server.keys NAME [SCOPES]`` makes a key and its line. PLACER_RATE_PER_S is the
+rate of a line without one. A key has 256 random bits, so a plain hash reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from placer.errors import InputError
 
-# so that a key can be made where nothing is installed that a service needs
+# Only for type checking: keys can be made without the packages that a service needs.
 if TYPE_CHECKING:
     from .settings import Settings
 
+# Scopes: ``read`` for GET; ``solve`` for POST, PUT and DELETE; ``metrics`` for ``/metrics``.
 SCOPES = ("read", "solve", "metrics")
-"""``read``: everything that is GET; ``solve``: POST and DELETE; ``metrics``: ``/metrics``."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -37,21 +37,21 @@ PREFIX = "placer_"
 
 USAGE = f"""usage: python -m placer_server.keys NAME [{",".join(SCOPES)}] >> FILE
 
-Makes a bearer key for NAME, good for read,solve if no scopes are given: read is GET, solve is POST, PUT and DELETE,
-metrics is /metrics. Its line, which goes to FILE, holds the key's hash; the key itself is shown once, on stderr. A
-number at the end of the line says how often a second the key may ask. The service reads FILE at its start:
-PLACER_KEYS_FILE=FILE placer serve"""
+Make a bearer key for NAME. The scopes are read (GET), solve (POST, PUT and DELETE) and metrics
+(/metrics); the default is read,solve. The line for FILE holds the hash of the key. The key itself
+is printed once, to stderr. A number at the end of the line limits the key's requests per second.
+The service reads FILE when it starts: PLACER_KEYS_FILE=FILE placer serve"""
 
+# Length of a burst in seconds: an idle client may send the requests of this time at once.
 BURST_S = 2.0
-"""A client that was quiet may ask as much at once as in so many seconds."""
 
 
 @dataclass
-class Rate:
-    """A bucket of requests that fills as time goes by.
+class TokenBucket:
+    """Token bucket that limits the request rate of a key.
 
     Attributes:
-        per_s: how fast it fills.
+        per_s: Tokens that are added per second.
     """
 
     per_s: float
@@ -66,7 +66,11 @@ class Rate:
         return max(1.0, self.per_s * BURST_S)
 
     def take(self) -> int:
-        """Take one request; 0 if there was one, else the seconds after which there is."""
+        """Take one token.
+
+        Returns:
+            0 if a token was available, else the seconds until one is.
+        """
         now = time.monotonic()
         self._left = min(self._full, self._left + (now - self._at_s) * self.per_s)
         self._at_s = now
@@ -78,57 +82,61 @@ class Rate:
 
 @dataclass(frozen=True)
 class Key:
-    """One key that the service takes.
+    """One key that the service accepts.
 
     Attributes:
-        name: of whom it was given to; in logs, and whose turn it is in the queue.
-        scopes: what it is good for.
-        digest: its SHA-256.
-        rate: how much it may ask.
+        name: Name of the key's owner, shown in logs and used for fair queueing.
+        scopes: Scopes that the key grants.
+        digest: SHA-256 of the key.
+        rate: Rate limit.
     """
 
     name: str
     scopes: frozenset[str]
     digest: bytes
-    rate: Rate
+    rate: TokenBucket
 
 
 class Keys:
-    """The keys of a service; none on a loopback address alone.
+    """Keys of a service; without a file of keys, only a loopback address is allowed.
 
     Raises:
-        InputError: the file cannot be used, or there is none and others than this machine can reach
-            the service.
+        InputError: The file cannot be used, or it is missing and other machines can reach the
+            service.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._keys = _read(settings) if settings.keys_file else []
         if not self._keys and not is_loopback(settings.host):
             raise InputError(
-                f"the service would listen on {settings.host} without keys: set PLACER_KEYS_FILE to a file made with"
-                " 'python -m placer_server.keys NAME', or PLACER_HOST to 127.0.0.1"
+                f"the service would listen on {settings.host} without keys: set PLACER_KEYS_FILE to"
+                " a file made with 'python -m placer_server.keys NAME', or PLACER_HOST to 127.0.0.1"
             )
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def find(self, given: str) -> Key | None:
-        """The key that was given, or None; it takes as long whichever it is."""
-        digest = hash_of(given)
+        """Return the matching key, or None.
+
+        Every key is compared in constant time, so the duration reveals nothing.
+        """
+        digest = key_digest(given)
         found = None
+        # No early return: the duration must not depend on the position of the key.
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
 
 
-def hash_of(key: str) -> bytes:
-    """The SHA-256 of a key."""
+def key_digest(key: str) -> bytes:
+    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -136,19 +144,19 @@ def is_loopback(host: str) -> bool:
 
 
 def make(name: str, scopes: str = "read,solve") -> tuple[str, str]:
-    """A new key, and its line for the file.
+    """Return a new key and its line for the file.
 
     Raises:
-        InputError: the name or a scope cannot be used.
+        InputError: The name or a scope is invalid.
     """
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"{name!r} is no name of a key: write 1 to 64 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid name of a key; use 1 to 64 letters, digits, '.', '_' and '-'"
         )
     if unknown := [scope for scope in scopes.split(",") if scope not in SCOPES]:
-        raise InputError(f"{unknown[0]!r} is no scope; write some of {','.join(SCOPES)}")
+        raise InputError(f"{unknown[0]!r} is not a scope; use some of {','.join(SCOPES)}")
     key = PREFIX + secrets.token_urlsafe(32)
-    return key, f"{name} {scopes} {hash_of(key).hex()}"
+    return key, f"{name} {scopes} {key_digest(key).hex()}"
 
 
 def _read(settings: Settings) -> list[Key]:
@@ -170,12 +178,16 @@ def _read(settings: Settings) -> list[Key]:
 
 
 def _parse(line: str, settings: Settings, where: str) -> Key:
-    """A message does not repeat the line: somebody may have put a key there instead of its hash."""
+    """Return the key of a line.
+
+    Error messages do not repeat the line: it may hold a key instead of its hash by mistake.
+    """
     name, scopes, digest, rate, *rest = [*line.split(), "", "", ""][: max(4, len(line.split()))]
     given = frozenset(scopes.split(","))
     if not _NAME.fullmatch(name) or not _HASH.fullmatch(digest) or rest:
         raise InputError(
-            f"{where} is no key: write NAME SCOPES SHA256 [RATE], as 'python -m placer_server.keys' does"
+            f"{where} is not a key; write NAME SCOPES SHA256 [RATE], as"
+            " 'python -m placer_server.keys' does"
         )
     if not given <= set(SCOPES):
         raise InputError(f"{where}: the scopes of {name!r} are not all of {', '.join(SCOPES)}")
@@ -184,13 +196,14 @@ def _parse(line: str, settings: Settings, where: str) -> Key:
     except ValueError:
         per_s = 0.0
     if not 0 < per_s < math.inf:
-        raise InputError(f"{where}: the rate of {name!r} is no number above 0")
-    return Key(name, given, bytes.fromhex(digest), Rate(per_s))
+        raise InputError(f"{where}: the rate of {name!r} is not a number above 0")
+    return Key(name, given, bytes.fromhex(digest), TokenBucket(per_s))
 
 
 def main(arguments: list[str]) -> int:
-    """Make a key: its line goes to stdout, for the file, and the key itself to stderr; the exit
-    code.
+    """Make a key, and return the exit code.
+
+    The line for the file goes to stdout, and the key itself to stderr.
     """
     if arguments and arguments[0] in ("-h", "--help"):
         print(USAGE)

@@ -1,4 +1,4 @@
-"""Errors as problem+json (RFC 9457), at most 4 KB whatever was sent."""
+"""Errors as problem+json (RFC 9457), at most 4 KB each."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from placer.schema.faults import wanted as wanted
 
 MAX_BYTES = 4096
 MAX_FAULTS = 5
+
+# Above this count, faults are counted but not described: a million descriptions take 1 GB.
 MANY_FAULTS = 20_000
-"""More faults than this are counted, not described: describing a million takes a gigabyte."""
 
 MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(Exception):
-    """A request that cannot be answered, and what the client is told about it.
+    """An error response to a request.
 
     Attributes:
-        status: the HTTP status.
-        name: of the kind of problem, for programs: the end of its ``type``.
-        title: the kind of problem, for people.
-        detail: what is wrong with this request, and the way out.
-        faults: where in the body it is wrong: ``{"pointer": "#/profile", "detail": "..."}``.
-        headers: sent along: ``Retry-After``, ``Allow``.
+        status: HTTP status.
+        name: Kind of problem for programs: the last part of its ``type``.
+        title: Kind of problem for people.
+        detail: What is wrong with this request, and what to do.
+        faults: Invalid places in the body: ``{"pointer": "#/profile", "detail": "..."}``.
+        headers: Response headers, such as ``Retry-After`` or ``Allow``.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class Problem(Exception):
         self.faults = faults
         self.headers = dict(headers or {})
 
+    # Workers and the validation process return problems, so they must be picklable.
     def __reduce__(self) -> tuple[type[Problem], tuple[Any, ...]]:
         return Problem, self.args
 
     def content(self) -> bytes:
-        """The problem as JSON of at most 4 KB."""
+        """Return the problem as JSON of at most 4 KB."""
         faults = [
             {"pointer": clip(fault["pointer"]), "detail": clip(fault["detail"])}
             for fault in self.faults
@@ -66,7 +68,8 @@ class Problem(Exception):
         while len(text := self._encode(detail, faults)) > MAX_BYTES:
             if faults:
                 faults.pop()
-            else:  # text outside ASCII takes six bytes a character
+            else:
+                # A character outside ASCII takes six bytes, so clipping once may not suffice.
                 detail = clip(detail, max(1, len(detail) // 2))
         return text
 
@@ -82,22 +85,22 @@ class Problem(Exception):
         return json.dumps(content).encode()
 
     def response(self) -> Response:
-        """The HTTP response that tells it."""
+        """Return the HTTP response."""
         return Response(self.content(), self.status, headers=self.headers, media_type=MEDIA_TYPE)
 
 
 def defect() -> Problem:
-    """What is told where the service itself is at fault."""
-    detail = "this is a fault of the service, not of the request; its log has the particulars"
+    """Return the problem for an error of the service itself."""
+    detail = "this is an error of the service, not of the request; see the service's log"
     return Problem(500, "defect", "The service failed", detail)
 
 
 def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementRequest) -> Problem:
-    """The problem of a body that is no ``model``: 400 where it is no JSON, else 422."""
+    """Return the problem of a body that is not a ``model``: 400 if it is not JSON, else 422."""
     count = error.error_count()
     if count > MANY_FAULTS:
         return _invalid(
-            f"the body has {count} faults; the first thing to mend is its shape: see /openapi.json",
+            f"the body has {count} faults; correct its structure first: see /openapi.json",
             [],
         )
     only = error.errors(include_url=False, include_context=False)[0] if count == 1 else None
@@ -110,7 +113,10 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
             f"the body cannot be read as JSON: {detail}",
         )
     if model is PlacementRequest and _is_a_profile(error):
-        detail = 'this is a profile; a request has it for a field: {"profile": ...}, and more fields beside, if wanted'
+        detail = (
+            'the body is a profile, but a request has the profile as a field: {"profile": ...},'
+            " and optional further fields"
+        )
         return _invalid(detail, [{"pointer": "#/profile", "detail": "is missing"}])
     found, more = field_faults(error, model, MAX_FAULTS)
     faults = [{"pointer": clip(_pointer(fault)), "detail": fault.text} for fault in found]
@@ -120,7 +126,7 @@ def invalid_body(error: ValidationError, model: type[BaseModel] = PlacementReque
 
 
 def _is_a_profile(error: ValidationError) -> bool:
-    """Whether what was sent as a request has no profile, but is one."""
+    """Return whether the body is a Profile instead of a PlacementRequest."""
     found = {
         (fault["type"], fault["loc"])
         for fault in error.errors(include_url=False, include_input=False)
@@ -133,9 +139,7 @@ def _invalid(detail: str, faults: list[dict[str, str]]) -> Problem:
 
 
 def _pointer(fault: FieldFault) -> str:
-    """The place as a JSON pointer (RFC 6901), in which "~" and "/" of names are written "~0" and
-    "~1".
-    """
+    """Return the place as a JSON pointer (RFC 6901), with "~" and "/" escaped as "~0" and "~1"."""
     return "#" + "".join(
         f"/{clip(str(part), 80).replace('~', '~0').replace('/', '~1')}" for part in fault.place
     )

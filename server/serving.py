@@ -1,6 +1,4 @@
-"""Runs the application under uvicorn, in the main thread or beside it, and stops it without losing
-an answer.
-"""
+"""Running the application under uvicorn, in the main thread or in another one."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ with extra("server"):
     import uvicorn
     from fastapi import FastAPI
 
-    from . import alive
-    from .observe import logs
+    from . import healthcheck
+    from .observability import logs
     from .settings import Settings, misspelt
     from .web.connection import Connection
 
@@ -33,8 +31,9 @@ log = logging.getLogger("placer_server")
 
 
 class Server(uvicorn.Server):
-    """Ends the solves as soon as it is told to stop, so that those who wait for them get the best
-    so far.
+    """uvicorn server that ends the solves as soon as it must stop.
+
+    Waiting clients then receive the best placement so far.
     """
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
@@ -52,71 +51,77 @@ class Server(uvicorn.Server):
             ws="none",
             ssl_certfile=settings.tls_cert or None,
             ssl_keyfile=settings.tls_key or None,
+            # Stopped solves need their grace time, and 3 s to send the answers.
             timeout_graceful_shutdown=math.ceil(settings.stop_grace_s + 3),
         )
         _load(config, settings)
         super().__init__(config)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to stop."""
+        """Serve until the server must stop."""
         self._loop = asyncio.get_running_loop()
         uvicorn_log = logging.getLogger("uvicorn.error")
-        uvicorn_log.addFilter(self._is_news)
+        uvicorn_log.addFilter(self._is_informative)
         try:
             await super().serve(sockets)
         except SystemExit:
-            # how uvicorn leaves when the application does not start; ``not_started`` says why
+            # uvicorn exits in this way if the application does not start; see ``not_started``.
             pass
         finally:
-            uvicorn_log.removeFilter(self._is_news)
+            uvicorn_log.removeFilter(self._is_informative)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say where."""
+        """Start, and log the address."""
         await super().startup(sockets)
         if self.started and sockets:
             log.info("serving on %s", _url(sockets[0], self.config.is_ssl))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called on SIGTERM and SIGINT; a second Ctrl-C does not wait for what was begun.
+        """Stop on SIGTERM or SIGINT; a second Ctrl-C does not wait for open requests.
 
-        uvicorn would raise the signal again at the end; a service that was asked to stop, and did,
-        ends with 0.
+        uvicorn would raise the signal again at its end. A service that stopped as requested exits
+        with 0.
         """
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.stop()
 
     def stop(self) -> None:
-        """End the solves, answer those who wait, and end. Safe from any thread."""
+        """End the solves, answer the waiting clients, and stop. Any thread may call this."""
         service = getattr(self._app.state, "service", None)
         if service is not None and self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended by itself
-                self._loop.call_soon_threadsafe(service.jobs.stop_all)
+            # The loop may have ended already.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(service.solves.stop_all)
         self.should_exit = True
 
-    def _is_news(self, record: logging.LogRecord) -> bool:
-        """Not the traces of a start that failed for a known reason: pages of them would hide it."""
+    def _is_informative(self, record: logging.LogRecord) -> bool:
+        """Return False for the traceback of a failed start whose reason is known.
+
+        Pages of traceback would hide the reason.
+        """
         return not (
             hasattr(self._app.state, "not_started") and record.getMessage().startswith("Traceback")
         )
 
     def not_started(self) -> ServerError:
-        """Why it did not start."""
-        reason = getattr(self._app.state, "not_started", "its log says why")
+        """Return the error that says why the service did not start."""
+        reason = getattr(self._app.state, "not_started", "see its log")
         return ServerError(f"the service could not start: {reason}")
 
 
 def _load(config: uvicorn.Config, settings: Settings) -> None:
-    """Read the certificate, and what uvicorn needs beside.
+    """Load the certificate and the rest of uvicorn's configuration.
 
     Raises:
-        ServerError: the certificate or its key cannot be used.
+        ServerError: The certificate or its key cannot be used.
     """
     try:
         config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:
+        # ssl.SSLError is an OSError too.
         raise ServerError(
-            f"TLS cannot be turned on with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
+            f"TLS cannot be enabled with PLACER_TLS_CERT {settings.tls_cert!r} and PLACER_TLS_KEY"
             f" {settings.tls_key!r}: {error.strerror or error}"
         ) from error
 
@@ -125,39 +130,45 @@ def serve(app: FastAPI, settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     server = Server(app, settings)
     for hint in misspelt(os.environ):
         log.warning(hint)
-    with _listener(settings) as listener, _found_by_health_checks(listener, server.config.is_ssl):
-        _collect_seldom()
+    with (
+        _listener(settings) as listener,
+        _recorded_for_health_checks(listener, server.config.is_ssl),
+    ):
+        _relax_garbage_collection()
         server.run(sockets=[listener])
     if not server.started:
         raise server.not_started()
 
 
 @contextmanager
-def _found_by_health_checks(listener: socket.socket, tls: bool) -> Iterator[None]:
+def _recorded_for_health_checks(listener: socket.socket, tls: bool) -> Iterator[None]:
     host, port = listener.getsockname()[:2]
     with ExitStack() as stack:
         try:
-            stack.enter_context(alive.written_down(alive.Address(host, port, tls), os.environ))
+            stack.enter_context(
+                healthcheck.record_address(healthcheck.Address(host, port, tls), os.environ)
+            )
         except OSError as error:
             log.info(
-                "the health check of a container asks at PLACER_HOST and PLACER_PORT alone: %s",
+                "the address could not be written; the health check uses PLACER_HOST and"
+                " PLACER_PORT: %s",
                 error,
             )
         yield
 
 
-def _collect_seldom() -> None:
-    """What is imported stays; looking through it for garbage at every other request takes a quarter
-    of its time.
+def _relax_garbage_collection() -> None:
+    """Let the garbage collector run less often.
 
-    A request makes some ten thousand objects, but nearly all go by themselves, without a cycle to
-    be found.
+    A request makes about ten thousand objects, nearly all of which are freed without a cycle.
+    Searching the imported modules for garbage would take a quarter of a request's time.
     """
+    # Exclude everything that exists now from later searches.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -165,13 +176,13 @@ def _collect_seldom() -> None:
 
 @contextmanager
 def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
-    """Serve beside the calling thread for as long as the context is open.
+    """Serve in another thread while the context is open.
 
     Yields:
         The service's URL.
 
     Raises:
-        ServerError: it could not start.
+        ServerError: The service could not start.
     """
     server = Server(app, settings)
     with _listener(settings) as listener:
@@ -191,8 +202,8 @@ def serve_in_thread(app: FastAPI, settings: Settings) -> Iterator[str]:
 
 
 def _listener(settings: Settings) -> socket.socket:
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP alone; left on, each
-    # answer waits 40 ms.
+    # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol. With it,
+    # each answer waits 40 ms.
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -1,4 +1,4 @@
-"""What an operator can set, by environment variable or ``placer serve``."""
+"""Settings of the service, from environment variables or options of ``placer serve``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from placer.utils.extras import extra
 with extra("server"):
     from pydantic_settings import BaseSettings, SettingsConfigDict
 
+# Longest time in seconds that one request may wait for an answer; clients then ask again.
 MAX_WAIT_S = 60.0
-"""The longest that one request may ask to wait for an answer; clients that wait longer ask again.
-"""
 
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 NODE_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
-_PATTERNS = {
+# Descriptions of values that a pattern restricts.
+_PATTERN_HINTS = {
     "PLACER_NODE_NAME": "should be 1 to 64 letters, digits, '.', '_' and '-'",
-    "PLACER_REGISTER_URL": "should be the URL of a service, as http://host:8080",
+    "PLACER_REGISTER_URL": "should be the URL of a service, such as http://host:8080",
 }
-"""What a value with a pattern should be, in words."""
 
-_OTHERS = frozenset({"CACHE", "DEBUG", "KEY", "URL"})
-"""What the library and its clients read."""
+# Variables that the library and its clients read.
+_OTHER_VARIABLES = frozenset({"CACHE", "DEBUG", "KEY", "URL"})
 
 
 def _host_name() -> str:
@@ -48,48 +47,50 @@ def _cores() -> int:
 
 
 class Settings(BaseSettings):
-    """The service's settings; each is read from ``PLACER_`` and its name in capitals.
+    """Settings of the service; each is read from ``PLACER_`` and its name in capitals.
 
     Attributes:
-        host: the address to listen on; ``0.0.0.0`` for every interface.
-        port: the port to listen on; 0 takes a free one.
-        keys_file: the file of bearer keys, see ``placer_server.keys``; without one the service
-            listens on loopback alone.
-        rate_per_s: how often a key may ask, where its line does not say.
-        tls_cert: a certificate chain in PEM; without one the service speaks plain HTTP, say to a
-            proxy.
-        tls_key: the certificate's private key in PEM.
-        database: the file that keeps the placements, made if missing; by default ``placements.db``
-            in the user's state folder, on Linux ``~/.local/state/placer``. ``:memory:`` keeps them
-            until the service stops; ``postgresql://user:password@host/database`` lets several
-            replicas share them.
-        lease_s: after so long without a sign of life from a replica, the others take over its jobs.
-        keep: how many placements the database keeps; the oldest go first.
-        cache_bytes: what answers that are kept in memory, too, may take; those used last are.
-        max_body_bytes: the largest request body.
-        max_bodies_bytes: what all bodies that are being read and checked at a time may take
-            together.
-        body_timeout_s: how long a client may take to send its body.
-        workers: solves that run at the same time, one process each.
-        queue: solves that may wait for a worker; one more is answered with 429.
-        client_share: how much of the queue one client may fill; clients take turns in it.
-        max_time_limit_s: the longest time limit that a request may give its solve.
-        max_solver_workers: the most cores that a request may have its solve use (the request's
-            ``workers``).
-        worker_memory_bytes: what a worker's process may take; no limit if 0.
-        default_wait_s: how long a POST waits for its placement before it answers 202.
-        overrun_s: how far a solve may overrun its own time limit before it is stopped.
-        stop_grace_s: how long a stopped solve may take to hand over its best placement before it is
+        host: Address to listen on; ``0.0.0.0`` for every interface.
+        port: Port to listen on; 0 takes a free port.
+        keys_file: File of bearer keys, see ``placer_server.keys``; without it the service listens
+            on a loopback address only.
+        rate_per_s: Requests per second that a key may send, unless its line says otherwise.
+        tls_cert: Certificate chain in PEM; without it the service speaks plain HTTP, for example
+            behind a proxy.
+        tls_key: The certificate's private key in PEM.
+        database: SQLite file that keeps the placements, made if missing; by default
+            ``placements.db`` in the user's state folder, on Linux ``~/.local/state/placer``.
+            ``:memory:`` keeps them until the service stops.
+            ``postgresql://user:password@host/database`` lets several replicas share them.
+        lease_s: Seconds without a sign of life after which other replicas take over a replica's
+            jobs.
+        keep: Number of placements that the database keeps; the oldest are deleted first.
+        cache_bytes: Memory for the answers used last, in bytes.
+        max_body_bytes: Largest request body in bytes.
+        max_bodies_bytes: Largest total size of the bodies that are read and checked at the same
+            time.
+        body_timeout_s: Seconds that a client may take to send its body.
+        workers: Number of solves that run at the same time, one process each.
+        queue: Number of solves that may wait for a worker; a further one is answered with 429.
+        client_share: Share of the queue that one client may fill; clients take turns in it.
+        max_time_limit_s: Longest time limit in seconds that a request may give its solve.
+        max_solver_workers: Largest number of cores that a request may have its solve use (the
+            request's ``workers``).
+        worker_memory_bytes: Memory limit of a worker process in bytes; no limit if 0.
+        default_wait_s: Seconds that a POST waits for its placement before it answers 202.
+        overrun_s: Seconds that a solve may run beyond its own time limit before it is stopped.
+        stop_grace_s: Seconds that a stopped solve has to return its best placement before it is
             killed.
-        measure_timeout_s: how long measuring this node's devices may take.
-        profile_timeout_s: how long measuring a graph that a client sent may take.
-        profile_memory_bytes: what its process may take of this machine's memory; no limit if 0.
-        node_name: this machine's name, where it registers; its host name if not set.
-        register_url: the URL of another Placer service that this one tells its devices, so that
-            placements span hosts.
-        register_key: the bearer key for that, with the scope ``solve``.
-        log_level: of the server's log: ``critical``, ``error``, ``warning``, ``info``, ``debug``.
-        log_format: ``text``, or ``json`` for one object a line; both name the request by its id.
+        measure_timeout_s: Seconds that a measurement of this node's devices may take.
+        profile_timeout_s: Seconds that a measurement of a graph that a client sent may take.
+        profile_memory_bytes: Memory limit of the process that measures a graph, in bytes; no limit
+            if 0.
+        node_name: Name under which this machine registers; its host name by default.
+        register_url: URL of another Placer service with which this service registers its devices,
+            so that placements can span hosts.
+        register_key: Bearer key for that service, with the scope ``solve``.
+        log_level: Log level: ``critical``, ``error``, ``warning``, ``info`` or ``debug``.
+        log_format: ``text``, or ``json`` for one object per line; both contain the request's id.
     """
 
     model_config = SettingsConfigDict(env_prefix="PLACER_", extra="ignore", frozen=True)
@@ -111,6 +112,7 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=1)] = 16 * 2**20
     max_bodies_bytes: Annotated[int, Field(ge=1)] = 128 * 2**20
     body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    # The other half of the cores serves requests, and solves that use several cores.
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default_factory=lambda: max(1, _cores() // 2)
     )
@@ -136,26 +138,26 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
 
     def __init__(self, **values: Any) -> None:
-        """Read the environment; what is given here counts more.
+        """Read the environment; arguments take precedence.
 
         Raises:
-            InputError: a value cannot be used; the message names its environment variable.
+            InputError: A value is invalid; the message names its environment variable.
         """
         try:
             super().__init__(**values)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = "PLACER_" + "_".join(str(part) for part in first["loc"]).upper()
-            text = _PATTERNS.get(name) or wanted(first["msg"])
+            text = _PATTERN_HINTS.get(name) or wanted(first["msg"])
             raise InputError(f"{name} is {first['input']!r}; it {text}") from error
 
 
 def misspelt(environment: Mapping[str, str]) -> list[str]:
-    """Hints at variables that are nearly those of settings; nothing would read them.
+    """Return hints about variables whose names nearly match a setting; nothing would read them.
 
     Args:
-        environment: names and values, as ``os.environ``. Others than the service's own start with
-            PLACER_ too.
+        environment: Names and values, as in ``os.environ``. Variables of other programs may start
+            with PLACER_ too.
     """
     known = [name.upper() for name in Settings.model_fields]
     given = [
@@ -164,10 +166,10 @@ def misspelt(environment: Mapping[str, str]) -> list[str]:
     nearest = {
         name: get_close_matches(name, known, 1, 0.8)
         for name in given
-        if name not in {*known, *_OTHERS}
+        if name not in {*known, *_OTHER_VARIABLES}
     }
     return [
-        f"PLACER_{name} is no setting; did you mean PLACER_{found[0]}?"
+        f"PLACER_{name} is not a setting; did you mean PLACER_{found[0]}?"
         for name, found in nearest.items()
         if found
     ]

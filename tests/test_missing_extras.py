@@ -140,7 +140,7 @@ def test_a_key_is_made_where_nothing_is_installed_that_a_service_needs(tmp_path:
 
 
 def test_the_health_check_needs_nothing_that_is_not_pythons_own(tmp_path: Path) -> None:
-    code = "runpy.run_module('placer_server.alive', run_name='__main__')"
+    code = "runpy.run_module('placer_server.healthcheck', run_name='__main__')"
     result = run_without("server", f"import os; os.environ['PLACER_PORT'] = '1'; {code}", tmp_path)
     assert (result.returncode, result.stderr) == (1, "")
 

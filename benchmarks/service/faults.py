@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from placer_server.store.upkeep import MEND_S
+from placer_server.store.write_retries import RETRY_S
 
 from .load import Connection, request_body
 from .postgres import Postgres, postgres
@@ -144,7 +144,7 @@ def disk_full() -> Survived:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
         accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
         # until then what could not be written is answered, but not found
-        time.sleep(2 * MEND_S)
+        time.sleep(2 * RETRY_S)
         return survived(connection, accepted, began)
 
 

@@ -18,7 +18,7 @@ MEMORY_MIB = 1500
 def target(data: bytes) -> None:
     """Read a body as each path would."""
     from placer_server.problem import MAX_BYTES, Problem
-    from placer_server.web.checker import check, split
+    from placer_server.web.validation import check, split
 
     for read in (check, split):
         try:
@@ -36,7 +36,7 @@ def main(runs: int) -> None:
 
     with atheris.instrument_imports(include=["placer_server", "placer.schema", "difflib"]):
         from placer_server.openapi import examples
-        from placer_server.web import checker  # noqa: F401
+        from placer_server.web import validation  # noqa: F401
 
     with TemporaryDirectory() as corpus:
         for number, example in enumerate(

@@ -1,21 +1,20 @@
-"""Stands in the image for pandas, which OR-Tools imports for a way to build models that Placer does
-not take.
+"""Replacement of pandas in the image.
 
-OR-Tools asks of what it is given whether it is a Series or an Index; nothing is. Whoever makes one
-is told.
+OR-Tools imports pandas to build models from a Series, which Placer does not do. OR-Tools only tests
+whether its arguments are a Series or an Index, and none is. Making one raises an error.
 """
 
 from __future__ import annotations
 
 
 class Index:
-    """Nothing is one."""
+    """Index that cannot be made."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ImportError(
-            "pandas is left out of this image; a model is built from variables, not from a Series"
+            "this image does not contain pandas; build the model from variables, not from a Series"
         )
 
 
 class Series(Index):
-    """Nothing is one."""
+    """Series that cannot be made."""

@@ -1,1 +1,1 @@
-"""The paths: each file answers those of one noun."""
+"""Routes of the service, one module per resource."""

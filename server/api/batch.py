@@ -1,4 +1,4 @@
-"""Many questions in one request: each is checked, queued and answered as if it had come alone."""
+"""Route for several questions in one request; each is treated as if it had come alone."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from fastapi import APIRouter, Request, Response
 
 from placer.schema import BatchAnswers
 
-from ..jobs.job import Job
+from ..jobs.job import SolveJob
 from ..problem import Problem
 from ..store.database import StoreError
 from ..web.replies import json_reply
-from .placements import complete_answer, not_kept, progress_of
-from .service import Service, Serving, Wait, client_of
+from .placements import complete_answer, job_progress, not_persisted
+from .service import Service, Serving, Wait, client_name
 
 router = APIRouter()
 
 
 @router.post("/v1/placements:batch", response_model=BatchAnswers)
 async def post_batch(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Ask for several placements; what differs between them is all that each has to say, the rest
-    is `shared`.
+    """Request several placements at once.
 
-    A fault of one, or a queue that is full for one, is its own answer and does not touch the
-    others. All are waited for together.
+    Each request has only the fields in which it differs; `shared` has the others. An invalid
+    request, or one for which the queue is full, gets an answer of its own and does not affect the
+    others. The response waits for all of them together.
     """
-    async with service.intake.body(request) as body:
-        bodies = await service.checker.split(body)
+    async with service.body_reader.body(request) as body:
+        bodies = await service.validator.split(body)
         del body
-        client = client_of(request)
-        asked = [await _ask(service, one, client) for one in bodies]
-        del bodies  # each job holds its own as long as it needs it
+        client = client_name(request)
+        asked = [await _submit(service, one, client) for one in bodies]
+        # Each job keeps its own body only as long as it needs it.
+        del bodies
     seconds = service.settings.default_wait_s if wait is None else wait
-    jobs = {id(one): one for one in asked if isinstance(one, Job)}
+    # Equal questions of a batch share one job.
+    jobs = {id(one): one for one in asked if isinstance(one, SolveJob)}
     await asyncio.gather(*(job.wait(seconds) for job in jobs.values()))
-    answers = [await _answered(one) for one in asked]
+    answers = [await _answer_json(one) for one in asked]
     return json_reply(request, b'{"answers":[' + b",".join(answers) + b"]}")
 
 
-async def _ask(service: Service, body: bytes, client: str) -> Job | Problem | tuple[str, bytes]:
-    """A question's job, its stored answer by id, or what is wrong with it."""
+async def _submit(
+    service: Service, body: bytes, client: str
+) -> SolveJob | Problem | tuple[str, bytes]:
+    """Return the question's job, its stored answer with its id, or its problem."""
     try:
-        question = await service.checker.check(body)
+        question = await service.validator.check(body)
         if (answer := await complete_answer(service, question)) is not None:
             service.metrics.cache_hits.inc()
             return question.id, answer
-        job = service.jobs.submit(question, body, client)
+        job = service.solves.submit(question, body, client)
     except Problem as problem:
         return problem
     except StoreError:
-        detail = "the store cannot be used at the moment; asking again may go well"
+        detail = "the store cannot be used at the moment; try again later"
         return Problem(
             503, "store-away", "The store cannot be used", detail, headers={"Retry-After": "2"}
         )
@@ -60,28 +64,28 @@ async def _ask(service: Service, body: bytes, client: str) -> Job | Problem | tu
     return job
 
 
-async def _answered(asked: Job | Problem | tuple[str, bytes]) -> bytes:
-    """A BatchAnswer as JSON."""
+async def _answer_json(asked: SolveJob | Problem | tuple[str, bytes]) -> bytes:
+    """Return the BatchAnswer as JSON."""
     if isinstance(asked, Problem):
-        return _failed(asked)
+        return _failure(asked)
     if isinstance(asked, tuple):
-        return _placed(*asked)
-    job, key = asked, asked.question.id
+        return _success(*asked)
+    job, key = asked, asked.id
     written = await job.is_written()
     if job.problem is not None:
-        return _failed(job.problem, key)
+        return _failure(job.problem, key)
     if job.answer is not None and job.finished.is_set():
-        return _placed(key, job.answer)
+        return _success(key, job.answer)
     if not written:
-        return _failed(not_kept(job), key)
-    return _entry(status=202, id=key, progress=progress_of(job).model_dump(), retry_after_s=1)
+        return _failure(not_persisted(job), key)
+    return _entry(status=202, id=key, progress=job_progress(job).model_dump(), retry_after_s=1)
 
 
-def _placed(key: str, placement: bytes) -> bytes:
+def _success(key: str, placement: bytes) -> bytes:
     return b'{"status":200,"id":"%s","placement":%s}' % (key.encode(), placement)
 
 
-def _failed(problem: Problem, key: str | None = None) -> bytes:
+def _failure(problem: Problem, key: str | None = None) -> bytes:
     after = problem.headers.get("Retry-After", "")
     more = {"retry_after_s": int(after)} if after.isdecimal() else {}
     return _entry(status=problem.status, id=key, problem=json.loads(problem.content()), **more)

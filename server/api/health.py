@@ -1,4 +1,4 @@
-"""The paths for operators: whether the service lives and is ready, and its metrics."""
+"""Routes for operators: liveness, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pydantic import BaseModel
 
 import placer
 
-from ..observe.metrics import MEDIA_TYPE
+from ..observability.metrics import MEDIA_TYPE
 from ..problem import Problem
 from ..web.replies import JSON
 from .service import Serving
 
 router = APIRouter()
 
-STORE_AWAY = "the store cannot be used at the moment; the service's log says why"
-"""Readiness needs no key, so it does not tell where the store is."""
+# Message of ``/readyz``, which needs no key and therefore does not name the store.
+STORE_AWAY = "the store cannot be used at the moment; see the service's log"
 
 
 class Health(BaseModel):
-    """Whether the service lives, or is ready.
+    """State of the service.
 
     Attributes:
         status: ``ok`` or ``ready``.
-        version: of Placer.
+        version: Version of Placer.
     """
 
     status: str
@@ -32,14 +32,14 @@ class Health(BaseModel):
 
 @router.get("/healthz", response_model=Health)
 async def get_health() -> Response:
-    """Whether the service lives."""
+    """Return 200 while the service is alive."""
     return _health("ok")
 
 
 @router.get("/readyz", response_model=Health)
 async def get_readiness(service: Serving) -> Response:
-    """Whether the service takes solves."""
-    if why := service.not_ready or (STORE_AWAY if service.jobs.away else ""):
+    """Return 200 if the service accepts solves, else 503."""
+    if why := service.not_ready or (STORE_AWAY if service.solves.store_error else ""):
         raise Problem(
             503, "not-ready", "The service is not ready", why, headers={"Retry-After": "1"}
         )
@@ -48,7 +48,7 @@ async def get_readiness(service: Serving) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def get_metrics(service: Serving) -> Response:
-    """Counters, gauges and histograms in Prometheus' text format."""
+    """Return counters, gauges and histograms in Prometheus' text format."""
     return Response(service.metrics.render(), media_type=MEDIA_TYPE)
 
 

@@ -1,4 +1,4 @@
-"""The paths that read the store: lists of placements, and their requests."""
+"""Routes that read the store: lists of placements, and their requests."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from placer.schema import Objective, PlacementPage, PlacementRequest, Status
 
 from ..problem import Problem, clip
 from ..web.replies import json_reply
-from .service import Serving, checked_id, refuse_pending
+from .service import Serving, refuse_unfinished, valid_id
 
 router = APIRouter()
 
+# Larger than every row number.
 NEWEST = 2**62
 _CURSOR = re.compile(r"[0-9a-f]{1,15}")
 
-Limit = Annotated[int, Query(ge=1, le=200, description="How many at most.")]
+Limit = Annotated[int, Query(ge=1, le=200, description="Return at most this number of placements.")]
 Cursor = Annotated[
-    str | None, Query(max_length=100, description="Where to go on: `next` of the answer before.")
+    str | None,
+    Query(max_length=100, description="Start after this cursor, `next` of the page before."),
 ]
 Text = Annotated[
-    str, Query(max_length=200, description="What the model's name or the id must contain.")
+    str,
+    Query(
+        max_length=200,
+        description="Return only placements whose model name or id contains this text.",
+    ),
 ]
 
 
@@ -40,12 +46,16 @@ async def list_placements(
     status: Status | None = None,
     objective: Objective | None = None,
 ) -> Response:
-    """Past placements, newest first; `next` and the `Link` header lead on."""
+    """List past placements, newest first.
+
+    `next`, or the `Link` header, leads to the next page.
+    """
     filters: dict[str, str] = {
         name: value
         for name, value in (("status", status), ("objective", objective))
         if value is not None
     }
+    # One row more than the limit shows whether another page follows.
     found = await asyncio.to_thread(service.store.search, q, filters, _before(cursor), limit + 1)
     more = len(found) > limit
     rows = found[:limit]
@@ -57,11 +67,14 @@ async def list_placements(
 
 @router.get("/v1/placements/{id}/request", response_model=PlacementRequest)
 async def get_request(request: Request, id: str, service: Serving) -> Response:
-    """The question of a placement, as it can be asked again."""
-    key = checked_id(id)
-    if (question := await service.store.ask(service.store.request, key)) is None:
-        await refuse_pending(service, key)
-        detail = f"there is no request of placement {key}: nobody asked for it, or it was ended before it was begun"
+    """Return the request of a placement, ready to be sent again."""
+    key = valid_id(id)
+    if (question := await service.store.call(service.store.request, key)) is None:
+        await refuse_unfinished(service, key)
+        detail = (
+            f"there is no request of placement {key}: nobody sent one, or its solve was stopped"
+            " before it started"
+        )
         raise Problem(404, "no-such-request", "There is no such request", detail)
     return json_reply(request, question, tagged=True)
 
@@ -74,7 +87,7 @@ def _before(cursor: str | None) -> int:
     if cursor is None:
         return NEWEST
     if not _CURSOR.fullmatch(cursor):
-        detail = f"{clip(cursor, 80)!r} is no cursor; take `next` of the page before as it is"
+        detail = f"{clip(cursor, 80)!r} is not a cursor; use `next` of the page before, unchanged"
         raise Problem(422, "invalid-parameter", "A parameter cannot be used", detail)
     return int(cursor, 16)
 

@@ -1,4 +1,4 @@
-"""The page at ``/``: its files are served as they are."""
+"""Routes of the web page at ``/`` and of its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def _files() -> dict[str, tuple[bytes, str, str]]:
-    """By name: content, media type and tag."""
+    """Return content, media type and ETag of each file by name."""
     found = {}
     for file in (files("placer_server") / "page").iterdir():
         kind = TYPES.get(file.name.rpartition(".")[2])
@@ -25,18 +25,19 @@ def _files() -> dict[str, tuple[bytes, str, str]]:
     return found
 
 
+# Read once at import: the files do not change while the service runs.
 FILES = _files()
 
 
 @router.get("/")
 async def get_page(request: Request) -> Response:
-    """The page."""
+    """Return the page."""
     return _reply(request, "index.html")
 
 
 @router.get("/page/{name}")
 async def get_file(request: Request, name: str) -> Response:
-    """A file of the page."""
+    """Return a file of the page."""
     if name not in FILES:
         detail = f"the page has no file {clip(name, 80)!r}"
         raise Problem(404, "no-such-path", "There is no such path", detail)

@@ -1,4 +1,4 @@
-"""The paths of a placement."""
+"""Routes of a placement."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from fastapi import APIRouter, Request, Response
 import placer
 from placer.schema import Placement, Progress
 
-from ..jobs.job import Job
-from ..jobs.question import Question
+from ..jobs.job import Question, SolveJob
 from ..problem import MEDIA_TYPE as PROBLEM
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
-from .service import OnDisconnect, Service, Serving, Wait, checked_id, client_of
+from .service import OnDisconnect, Service, Serving, Wait, client_name, valid_id
 
 router = APIRouter()
 
@@ -24,19 +23,20 @@ router = APIRouter()
 async def post_placement(
     request: Request, service: Serving, wait: Wait = None, on_disconnect: OnDisconnect = "keep"
 ) -> Response:
-    """Ask for a placement.
+    """Request a placement.
 
-    The same request has the same id and is answered from the store at once. An infeasible request
-    is answered too: with a placement whose status is `infeasible`. What is answered 202 is written
-    down before: it outlives the service.
+    The same request has the same id, and the store answers it at once. An infeasible request gets a
+    placement whose status is `infeasible`. Before the service answers 202 it stores the request,
+    which therefore survives a restart.
     """
-    async with service.intake.body(request) as body:
-        question = await service.checker.check(body)
+    async with service.body_reader.body(request) as body:
+        question = await service.validator.check(body)
     if (answer := await complete_answer(service, question)) is not None:
         service.metrics.cache_hits.inc()
         return json_reply(request, answer)
-    job = service.jobs.submit(question, body, client_of(request))
-    del body  # the job holds it as long as it needs it
+    job = service.solves.submit(question, body, client_name(request))
+    # The job keeps the body only as long as it needs it.
+    del body
     job.wanted = job.wanted or on_disconnect == "keep"
     written = await job.is_written()
     await _wait(
@@ -47,7 +47,7 @@ async def post_placement(
         on_disconnect,
     )
     if not written and job.answer is None and job.problem is None:
-        raise not_kept(job)
+        raise not_persisted(job)
     return job_response(request, job)
 
 
@@ -59,9 +59,9 @@ async def get_placement(
     wait: Wait = 0.0,
     on_disconnect: OnDisconnect = "keep",
 ) -> Response:
-    """A placement that was asked for, or how far its solve is."""
-    key = checked_id(id)
-    if (job := await service.jobs.seek(key)) is not None:
+    """Return a placement, or the progress of its solve with status 202."""
+    key = valid_id(id)
+    if (job := await service.solves.find_anywhere(key)) is not None:
         await _wait(request, service, job, wait or 0.0, on_disconnect)
         return job_response(request, job)
     return await stored_response(request, service, key)
@@ -69,50 +69,54 @@ async def get_placement(
 
 @router.delete("/v1/placements/{id}", response_model=Placement)
 async def stop_placement(request: Request, id: str, service: Serving) -> Response:
-    """Stop the solve and keep the best placement so far, which is the answer; one that has ended is
-    just answered.
+    """Stop the solve, and return its best placement so far.
 
-    Asking the same question again solves it again, with all its time.
+    A solve that has ended is returned unchanged. The same request sent again is solved again, with
+    its whole time limit.
     """
-    key = checked_id(id)
-    if (job := await service.jobs.seek(key)) is not None:
-        await service.jobs.stop(job)
+    key = valid_id(id)
+    if (job := await service.solves.find_anywhere(key)) is not None:
+        await service.solves.stop(job)
         return job_response(request, job)
     return await stored_response(request, service, key)
 
 
 async def _wait(
-    request: Request, service: Service, job: Job, seconds: float, on_disconnect: str
+    request: Request, service: Service, job: SolveJob, seconds: float, on_disconnect: str
 ) -> None:
-    """Wait for a job; where its client goes away meanwhile and said so, the job ends."""
+    """Wait for a job; end it if its client disconnects and chose that."""
     if on_disconnect == "keep" or seconds <= 0:
         await job.wait(seconds)
         return
     job.waiting += 1
-    ended, gone = asyncio.create_task(job.wait(seconds)), asyncio.create_task(_gone(request))
+    ended, disconnected = (
+        asyncio.create_task(job.wait(seconds)),
+        asyncio.create_task(_disconnected(request)),
+    )
     try:
-        await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         job.waiting -= 1
-        left = gone.done() and not gone.cancelled()
+        left = disconnected.done() and not disconnected.cancelled()
         ended.cancel()
-        gone.cancel()
+        disconnected.cancel()
     if left:
-        service.jobs.leave(job)
+        # The job ends unless others wait for it or want it kept.
+        service.solves.client_left(job)
     else:
         job.left_waiting_s = time.monotonic()
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client has gone away; the body has been read."""
+async def _disconnected(request: Request) -> None:
+    """Return once the client has disconnected; the body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def complete_answer(service: Service, question: Question) -> bytes | None:
-    """The stored answer, unless it was stopped early or another version of Placer made it."""
+    """Return the stored answer, or None if it was stopped early or another version made it."""
     store = service.store
-    answer = store.recent(question.id) or await store.ask(store.get, question.id)
+    answer = store.recent(question.id) or await store.call(store.get, question.id)
     if answer is None or not answer.complete or answer.version != placer.__version__:
         return None
     return answer.placement
@@ -121,57 +125,57 @@ async def complete_answer(service: Service, question: Question) -> bytes | None:
 async def stored_response(
     request: Request, service: Service, key: str, *, plain: bool = False
 ) -> Response:
-    """What the store has of an id: an answer or a failure.
+    """Return the stored answer or failure of an id.
 
     Args:
-        request: what is answered.
-        service: whose store it is.
-        key: the id.
-        plain: neither compressed nor tagged.
+        request: Request to answer.
+        service: The service.
+        key: The id.
+        plain: Whether to omit compression and the ETag.
 
     Raises:
-        Problem: nothing.
+        Problem: The store has neither.
     """
     store = service.store
-    if (answer := await store.ask(store.get, key)) is not None:
+    if (answer := await store.call(store.get, key)) is not None:
         if plain:
             return Response(answer.placement, media_type=JSON)
         return json_reply(request, answer.placement, tagged=True)
-    if (failed := await store.ask(store.failure, key)) is not None:
+    if (failed := await store.call(store.failure, key)) is not None:
         return Response(failed[1], failed[0], media_type=PROBLEM)
     detail = f"there is no placement {key}; POST its request to /v1/placements"
     raise Problem(404, "no-such-placement", "There is no such placement", detail)
 
 
-def not_kept(job: Job) -> Problem:
-    """What is told of a job that runs, but would not outlive the service."""
+def not_persisted(job: SolveJob) -> Problem:
+    """Return the problem of a job that runs, but would not survive a crash of the service."""
     detail = (
-        f"the request could not be written to the store, so a crash would lose it; solve {job.question.id} goes on:"
-        " ask again for its answer"
+        f"the request could not be written to the store, so a crash would lose it; solve {job.id}"
+        " continues: ask again for its answer"
     )
     return Problem(
         503, "not-kept", "The request could not be kept", detail, headers={"Retry-After": "2"}
     )
 
 
-def job_response(request: Request, job: Job) -> Response:
-    """A job's answer or problem, or how far it is."""
+def job_response(request: Request, job: SolveJob) -> Response:
+    """Return a job's answer, its problem, or its progress with status 202."""
     if job.problem is not None:
         return job.problem.response()
     if job.answer is not None and job.finished.is_set():
         return json_reply(request, job.answer)
-    headers = {"Location": f"/v1/placements/{job.question.id}", "Retry-After": "1"}
-    return Response(progress_of(job).model_dump_json(), 202, headers=headers, media_type=JSON)
+    headers = {"Location": f"/v1/placements/{job.id}", "Retry-After": "1"}
+    return Response(job_progress(job).model_dump_json(), 202, headers=headers, media_type=JSON)
 
 
-def progress_of(job: Job) -> Progress:
-    """How far a job is."""
+def job_progress(job: SolveJob) -> Progress:
+    """Return the progress of a job."""
     value, bound = job.incumbent, job.bound
     return Progress(
-        id=job.question.id,
+        id=job.id,
         status="running" if job.state == "running" else "queued",
         incumbent=value,
         bound=bound,
         gap=(value - bound) / value if value and bound is not None else None,
-        elapsed_s=round(time.monotonic() - job.created_s, 3),
+        elapsed_s=job.elapsed_s,
     )

@@ -1,13 +1,8 @@
-"""The paths of profiles: those that came with requests, and those that this node measures of
-graphs.
-"""
+"""Routes of profiles: those sent with requests, and those that this node measures from graphs."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
-from contextlib import suppress
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
@@ -15,21 +10,21 @@ from pydantic import BaseModel
 
 from placer.schema import Profile
 
-from ..node.profiling import Measuring
+from ..jobs.job import Job
 from ..problem import Problem
 from ..web.replies import JSON, json_reply
-from .service import Serving, Wait, checked_id, client_of
+from .service import Serving, Wait, client_name, valid_id
 
 router = APIRouter()
 
 
 class MeasuringStatus(BaseModel):
-    """How far a profile is that is being measured.
+    """Progress of a measurement.
 
     Attributes:
-        id: of the profile to be.
-        status: whether it waits for the devices or is measured.
-        elapsed_s: since it was asked.
+        id: Id of the future profile.
+        status: Whether it waits for the devices or is measured.
+        elapsed_s: Seconds since it was requested.
     """
 
     id: str
@@ -39,41 +34,44 @@ class MeasuringStatus(BaseModel):
 
 @router.post("/v1/profiles", response_model=Profile, responses={202: {"model": MeasuringStatus}})
 async def post_profile(request: Request, service: Serving, wait: Wait = None) -> Response:
-    """Have a captured graph measured on this node's devices; it holds operations, shapes and
-    dtypes, and no weights.
+    """Measure a captured graph on this node's devices.
 
-    The same request is answered from the store. While it is measured, ask `GET /v1/profiles/{id}`.
+    A graph holds operations, shapes and dtypes, but no weights. The store answers the same request
+    at once. While the measurement runs, `GET /v1/profiles/{id}` returns its progress.
     """
-    async with service.intake.body(request) as body:
+    async with service.body_reader.body(request) as body:
+        # The id is a hash of the bytes, not of the parsed graph: parsing a large graph takes long.
         key = hashlib.sha256(body).hexdigest()[:32]
-        if (known := await service.store.ask(service.store.measured, key)) is not None:
+        if (known := await service.store.call(service.store.measured, key)) is not None:
             return _measured(request, key, known)
-        if service.profiling.find(key) is None:
-            await service.checker.check_graph(body)
-        measuring = service.profiling.submit(key, body, client_of(request))
-    await _wait(measuring, service.settings.default_wait_s if wait is None else wait)
-    if measuring.written is not None and not measuring.ended.is_set():
-        await asyncio.wait([measuring.written])
-        if measuring.written.exception() is not None:
-            detail = "the graph could not be written to the store, so a crash would lose it; it is measured all the same"
-            raise Problem(
-                503, "not-kept", "The graph could not be kept", detail, headers={"Retry-After": "2"}
-            )
-    return _reply(request, measuring)
+        if service.measurements.find(key) is None:
+            await service.validator.check_graph(body)
+        job = service.measurements.submit(key, body, client_name(request))
+    await job.wait(service.settings.default_wait_s if wait is None else wait)
+    if not job.finished.is_set() and not await job.is_written():
+        detail = (
+            "the graph could not be written to the store, so a crash would lose it;"
+            " its measurement continues"
+        )
+        title = "The graph could not be kept"
+        raise Problem(503, "not-kept", title, detail, headers={"Retry-After": "2"})
+    return _reply(request, job)
 
 
 @router.get(
     "/v1/profiles/{id}", response_model=Profile, responses={202: {"model": MeasuringStatus}}
 )
 async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 0.0) -> Response:
-    """A profile that placements were asked for (lists of placements have its id), or one that this
-    node measures.
+    """Return a profile, or the progress of its measurement with status 202.
+
+    The profile came with a placement request, or this node measured it. Lists of placements show
+    the ids of profiles.
     """
-    key, store = checked_id(id, "profile"), service.store
-    if (measuring := service.profiling.find(key)) is not None:
-        await _wait(measuring, wait or 0.0)
-        return _reply(request, measuring)
-    profile = await store.ask(store.profile, key) or await store.ask(store.measured, key)
+    key, store = valid_id(id, "profile"), service.store
+    if (job := service.measurements.find(key)) is not None:
+        await job.wait(wait or 0.0)
+        return _reply(request, job)
+    profile = await store.call(store.profile, key) or await store.call(store.measured, key)
     if profile is None:
         raise Problem(
             404, "no-such-profile", "There is no such profile", f"there is no profile {key}"
@@ -81,23 +79,17 @@ async def get_profile(request: Request, id: str, service: Serving, wait: Wait = 
     return json_reply(request, profile, tagged=True)
 
 
-async def _wait(measuring: Measuring, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await measuring.ended.wait()
-
-
-def _reply(request: Request, measuring: Measuring) -> Response:
-    if measuring.problem is not None:
-        return measuring.problem.response()
-    if measuring.profile is not None and measuring.ended.is_set():
-        return _measured(request, measuring.id, measuring.profile)
+def _reply(request: Request, job: Job) -> Response:
+    if job.problem is not None:
+        return job.problem.response()
+    if job.answer is not None and job.finished.is_set():
+        return _measured(request, job.id, job.answer)
     status = MeasuringStatus(
-        id=measuring.id,
-        status="running" if measuring.running else "queued",
-        elapsed_s=round(time.monotonic() - measuring.created_s, 3),
+        id=job.id,
+        status="running" if job.state == "running" else "queued",
+        elapsed_s=job.elapsed_s,
     )
-    headers = {"Location": f"/v1/profiles/{measuring.id}", "Retry-After": "1"}
+    headers = {"Location": f"/v1/profiles/{job.id}", "Retry-After": "1"}
     return Response(status.model_dump_json(), 202, headers=headers, media_type=JSON)
 
 

@@ -1,4 +1,4 @@
-"""What the routes stand on, and the parameters that they share."""
+"""Components that the routes use, and their common parameters."""
 
 from __future__ import annotations
 
@@ -8,41 +8,50 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
 
-from ..jobs.jobs import Jobs
-from ..judge.judge import Judge
+from ..jobs.evaluations import Evaluations
+from ..jobs.measurements import Measurements
+from ..jobs.solves import Solves
 from ..node.cluster import NodeCluster
-from ..node.profiling import Profiling
-from ..observe.metrics import Metrics
+from ..observability.metrics import Metrics
 from ..problem import Problem, clip, nearest
+from ..quota import Quota
 from ..settings import MAX_WAIT_S, Settings
-from ..shares import Shares
 from ..store.store import Store
-from ..web.checker import Checker
-from ..web.intake import Intake
+from ..web.body_reader import BodyReader
+from ..web.validation import Validator
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass
 class Service:
-    """What the routes stand on.
+    """Components that the routes use.
 
     Attributes:
-        streams: how many event streams may be open.
-        not_ready: why the service takes no solves yet; empty once it does.
+        settings: Settings of the service.
+        store: Store of requests and answers.
+        metrics: Metrics of the service.
+        body_reader: Reader of request bodies.
+        validator: Parser of request bodies.
+        solves: Runner of the solves.
+        evaluations: Runner of the evaluations of maps.
+        measurements: Runner of the measurements of graphs.
+        cluster: This node's devices.
+        stream_quota: Limit on open event streams.
+        not_ready: Reason why the service accepts no solves yet; empty once it does.
     """
 
     settings: Settings
     store: Store
     metrics: Metrics
-    intake: Intake
-    checker: Checker
-    jobs: Jobs
-    judge: Judge
-    profiling: Profiling
+    body_reader: BodyReader
+    validator: Validator
+    solves: Solves
+    evaluations: Evaluations
+    measurements: Measurements
     cluster: NodeCluster
-    streams: Shares
-    not_ready: str = "the first worker is being started"
+    stream_quota: Quota
+    not_ready: str = "the first worker is starting"
 
 
 async def _service(request: Request) -> Service:
@@ -56,7 +65,7 @@ def _refuse_unknown_parameters(request: Request) -> None:
     known = [parameter.name for parameter in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in known:
-            detail = f"there is no parameter {clip(name, 80)!r} here{nearest(name, known)}"
+            detail = f"this path has no parameter {clip(name, 80)!r}{nearest(name, known)}"
             raise Problem(422, "unknown-parameter", "There is no such parameter", detail)
 
 
@@ -67,48 +76,52 @@ Wait = Annotated[
         ge=0,
         le=MAX_WAIT_S,
         allow_inf_nan=False,
-        description="Seconds to wait for the answer before a 202.",
+        description="Wait this number of seconds for the answer before a response with 202.",
     ),
 ]
 OnDisconnect = Annotated[
     Literal["keep", "stop"],
     Query(
-        description="What becomes of the solve when the client goes away while it waits: `keep` goes on, so that the"
-        " answer can be had later; `stop` ends it with the best so far, unless others wait for it or want it kept."
+        description="What happens to the solve if the client disconnects while it waits: `keep`"
+        " continues, and the answer is available later; `stop` ends the solve with the best"
+        " placement so far, unless other clients wait for it or want it kept."
     ),
 ]
 
 
-def client_of(request: Request) -> str:
-    """Who asks: the name of the key, else the address."""
+def client_name(request: Request) -> str:
+    """Return the name of the client's key, or else its address."""
     name: str = request.scope.get("placer.client", "")
     return name or (request.client.host if request.client else "")
 
 
-def checked_id(given: str, kind: str = "placement") -> str:
-    """The id, if it can be one.
+def valid_id(given: str, kind: str = "placement") -> str:
+    """Return the id if it is well-formed.
 
     Raises:
-        Problem: it cannot, so there is nothing of that id.
+        Problem: It is malformed, so nothing has that id.
     """
     if not _ID.fullmatch(given):
-        detail = f"{clip(given, 80)!r} is no id of a {kind}: those are 32 hexadecimal digits"
+        detail = f"{clip(given, 80)!r} is not an id of a {kind}; an id has 32 hexadecimal digits"
         raise Problem(404, f"no-such-{kind}", f"There is no such {kind}", detail)
     return given
 
 
-async def refuse_pending(service: Service, key: str) -> None:
-    """See that a placement, of which the store has nothing, is not just being solved.
+async def refuse_unfinished(service: Service, key: str) -> None:
+    """Raise a problem if the placement is still being solved or its solve failed.
 
     Raises:
-        Problem: it is; so what is made of a placement can be had later.
+        Problem: The placement may be there later, or its solve failed.
     """
-    job = await service.jobs.seek(key)
+    job = await service.solves.find_anywhere(key)
     if job is None:
         return
     if job.problem is not None:
         raise job.problem
-    detail = f"placement {key} is still being solved; GET /v1/placements/{key} is 200 when it is done, 202 before"
+    detail = (
+        f"placement {key} is still being solved; GET /v1/placements/{key} answers 200 once it is"
+        " done, and 202 before"
+    )
     raise Problem(
-        409, "not-done", "The placement is not there yet", detail, headers={"Retry-After": "1"}
+        409, "not-done", "The placement is not ready", detail, headers={"Retry-After": "1"}
     )

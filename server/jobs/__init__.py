@@ -1,1 +1,6 @@
-"""Questions on their way to an answer: queued, solved here or by another replica, ended."""
+"""Jobs from acceptance to answer: queued, run here or by another replica, finished.
+
+runner ──┬─ solves         placements: persistent, stoppable, shared among replicas
+└─ measurements   profiles of graphs: persistent, one at a time
+evaluations                maps that users made: a client waits for each, nothing is stored
+"""

@@ -1,4 +1,4 @@
-"""One question on its way to an answer."""
+"""State of a job from acceptance to answer."""
 
 from __future__ import annotations
 
@@ -10,86 +10,85 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..observe.spans import here
+from placer.schema import Objective
+
+from ..observability.spans import current_context
 from ..problem import Problem
 from ..workers.solving import Solved
 from ..workers.worker import Worker
-from .question import Question
 
 State = Literal["queued", "running", "done", "failed"]
 
 
-@dataclass(eq=False)
-class Job:
-    """One question on its way to an answer.
+@dataclass(frozen=True)
+class Question:
+    """Fields of a validated PlacementRequest that the service needs.
 
     Attributes:
-        question: what is asked.
-        payload: the request as it was sent.
-        client: who asked first.
-        state: how far it is.
-        incumbent: the best objective value so far.
-        bound: the proven bound so far.
-        stopped: whether it was told to end with the best so far.
-        handed_on: whether the service stops and the next start goes on with it.
-        rescued: whether its worker was killed, and the answer is the best that it had told.
-        elsewhere: whether another replica answered it just before a worker here began.
-        wanted: whether it goes on when nobody waits for it.
-        waiting: how many wait for it.
-        left_waiting_s: when somebody who waited was last told that it goes on, by the monotonic
-            clock.
-        starts: how often a worker began with it.
-        created_s: when it was asked, by the monotonic clock.
-        started_s: when a worker took it, by the monotonic clock.
-        best: the Placement as JSON that a worker told of last before it was killed.
-        answer: the Placement as JSON, once done.
-        asked: the question in the parts in which it is kept, once solved.
-        problem: why there is none, once failed.
-        finished: set when nothing more is to be waited for.
-        context: of the request that asked, for OpenTelemetry.
-        written: done when the request is in the store; the exception is why it could not be
-            written.
+        id: Content hash.
+        objective: Objective that is minimised.
+        time_limit_s: The solver's time limit in seconds.
+        workers: Number of cores that the solver may use.
     """
 
-    question: Question
-    payload: bytes
+    id: str
+    objective: Objective
+    time_limit_s: float
+    workers: int = 1
+
+
+@dataclass(eq=False)
+class Job:
+    """State of a job from acceptance to answer.
+
+    Attributes:
+        id: Hash of the request.
+        payload: The request body.
+        client: Client that asked first.
+        state: ``queued``, ``running``, ``done`` or ``failed``.
+        answer: Answer as JSON, once done.
+        problem: Why there is no answer, once failed.
+        finished: Set when nobody needs to wait any more.
+        written: Done when the request is in the store; its exception says why it could not be
+            written. None if it is there already.
+        worker: Worker process, while the job runs.
+        context: OpenTelemetry context of the request that asked.
+        created_s: Monotonic time at which it was accepted.
+        started_s: Monotonic time at which a worker started it.
+    """
+
+    id: str
+    payload: bytes = b""
     client: str = ""
     state: State = "queued"
-    incumbent: float | None = None
-    bound: float | None = None
-    stopped: bool = False
-    handed_on: bool = False
-    rescued: bool = False
-    elsewhere: bool = False
-    wanted: bool = False
-    waiting: int = 0
-    left_waiting_s: float = -math.inf
-    starts: int = 0
-    created_s: float = field(default_factory=time.monotonic)
-    started_s: float | None = None
-    best: bytes | None = None
     answer: bytes | None = None
-    solved: Solved | None = None
     problem: Problem | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    written: asyncio.Future[bool] | None = None
-    context: Any = field(default_factory=here)
-    worker: Worker[Solved] | None = None
+    written: asyncio.Future[Any] | None = None
+    worker: Worker[Any] | None = None
+    context: Any = field(default_factory=current_context)
+    created_s: float = field(default_factory=time.monotonic)
+    started_s: float | None = None
     _watchers: set[asyncio.Event] = field(default_factory=set)
 
-    def note(self, incumbent: float | None, bound: float | None) -> None:
-        """Take over the solver's progress."""
-        self.incumbent, self.bound = incumbent, bound
-        self.wake()
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the job was accepted, to the millisecond."""
+        return round(time.monotonic() - self.created_s, 3)
 
-    def wake(self) -> None:
-        """Let those who watch look again."""
+    def notify(self) -> None:
+        """Notify the watchers of a change."""
         for watcher in self._watchers:
             watcher.set()
 
+    def finish(self) -> None:
+        """Release everybody who waits for the job."""
+        self.finished.set()
+        self.notify()
+
     @contextmanager
     def watched(self) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something changes."""
+        """Yield an event that is set whenever the job changes."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -98,7 +97,14 @@ class Job:
             self._watchers.discard(changed)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for the end of the job; whether it came within ``seconds``."""
+        """Wait for the end of the job.
+
+        Args:
+            seconds: Longest time to wait.
+
+        Returns:
+            Whether the job has ended.
+        """
         if seconds > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -106,8 +112,50 @@ class Job:
         return self.finished.is_set()
 
     async def is_written(self) -> bool:
-        """Whether the request is in the store, once that is known."""
+        """Wait for the write of the request, and return whether it is in the store."""
         if self.written is not None:
             await asyncio.wait([self.written])
             return self.written.exception() is None
         return True
+
+
+@dataclass(eq=False, kw_only=True)
+class SolveJob(Job):
+    """State of a solve; its answer is a Placement.
+
+    Attributes:
+        question: The question.
+        incumbent: Best objective value so far.
+        bound: Proven bound so far.
+        stopped: Whether a client asked to end it with the best placement so far.
+        handed_on: Whether the service stops and the next start continues the job.
+        recovered: Whether the worker was killed and the answer is the best that it had reported.
+        elsewhere: Whether another replica answered it just before a worker here started.
+        taken: Whether another replica took it before a worker here started.
+        wanted: Whether it continues when no client waits for it.
+        waiting: Number of clients that wait for it.
+        left_waiting_s: Monotonic time at which a waiting client last received a 202.
+        starts: How often a worker started it.
+        best: Placement as JSON that a worker reported last before it was killed.
+        solved: The parts of question and answer in which they are stored, once solved.
+    """
+
+    question: Question
+    incumbent: float | None = None
+    bound: float | None = None
+    stopped: bool = False
+    handed_on: bool = False
+    recovered: bool = False
+    elsewhere: bool = False
+    taken: bool = False
+    wanted: bool = False
+    waiting: int = 0
+    left_waiting_s: float = -math.inf
+    starts: int = 0
+    best: bytes | None = None
+    solved: Solved | None = None
+
+    def record_progress(self, incumbent: float | None, bound: float | None) -> None:
+        """Record the solver's progress."""
+        self.incumbent, self.bound = incumbent, bound
+        self.notify()

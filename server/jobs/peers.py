@@ -1,4 +1,4 @@
-"""The jobs of other replicas that somebody here waits for, and those that this one takes over.
+"""Jobs of other replicas: those that clients here wait for, and those that this replica takes over.
 
 found here, solved elsewhere ──▶ watched ──▶ its answer is in the store
                                      └─ its replica died ──▶ taken ──▶ queued here
@@ -10,139 +10,140 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, cast
+
+from placer.schema import Objective
 
 from ..problem import Problem
 from ..store.database import StoreError
-from ..store.replicas import Replicas, Seen, Turn
+from ..store.replicas import JobProgress, PollResult, Replicas
 from ..store.store import Accepted, Store
-from .job import Job
-from .question import Question
+from .job import Question, SolveJob
 
 log = logging.getLogger("placer_server")
 
 POLL_S = 0.5
 
 
-class Solves(Protocol):
-    """What is needed of ``Jobs``."""
+class LocalSolves(Protocol):
+    """Methods of ``Solves`` that ``Peers`` calls."""
 
-    def room(self) -> int:
-        """How many jobs could begin at once."""
+    def free_slots(self) -> int:
+        """Return the number of jobs that could start now."""
 
-    def running(self) -> Iterable[Job]:
-        """Those that have a worker here."""
+    def running(self) -> Iterable[SolveJob]:
+        """Return the jobs that have a worker here."""
 
-    def adopt(self, left: Accepted, job: Job | None) -> None:
-        """Solve what another replica left; the job is that which is watched, if it is."""
+    def adopt(self, left: Accepted, job: SolveJob | None) -> None:
+        """Solve a job that another replica left; ``job`` is the watched job, if there is one."""
 
-    def end(self, key: str) -> None:
-        """End a job with the best so far: another replica was asked to."""
+    def end_early(self, key: str) -> None:
+        """End a job with the best placement so far, because another replica asked for it."""
 
 
 class Peers:
-    """Looks every half second at what the other replicas do.
+    """Poller of the other replicas' state, every half second.
 
     Args:
-        store: what is shared.
-        replicas: this replica's view of it.
-        lease_s: see ``Replicas``.
+        store: The shared store.
+        replicas: This replica's view of it.
+        lease_s: See ``Replicas``.
 
     Attributes:
-        away: why the store cannot be used at the moment; empty if it can.
+        store_error: Reason why the store cannot be used at the moment; empty if it can.
     """
 
     def __init__(self, store: Store, replicas: Replicas, lease_s: float) -> None:
         self._store = store
         self.replicas = replicas
         self._interval_s = min(POLL_S, lease_s / 8)
-        self._watched: dict[str, Job] = {}
-        self._told: dict[str, tuple[float | None, float | None]] = {}
+        self._watched: dict[str, SolveJob] = {}
+        self._sent: dict[str, tuple[float | None, float | None]] = {}
         self._task: asyncio.Task[None] | None = None
-        self.away = ""
+        self.store_error = ""
 
-    def start(self, solves: Solves) -> None:
-        """Look from now on."""
-        self._task = asyncio.create_task(self._look(solves))
+    def start(self, solves: LocalSolves) -> None:
+        """Start polling."""
+        self._task = asyncio.create_task(self._poll_forever(solves))
 
-    def find(self, key: str) -> Job | None:
-        """The job of another replica that somebody waits for here."""
+    def find(self, key: str) -> SolveJob | None:
+        """Return the job of another replica for which a client waits here, or None."""
         return self._watched.get(key)
 
-    async def seek(self, key: str) -> Job | None:
-        """The job of that id, if another replica has it; it is watched from now on."""
+    async def seek(self, key: str) -> SolveJob | None:
+        """Return the job of that id if another replica has it, and watch it from now on."""
         if (job := self._watched.get(key)) is not None:
             return job
-        seen = await self._store.ask(self.replicas.find, key)
+        seen = await self._store.call(self.replicas.find, key)
         if seen is None:
             return None
-        job = Job(Question(key, seen.objective, seen.time_limit_s), b"", wanted=True)  # type: ignore[arg-type]
+        question = Question(key, cast(Objective, seen.objective), seen.time_limit_s)
+        job = SolveJob(key, question=question, wanted=True)
         _note(job, seen)
         return self._watched.setdefault(key, job)
 
-    def watch(self, job: Job) -> None:
-        """Another replica solves it; its answer is this job's."""
+    def watch(self, job: SolveJob) -> None:
+        """Take the answer of another replica as the answer of this job."""
         job.state, job.worker = "queued", None
-        self._watched[job.question.id] = job
-        job.wake()
+        self._watched[job.id] = job
+        job.notify()
 
     async def close(self) -> None:
-        """Look no more, and give up this replica's jobs."""
+        """Stop polling, and release this replica's jobs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         for job in self._watched.values():
             job.handed_on = True
-            job.finished.set()
-            job.wake()
+            job.finish()
         try:
             await asyncio.to_thread(self.replicas.leave)
         except StoreError as error:
-            log.error("the end could not be written down: %s", error)
+            log.error("this replica could not release its jobs: %s", error)
 
-    async def _look(self, solves: Solves) -> None:
+    async def _poll_forever(self, solves: LocalSolves) -> None:
         while True:
             try:
-                await self._turn(solves)
-                if self.away:
+                await self._poll(solves)
+                if self.store_error:
                     log.info("the store can be used again")
-                self.away = ""
+                self.store_error = ""
             except StoreError as error:
-                if not self.away:
+                if not self.store_error:
                     log.error("%s", error)
-                self.away = str(error)
+                self.store_error = str(error)
             except Exception:
-                log.exception("looking at the other replicas failed")
+                log.exception("the poll of the other replicas failed")
             await asyncio.sleep(self._interval_s)
 
-    async def _turn(self, solves: Solves) -> None:
-        asked = list(self._watched)
-        now = {job.question.id: (job.incumbent, job.bound) for job in solves.running()}
+    async def _poll(self, solves: LocalSolves) -> None:
+        watched = list(self._watched)
+        now = {job.id: (job.incumbent, job.bound) for job in solves.running()}
         new = {
-            key: found for key, found in now.items() if self._told.get(key, (None, None)) != found
+            key: found for key, found in now.items() if self._sent.get(key, (None, None)) != found
         }
-        turn = await asyncio.to_thread(self.replicas.turn, new, asked, solves.room())
-        if turn.told:
-            self._told = now
-        for key in turn.stops:
-            solves.end(key)
-        for left in turn.taken:
-            log.info("solve %s was another replica's and goes on here", left.id)
+        result = await asyncio.to_thread(self.replicas.poll, new, watched, solves.free_slots())
+        if result.progress_written:
+            self._sent = now
+        for key in result.stops:
+            solves.end_early(key)
+        for left in result.taken:
+            log.info("solve %s of another replica continues here", left.id)
             solves.adopt(left, self._watched.pop(left.id, None))
-        await self._follow(asked, turn)
+        await self._follow(watched, result)
 
-    async def _follow(self, asked: Iterable[str], turn: Turn) -> None:
-        for key in asked:
+    async def _follow(self, watched: Iterable[str], result: PollResult) -> None:
+        for key in watched:
             job = self._watched.get(key)
             if job is None:
                 continue
-            if key in turn.seen:
-                _note(job, turn.seen[key])
+            if key in result.seen:
+                _note(job, result.seen[key])
             else:
                 await self._finish(key, job)
 
-    async def _finish(self, key: str, job: Job) -> None:
-        """Take over how it ended elsewhere."""
+    async def _finish(self, key: str, job: SolveJob) -> None:
+        """Take over the outcome of a job that ended elsewhere."""
         answer = await asyncio.to_thread(self._store.get, key)
         failure = None if answer else await asyncio.to_thread(self._store.failure, key)
         if answer is not None:
@@ -151,25 +152,19 @@ class Peers:
             job.problem, job.state = _problem(failure), "failed"
         self._watched.pop(key, None)
         job.payload = b""
-        job.finished.set()
-        job.wake()
+        job.finish()
 
 
-def _note(job: Job, seen: Seen) -> None:
+def _note(job: SolveJob, seen: JobProgress) -> None:
     job.state = "running" if seen.running else "queued"
     if (job.incumbent, job.bound) != (seen.incumbent, seen.bound):
-        job.note(seen.incumbent, seen.bound)
+        job.record_progress(seen.incumbent, seen.bound)
 
 
 def _problem(failure: tuple[int, bytes] | None) -> Problem:
     if failure is None:
-        detail = "another replica ended it, and its answer is kept no more; ask again"
+        detail = "another replica answered it, and the answer is no longer stored; ask again"
         return Problem(500, "solver-failed", "The solver failed", detail)
-    told = json.loads(failure[1])
-    return Problem(
-        failure[0],
-        told["type"].rpartition(":")[2],
-        told["title"],
-        told["detail"],
-        told.get("errors", ()),
-    )
+    status, content = failure[0], json.loads(failure[1])
+    name = content["type"].rpartition(":")[2]
+    return Problem(status, name, content["title"], content["detail"], content.get("errors", ()))

@@ -1,1 +1,1 @@
-"""This machine's devices: measured, registered elsewhere, and lent to profile a client's graph."""
+"""This machine as a node: its devices, registration, and measurements of graphs."""

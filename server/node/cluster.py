@@ -1,4 +1,4 @@
-"""This node's own devices and links, measured once."""
+"""This node's devices and links, measured once."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import logging
 from ..problem import Problem
 from ..settings import Settings
 from ..workers.measuring import measure_devices
-from ..workers.worker import Crashed, Killed, Missing, Refused, Task, Worker
+from ..workers.worker import Crashed, Killed, MissingPackage, Refused, Task, Worker
 
 log = logging.getLogger("placer_server")
 
 
 class NodeCluster:
-    """Measures in a process of its own, so that torch never enters the service's, and keeps the
-    result.
+    """Cache of this node's measured cluster.
+
+    A worker process measures it, so that the service itself never imports torch.
 
     Args:
-        settings: for the time that measuring may take.
-        task: what measures, see ``placer_server.workers.worker.Task``.
+        settings: Limits on the time of a measurement.
+        task: Function that measures, see ``placer_server.workers.worker.Task``.
     """
 
     def __init__(self, settings: Settings, task: Task[bytes] = measure_devices) -> None:
@@ -30,10 +31,10 @@ class NodeCluster:
         self._worker: Worker[bytes] | None = None
 
     async def get(self) -> bytes:
-        """The Cluster as JSON.
+        """Return the Cluster as JSON; measure it the first time.
 
         Raises:
-            Problem: it cannot be measured here (501), or could not be this time (503).
+            Problem: This node cannot measure (501), or the measurement failed (503).
         """
         async with self._lock:
             if self._measured is None:
@@ -41,10 +42,10 @@ class NodeCluster:
             return self._measured
 
     async def measure_again(self) -> bytes:
-        """The Cluster as JSON, measured now.
+        """Measure the cluster again, and return it as JSON.
 
         Raises:
-            Problem: as for ``get``; what was measured before is kept.
+            Problem: As for ``get``; the earlier measurement stays.
         """
         async with self._lock:
             self._measured = await self._measure()
@@ -55,19 +56,18 @@ class NodeCluster:
         self._worker = Worker(
             self._task,
             b"",
-            lambda *_: None,
             limit_s=settings.measure_timeout_s,
             grace_s=settings.stop_grace_s,
         )
         try:
             return await asyncio.to_thread(self._worker.run)
-        except Missing as error:
+        except MissingPackage as error:
             raise Problem(
                 501, "cannot-measure", "This node's devices cannot be measured", str(error)
             ) from error
         except (Crashed, Killed, Refused) as error:
             log.error("this node's devices could not be measured: %s", error)
-            detail = f"this node's devices could not be measured: {error}. Asking again tries again"
+            detail = f"this node's devices could not be measured: {error}. Ask again to try again"
             headers = {"Retry-After": "10"}
             raise Problem(
                 503, "not-measured", "Measuring failed", detail, headers=headers
@@ -76,6 +76,6 @@ class NodeCluster:
             self._worker = None
 
     def stop(self) -> None:
-        """End a measurement that is under way."""
+        """End a running measurement."""
         if self._worker is not None:
             self._worker.stop()

@@ -1,4 +1,4 @@
-"""The devices of several nodes as one cluster."""
+"""Joining the devices of several nodes into one cluster."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from placer.schema import Cluster, Device, Link
 
 
 def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s: float) -> Cluster:
-    """The devices of several nodes as one cluster.
+    """Join the devices of several nodes into one cluster.
 
-    A transfer between nodes goes through both hosts' memories and over the network, one after the
-    other.
+    A transfer between nodes passes both hosts' memories and the network, one after the other.
 
     Args:
-        clusters: by the name of the node.
-        network_bytes_per_s: between any two nodes, one way.
-        latency_s: of a transfer over it.
+        clusters: Clusters by the name of the node.
+        network_bytes_per_s: Bandwidth between any two nodes, in each direction.
+        latency_s: Latency of a transfer over the network in seconds.
     """
     devices: list[Device] = []
     links: list[Link] = []
@@ -38,6 +37,7 @@ def join(clusters: Mapping[str, Cluster], network_bytes_per_s: float, latency_s:
 
 
 def _over_network(source: Device, target: Device, bytes_per_s: float, latency_s: float) -> Link:
+    # Host to host over the network, plus device to host and host to device where measured.
     seconds_per_byte = 1 / bytes_per_s
     for rate in (source.to_host, target.from_host):
         if rate is not None:

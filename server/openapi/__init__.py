@@ -1,1 +1,1 @@
-"""The OpenAPI document and the examples in it."""
+"""OpenAPI document and its examples."""

@@ -1,6 +1,4 @@
-"""The OpenAPI document: the wire types as schemas, examples that run, and the problems of every
-path.
-"""
+"""OpenAPI document: the wire types as schemas, tested examples, and the problems of every path."""
 
 from __future__ import annotations
 
@@ -12,24 +10,32 @@ from fastapi.openapi.utils import get_openapi
 from placer.schema import Batch, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
-from ..judge.evaluation import CompareBody, EvaluateBody
 from ..problem import MEDIA_TYPE
+from ..workers.evaluation import CompareBody, EvaluateBody
 from .examples import batches, clusters, comparisons, evaluations, graphs, requests
 
 REF = "#/components/schemas/{model}"
 
 PROBLEM_SCHEMA = {
     "title": "Problem",
-    "description": "An error as RFC 9457 has it, at most 4 KB.",
+    "description": "An error as defined by RFC 9457, at most 4 KB.",
     "type": "object",
     "required": ["type", "title", "status", "detail"],
     "properties": {
-        "type": {"type": "string", "examples": ["urn:placer:problem:invalid-request"]},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
+        "type": {
+            "type": "string",
+            "description": "The kind of problem, for programs.",
+            "examples": ["urn:placer:problem:invalid-request"],
+        },
+        "title": {"type": "string", "description": "The kind of problem, for people."},
+        "status": {"type": "integer", "description": "The HTTP status."},
+        "detail": {
+            "type": "string",
+            "description": "What is wrong with this request, and what to do.",
+        },
         "errors": {
             "type": "array",
+            "description": "The invalid places of the body, as JSON pointers (RFC 6901).",
             "items": {
                 "type": "object",
                 "required": ["pointer", "detail"],
@@ -41,20 +47,23 @@ PROBLEM_SCHEMA = {
 
 PROBLEMS = {
     "400": "The body is not JSON.",
-    "404": "There is no such placement or profile.",
-    "405": "The method is not possible here.",
-    "408": "The body came too slowly.",
+    "404": "The placement, profile or node does not exist.",
+    "405": "The method is not allowed on this path.",
+    "408": "The body arrived too slowly.",
     "409": "The placement is still being solved.",
     "413": "The body is too large.",
-    "415": "The content type or encoding cannot be read.",
-    "422": "The request cannot be used; the problem names the fault.",
-    "429": "The queue is full; Retry-After says when to try again.",
+    "415": "The content type or encoding is not supported.",
+    "422": "The request is invalid; the problem names the fault.",
+    "429": "The queue is full; Retry-After gives the seconds to wait.",
     "500": "The solver failed on this request.",
-    "501": "The service lacks what this needs.",
-    "503": "The service is starting or stopping; Retry-After says when to try again.",
+    "501": "The service lacks a package that this operation needs.",
+    "503": (
+        "The service is starting or stopping, or its store cannot be used; Retry-After gives the"
+        " seconds to wait."
+    ),
 }
 
-_OF_PATH = {
+_PATH_STATUSES = {
     ("/v1/placements", "post"): ("400", "408", "413", "415", "422", "429", "500", "501", "503"),
     ("/v1/placements", "get"): ("422",),
     ("/v1/placements/{id}/request", "get"): ("404", "409", "422"),
@@ -101,7 +110,7 @@ _OF_PATH = {
 
 
 def describe(app: FastAPI) -> None:
-    """Give the application its OpenAPI document, made when first asked for."""
+    """Give the application its OpenAPI document, generated on first use."""
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
 
 
@@ -130,12 +139,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
             (Batch, "/v1/placements:batch", batches()),
         ):
             body = model.model_json_schema(ref_template=REF)
-            body.pop("$defs", None)  # those of PlacementRequest
+            # The same definitions were added with PlacementRequest.
+            body.pop("$defs", None)
             schemas[model.__name__] = body
             _describe_body(
                 paths[path]["post"], model.__name__, examples, required=model is not CompareBody
             )
-        for (path, method), codes in _OF_PATH.items():
+        for (path, method), codes in _PATH_STATUSES.items():
             _describe_problems(document["paths"][path][method], codes)
         app.openapi_schema = document
     return app.openapi_schema

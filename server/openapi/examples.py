@@ -1,4 +1,4 @@
-"""Requests that are shown in the OpenAPI document; a test posts each."""
+"""Example requests of the OpenAPI document; a test posts each."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _request(memory_gib: int, **more: Any) -> dict[str, Any]:
 
 
 def requests() -> dict[str, dict[str, Any]]:
-    """The examples by name, each with a summary and a value, as OpenAPI has them."""
+    """Return the examples of ``POST /v1/placements`` by name, each with a summary and a value."""
     return {
         "throughput": {
-            "summary": "Train four layers on two devices, the smallest bottleneck",
+            "summary": "Training: four layers on two devices with the smallest bottleneck",
             "value": _request(16, chunks=4),
         },
         "latency": {
-            "summary": "Inference, one sample's smallest time, with a layer pinned",
+            "summary": "Inference: smallest latency of one sample, with a pinned layer",
             "value": _request(
                 16,
                 objective="latency",
@@ -87,14 +87,14 @@ def requests() -> dict[str, dict[str, Any]]:
             ),
         },
         "infeasible": {
-            "summary": "Too large for the devices: an answer as well, with status infeasible",
+            "summary": "Too large for the devices: a placement with status infeasible",
             "value": _request(2),
         },
     }
 
 
 def evaluations() -> dict[str, dict[str, Any]]:
-    """The examples of ``:evaluate``."""
+    """Return the examples of ``:evaluate``."""
     return {
         "own map": {
             "summary": "Three layers on the first device",
@@ -104,11 +104,11 @@ def evaluations() -> dict[str, dict[str, Any]]:
 
 
 def comparisons() -> dict[str, dict[str, Any]]:
-    """The examples of ``:compare``."""
+    """Return the examples of ``:compare``."""
     even = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}
     return {
         "two maps": {
-            "summary": "An even map against one that is not",
+            "summary": "An even map and an uneven map",
             "value": {
                 "request": _request(16, chunks=4),
                 "maps": {"even": even, "uneven": own_map()},
@@ -118,7 +118,7 @@ def comparisons() -> dict[str, dict[str, Any]]:
 
 
 def batches() -> dict[str, dict[str, Any]]:
-    """The examples of ``:batch``."""
+    """Return the examples of ``:batch``."""
     objectives = [
         {"objective": "throughput"},
         {"objective": "latency"},
@@ -133,7 +133,7 @@ def batches() -> dict[str, dict[str, Any]]:
 
 
 def graphs() -> dict[str, dict[str, Any]]:
-    """The examples of ``POST /v1/profiles``."""
+    """Return the examples of ``POST /v1/profiles``."""
     image = {"name": "x", "shape": [8, 16], "dtype": "float32", "batched": True}
     result = {**image, "name": "y", "differentiable": True, "source": "linear"}
     layer = {
@@ -166,22 +166,22 @@ def graphs() -> dict[str, dict[str, Any]]:
     }
     return {
         "one layer": {
-            "summary": "A linear layer of 16 numbers, to be measured on one device",
+            "summary": "A linear layer of 16 features, measured on one device",
             "value": {"schema_version": "1", "graph": graph, "devices": 1, "repeats": 2},
         }
     }
 
 
 def clusters() -> dict[str, dict[str, Any]]:
-    """The examples of ``PUT /v1/nodes/{name}``."""
+    """Return the examples of ``PUT /v1/nodes/{name}``."""
     return {
         "two devices": {
-            "summary": "A node with two devices, each linked with the other",
+            "summary": "A node with two linked devices",
             "value": _cluster(16),
         }
     }
 
 
 def own_map() -> dict[str, str]:
-    """A map of the examples' layers, as a user would make it."""
+    """Return a map of the examples' layers, as a user would make it."""
     return {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:0", "head": "cuda:1"}

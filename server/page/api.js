@@ -1,13 +1,13 @@
-// Speaks to the service. Paths are relative, so that the page works behind a proxy's prefix.
+// Requests to the service. Paths are relative, so that the page works under a proxy's prefix.
 
 const KEY = "placer-key";
 
-/** An answer of the service that is a problem. */
+/** An error response of the service. */
 export class Problem extends Error {
   constructor(status, content) {
     super(content.detail || `the service answered ${status}`);
     this.status = status;
-    this.faults = content.errors || []; // {pointer, detail}, in the body that was sent
+    this.faults = content.errors || []; // {pointer, detail} of invalid places in the body
   }
 }
 
@@ -49,8 +49,8 @@ async function send(method, path, body, signal) {
 }
 
 /**
- * Ask for a placement and follow its solve to the end. Aborting the signal stops the solve, unless others wait for it.
- * A full queue is waited for.
+ * Request a placement and follow its solve to the end. While the queue is full, try again.
+ * Aborting the signal stops the solve, unless other clients wait for it.
  */
 export async function solve(request, onProgress, signal) {
   const first = await submit(request, onProgress, signal);
@@ -63,7 +63,7 @@ export async function solve(request, onProgress, signal) {
     else if (kind === "failed") throw new Problem(data.status, data);
     else break;
   }
-  throw new Problem(503, { detail: "the service stops; its next start goes on with the solve" });
+  throw new Problem(503, { detail: "the service stops; its next start continues the solve" });
 }
 
 async function submit(request, onProgress, signal) {
@@ -88,7 +88,7 @@ function pause(milliseconds, signal) {
   });
 }
 
-/** The events of a stream: [kind, data]. EventSource cannot send a key. */
+/** Yield the events of a stream as [kind, data]. EventSource cannot send a key. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -1,4 +1,4 @@
-// Devices as bars: compute and transfers of a micro-batch, and memory against its limit.
+// Bars of the devices: compute and transfers of a micro-batch, and memory with its limit.
 
 import { bytes, element, milliseconds, percent, shape } from "./dom.js";
 
@@ -9,7 +9,7 @@ export function memoryOf(load) {
   return Object.values(load.memory).reduce((sum, part) => sum + part, 0);
 }
 
-/** The bars of all devices, as wide as there is room, with a legend and, for those who hear the page, a sentence each. */
+/** Draw the bars of all devices, with a legend and a sentence per device for screen readers. */
 export function deviceBars(loads, room) {
   const width = Math.min(640, Math.max(260, room));
   const longest = Math.max(...loads.map((load) => Math.max(load.load_ms, load.compute_ms + load.send_ms + load.receive_ms)), 1e-9);
@@ -63,12 +63,12 @@ function sentence(load) {
 }
 
 function legend() {
-  const items = [["compute", "compute"], ["send", "sends"], ["receive", "receives"], ["memory", "memory, against its limit"]];
+  const items = [["compute", "compute"], ["send", "send"], ["receive", "receive"], ["memory", "memory and its limit"]];
   return element("ul", { class: "legend", "aria-hidden": "true" }, ...items.map(([kind, text]) =>
     element("li", {}, shape("svg", { width: 12, height: 12 }, shape("rect", { class: kind, width: 12, height: 12 })), text)));
 }
 
-/** What limits the answer, in a sentence. */
+/** Return a sentence that says what limits the placement. */
 export function whatLimits(placement) {
   if (placement.limits) return `Limited by ${placement.limits.what}.`;
   const loads = placement.devices;
@@ -77,9 +77,9 @@ export function whatLimits(placement) {
   if (placement.objective === "latency") return `One sample passes ${placement.stages.length} stages.${memory}`;
   if (placement.objective === "memory") {
     const most = loads.reduce((one, other) => (memoryOf(other) > memoryOf(one) ? other : one));
-    return `${most.device} holds the most.${memory}`;
+    return `${most.device} uses the most memory.${memory}`;
   }
   const busiest = loads.find((load) => load.bottleneck) || loads[0];
   const share = busiest.load_ms ? Math.min(1, busiest.compute_ms / busiest.load_ms) : 0;
-  return `${busiest.device} is the bottleneck: ${percent(share)} of its time is compute, the rest is transfers.${memory}`;
+  return `${busiest.device} is the bottleneck: ${percent(share)} of its time is compute, and the rest is transfers.${memory}`;
 }

@@ -1,13 +1,13 @@
-// Makes elements. Text is always text: nothing that comes from a profile is read as HTML.
+// Elements and number formats. Text from a profile is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An HTML element with attributes and children (elements or text). */
+/** Return an HTML element with attributes and children (elements or text). */
 export function element(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
 
-/** An SVG element. */
+/** Return an SVG element. */
 export function shape(name, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, name), attributes, children);
 }

@@ -1,20 +1,20 @@
-// The layer graph, coloured by device. Arrow keys go along it; Enter takes a layer to be pinned.
+// The layer graph, coloured by device. Arrow keys move the focus; Enter selects a layer to pin.
 
 import { element, shape } from "./dom.js";
 
 const STEP_Y = 34;
 const HEIGHT = 24;
 const NAMED = { step: 104, width: 92 };
-const COMPACT = { step: 28, width: 20 }; // longer graphs show the device's number alone
-const LONG = 12; // columns
-const MOST = 1500; // more layers than this are a table alone
+const COMPACT = { step: 28, width: 20 }; // long graphs show only the device's number
+const LONG = 12; // columns of a long graph
+const MOST = 1500; // more layers are shown only as a table
 
 /**
- * The graph as a scrolling drawing.
- * options: moved, a set of layers to be marked; pinned, layer -> device; onPick(layer).
+ * Draw the graph in a scrolling region.
+ * options: moved, a set of layers to mark; pinned, the device of each pinned layer; onPick(layer).
  */
 export function layerGraph(profile, layerDevices, devices, options) {
-  if (profile.layers.length > MOST) return element("p", {}, `${profile.layers.length} layers are too many to draw; the table has them.`);
+  if (profile.layers.length > MOST) return element("p", {}, `${profile.layers.length} layers are too many to draw; see the table.`);
   const places = layout(profile);
   const columns = 1 + Math.max(...places.map((place) => place.column));
   const size = columns > LONG ? COMPACT : NAMED;
@@ -27,7 +27,7 @@ export function layerGraph(profile, layerDevices, devices, options) {
   return element("div", { class: "graph" }, drawing);
 }
 
-/** A layer's column is the longest way to it; in a column, layers stand in execution order. */
+/** A layer's column is the length of the longest path to it; a column is in execution order. */
 function layout(profile) {
   const column = new Map(profile.layers.map((layer) => [layer.name, 0]));
   const readers = new Map();
@@ -52,7 +52,7 @@ function edges(profile, places, layerDevices, { step, width }) {
     const [from, to] = [at.get(edge.source), at.get(target)];
     const [x1, y1] = [from.column * step + 6 + width, from.row * STEP_Y + 6 + HEIGHT / 2];
     const [x2, y2] = [to.column * step + 6, to.row * STEP_Y + 6 + HEIGHT / 2];
-    // A value that skips columns bends below the layers between.
+    // An edge that skips columns bends below the layers in between.
     const low = to.column - from.column > 1 ? Math.max(y1, y2) + 10 : (y1 + y2) / 2;
     const crosses = layerDevices[edge.source] !== layerDevices[target];
     const way = to.column - from.column > 1 ? `M${x1} ${y1} Q${(x1 + x2) / 2} ${low + 12} ${x2} ${y2}` : `M${x1} ${y1} L${x2} ${y2}`;
@@ -87,7 +87,7 @@ function node(name, index, place, layerDevices, devices, { moved, pinned, onPick
   return made;
 }
 
-/** One stop for the tab key; arrows go on from there. */
+/** Make the graph one tab stop, within which arrow keys move the focus. */
 function walk(nodes) {
   nodes.forEach((made, index) => made.addEventListener("keydown", (event) => {
     const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };

@@ -1,26 +1,28 @@
-// The page: what is asked, the solve that goes on, and the answers that are shown.
+// The page's state and events: the question, the running solve, and the shown answers.
 
 import { Problem, get, post, remove, solve, text, useKey } from "./api.js";
 import { amount, byId, element, percent } from "./dom.js";
 import { changed, clusterOf, knobsOf, leastMemory, mostDevices, questionOf, trains } from "./question.js";
 import { show } from "./view.js";
 
-const PAUSE_MS = 250; // after the last change, before it solves again
+// Time after the last change before a new solve starts.
+const PAUSE_MS = 250;
 const KNOBS = ["devices", "memory", "chunks", "objective", "schedule", "limit"];
-const FIELDS = { chunks: "chunks", objective: "objective", schedule: "schedule", limit: "time_limit_s" }; // of a request
+// The request field of each control, to show the service's faults next to it.
+const FIELDS = { chunks: "chunks", objective: "objective", schedule: "schedule", limit: "time_limit_s" };
 
 const state = {
-  question: null, // as loaded
+  question: null, // the loaded request
   knobs: null,
-  asked: null, // the request that is solved or answered
+  asked: null, // the request of the solve or of the placement
   placement: null,
-  timeline: null, // a promise of the placement's, or of null
+  timeline: null, // a promise of the placement's timeline or null
   kept: null, // {placement, request, timeline}
   moved: new Set(),
   solving: null, // AbortController
-  changing: null, // the timer after whose end it solves again
-  current: false, // whether the placement answers what the knobs say
-  id: null, // of the solve under way
+  changing: null, // the timer that starts the next solve
+  current: false, // whether the placement answers the current controls
+  id: null, // id of the running solve
   cursor: null,
 };
 
@@ -43,7 +45,7 @@ function load(content, name) {
   ask();
 }
 
-/** Let a knob stand at a value, also one that it does not offer by itself. */
+/** Set a control to a value; add the value to a select that does not offer it. */
 function stand(knob, value) {
   knob.value = value;
   if (knob.localName !== "select" || knob.value === value) return;
@@ -51,7 +53,7 @@ function stand(knob, value) {
   knob.value = value;
 }
 
-/** Offer the choices that have a function: passes have an order in training alone, and only a whole batch chooses it. */
+/** Show the choices that apply: only training has a schedule, and only objective "step" chooses it. */
 function offer() {
   const { question, knobs } = state;
   byId("schedule").closest(".field").hidden = !trains(question);
@@ -65,20 +67,20 @@ function choose(schedule) {
   byId("schedule").value = schedule;
 }
 
-/** Mark a knob if its value cannot be used, with what is wrong with it. */
+/** Mark a control whose value is invalid, with the reason. */
 function check(knob) {
   unmark(knob);
   const wrong = knob.validationMessage || (knob.type === "number" && knob.value === "" ? "Enter a number." : "");
   if (wrong) mark(knob, wrong);
 }
 
-/** Mark the knobs whose values the service refused. The next question may mend that by another knob. */
+/** Mark the controls whose values the service rejected, until the next question. */
 function markRefused(error) {
   for (const [id, field] of Object.entries(FIELDS)) {
     const fault = (error.faults || []).find((one) => one.pointer === `#/${field}`);
-    const told = fault ? fault.detail : error.message.startsWith(`${field}: `) && error.message.slice(field.length + 2);
-    if (!told) continue;
-    mark(byId(id), told);
+    const detail = fault ? fault.detail : error.message.startsWith(`${field}: `) && error.message.slice(field.length + 2);
+    if (!detail) continue;
+    mark(byId(id), detail);
     byId(id).dataset.refused = "";
   }
 }
@@ -96,7 +98,7 @@ function unmark(knob) {
   knob.closest(".field").querySelector(".fault")?.remove();
 }
 
-/** The placement on the page no longer answers what the knobs say. */
+/** Show that the placement on the page no longer answers the controls. */
 function outdate() {
   state.current = false;
   state.solving?.abort();
@@ -110,7 +112,7 @@ function showPins() {
   byId("pin-device").replaceChildren(...devices.map((device) => element("option", {}, device.name)));
   if (devices.some((device) => device.name === chosen)) byId("pin-device").value = chosen;
   byId("pins").replaceChildren(...Object.entries(state.knobs.pins).map(([layer, device]) => {
-    const gone = there.has(device) ? "" : ", which is not there";
+    const gone = there.has(device) ? "" : ", which does not exist";
     const button = element("button", { type: "button", "aria-label": `Unpin ${layer}`, class: gone && "gone" }, `${layer} on ${device}${gone} ✕`);
     button.addEventListener("click", () => {
       delete state.knobs.pins[layer];
@@ -126,7 +128,7 @@ async function ask() {
   outdate();
   document.querySelectorAll("#knobs [data-refused]").forEach(unmark);
   if (document.querySelector("#knobs [aria-invalid]")) {
-    say("Change the marked values: there is no answer for them.");
+    say("Correct the marked values to get an answer.");
     return;
   }
   const solving = (state.solving = new AbortController());
@@ -155,7 +157,7 @@ async function ask() {
   }
 }
 
-/** Show the buttons that have something to do. */
+/** Show the buttons that apply. */
 function offerActions() {
   const { placement, asked, kept, id } = state;
   const places = Boolean(placement && placement.devices.length);
@@ -172,7 +174,7 @@ function offerActions() {
   byId("actions").hidden = !Object.values(shown).some(Boolean);
 }
 
-/** When each device works on what; null where the service cannot say. */
+/** Return the placement's timeline, or null if the service has none. */
 async function timelineOf(placement) {
   if (!placement.devices.length) return null;
   return get(`v1/placements/${placement.id}/timeline`).catch(() => null);
@@ -189,8 +191,8 @@ function follow(progress, request) {
 }
 
 function ended(placement) {
-  if (placement.status === "infeasible") return "There is no placement under these limits.";
-  if (placement.objective_value === null) return "None was found in time; allow more.";
+  if (placement.status === "infeasible") return "There is no placement within these limits.";
+  if (placement.objective_value === null) return "No placement was found in time; increase the time limit.";
   return `${placement.status === "optimal" ? "Proven optimal" : "Best so far"}: ${amount(placement.objective_value, placement.objective)}`;
 }
 
@@ -210,7 +212,7 @@ function draw() {
   show(byId("current"), placement, asked, { title: kept ? "Now" : asked.profile.model || "Placement", moved, pinned, onPick, timeline: state.timeline });
 }
 
-/** Where the kept placement and this one differ, by the service's own comparison. */
+/** Ask the service where the kept placement and the current one differ. */
 async function compare() {
   state.moved = new Set();
   byId("moves").textContent = "";
@@ -222,7 +224,7 @@ async function compare() {
   const [before, after] = [kept.placement.objective_value, placement.objective_value];
   const same = kept.placement.objective === placement.objective;
   const change = !same || before === after ? "" : ` and the value is ${percent(Math.abs(after / before - 1))} ${after < before ? "lower" : "higher"}`;
-  byId("moves").textContent = `Against the kept one, ${found.moved_layers} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
+  byId("moves").textContent = `Compared with the kept placement, ${found.moved_layers} of ${state.asked.profile.layers.length} layers are on another device${change}.`;
 }
 
 function say(words) {
@@ -291,8 +293,8 @@ function save(name, type, content) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-/** Save what the service makes of the placement. */
-function saveMade(what, name, type) {
+/** Save a file that the service makes from the placement. */
+function saveFromService(what, name, type) {
   return guarded(async () => state.placement && save(name, type, await text(`v1/placements/${state.placement.id}/${what}`)));
 }
 
@@ -358,8 +360,8 @@ function listen() {
   });
   byId("save-placement").addEventListener("click", () => state.placement && save("placement.json", "application/json", JSON.stringify(state.placement, null, 1)));
   byId("save-request").addEventListener("click", () => state.asked && save("request.json", "application/json", JSON.stringify(state.asked, null, 1)));
-  byId("save-trace").addEventListener("click", () => saveMade("trace", "trace.json", "application/json"));
-  byId("save-report").addEventListener("click", () => saveMade("report", "placement.html", "text/html"));
+  byId("save-trace").addEventListener("click", () => saveFromService("trace", "trace.json", "application/json"));
+  byId("save-report").addEventListener("click", () => saveFromService("report", "placement.html", "text/html"));
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     useKey(byId("key").value);

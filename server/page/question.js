@@ -1,17 +1,17 @@
-// The request that is asked, made from what was loaded and what the user changed.
+// The request, made from the loaded file and the controls.
 
 const GIB = 2 ** 30;
-// Micro-batches for each device, where a profile does not say how many: filling and draining a pipeline then costs at
-// most a fifth of its time (Huang et al., "GPipe", section 2.3, find four times as many as devices to be enough).
+// Micro-batches per device if only a profile is loaded. Filling and draining the pipeline then takes
+// at most a fifth of its time (Huang et al., "GPipe", section 2.3: four times the number of devices).
 const CHUNKS_PER_DEVICE = 4;
 
-/** A PlacementRequest from a file: a profile, or a request, which stands as it is. */
+/** Return the PlacementRequest of a file that holds a request or a profile. */
 export function questionOf(content) {
   if (content && Array.isArray(content.layers)) content = { profile: content, chunks: enoughChunks(content.cluster) };
   if (!content || !content.profile || !Array.isArray(content.profile.layers)) {
-    throw new Error("this is neither a profile nor a placement request: a profile has 'layers', a request has 'profile'");
+    throw new Error("the file is neither a profile nor a placement request: a profile has 'layers', and a request has 'profile'");
   }
-  if (!(content.cluster || content.profile.cluster)) throw new Error("neither the request nor its profile has a cluster");
+  if (!(content.cluster || content.profile.cluster)) throw new Error("neither the request nor its profile has a cluster; add one");
   return content;
 }
 
@@ -20,7 +20,7 @@ function enoughChunks(cluster) {
   return count > 1 ? CHUNKS_PER_DEVICE * count : 1;
 }
 
-/** Whether a training step is placed. */
+/** Return whether the request is for training. */
 export function trains(question) {
   return question.training ?? question.profile.training ?? false;
 }
@@ -29,7 +29,7 @@ export function clusterOf(question) {
   return question.cluster || question.profile.cluster;
 }
 
-/** Where the knobs stand for a question. */
+/** Return the values of the controls for a request. */
 export function knobsOf(question) {
   const cluster = clusterOf(question);
   return {
@@ -44,7 +44,7 @@ export function knobsOf(question) {
   };
 }
 
-/** The question as the knobs have it. */
+/** Return the request with the values of the controls. */
 export function changed(question, knobs) {
   const before = knobsOf(question);
   if (JSON.stringify(before) === JSON.stringify(knobs)) return question; // the same question has the same answer
@@ -76,10 +76,10 @@ export function changed(question, knobs) {
   return fitting(asked, knobs.chunks !== before.chunks);
 }
 
-/** Without what the objective does not know. */
+/** Remove the fields that the objective does not accept. */
 function fitting(asked, chunksChanged) {
   if (asked.objective === "step") {
-    if (chunksChanged) delete asked.batch_size; // so many micro-batches of the profile are the batch now
+    if (chunksChanged) delete asked.batch_size; // the batch is now this number of the profile's micro-batches
   } else {
     delete asked.profiles;
     delete asked.batch_size;
@@ -88,18 +88,18 @@ function fitting(asked, chunksChanged) {
   return asked;
 }
 
-/** The least memory that a device can be given, in GiB: what libraries keep for themselves. */
+/** Return the smallest memory of a device in GiB: the amount that libraries reserve. */
 export function leastMemory(question) {
   return Math.max(...clusterOf(question).devices.map((device) => device.reserve_bytes || 0)) / GIB;
 }
 
-/** The most devices that can be asked for: more than there are only where a link says how they would be joined. */
+/** Return the largest number of devices: additional ones need a link as a pattern. */
 export function mostDevices(question) {
   const cluster = clusterOf(question);
   return (cluster.links || []).length ? Math.max(64, cluster.devices.length) : cluster.devices.length;
 }
 
-/** The first so many devices; further ones are like the last, joined by links like the slowest. */
+/** Return `count` devices; additional ones copy the last device and the slowest link. */
 function resized(cluster, count) {
   const devices = cluster.devices.slice(0, count);
   const kept = new Set(devices.map((device) => device.name));

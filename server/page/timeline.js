@@ -1,4 +1,4 @@
-// The batch as the schedule has it: a row for each device, a bar for each pass. What stays empty is the bubble.
+// The timeline of a batch: a row per device, a bar per pass. The empty parts are the bubble.
 
 import { element, milliseconds, percent, shape } from "./dom.js";
 
@@ -6,9 +6,9 @@ const WIDTH = 640;
 const LABEL = 92;
 const ROW = 36;
 const AXIS = 20;
-const SHOWN = 16; // a bar that is wider has the number of its micro-batch
+const SHOWN = 16; // wider bars show the number of their micro-batch
 
-/** The timeline as a drawing that scrolls, with a legend, a zoom and the same in words. */
+/** Draw the timeline in a scrolling region, with a legend, a zoom and a description in words. */
 export function timelineChart(timeline) {
   const height = ROW * timeline.devices.length + AXIS;
   const drawing = shape("svg", { viewBox: `0 0 ${WIDTH} ${height}`, width: "100%", role: "img", "aria-label": words(timeline).join(" ") });
@@ -38,23 +38,23 @@ function row(spent, index, timeline, drawing) {
 function bar(pass, scale) {
   const width = (pass.end_ms - pass.start_ms) * scale;
   const x = LABEL + pass.start_ms * scale;
-  const told = `${pass.phase} of micro-batch ${pass.micro_batch} in stage ${pass.stage}: ${milliseconds(pass.start_ms)} to ${milliseconds(pass.end_ms)}`;
-  const drawn = shape("rect", { class: `pass ${pass.phase}`, x, y: 4, width, height: 18 }, shape("title", {}, told));
+  const text = `${pass.phase} of micro-batch ${pass.micro_batch} in stage ${pass.stage}: ${milliseconds(pass.start_ms)} to ${milliseconds(pass.end_ms)}`;
+  const drawn = shape("rect", { class: `pass ${pass.phase}`, x, y: 4, width, height: 18 }, shape("title", {}, text));
   return width < SHOWN ? [drawn] : [drawn, shape("text", { x: x + width / 2, y: 17, class: "number", "text-anchor": "middle" }, String(pass.micro_batch))];
 }
 
-/** The optimizer's step of a device, after the last pass on any. */
+/** Draw the optimizer step of a device, after the last pass on any device. */
 function optimizer(spent, timeline, scale) {
   if (!spent.optimizer_ms) return [];
   const start = timeline.step_ms - Math.max(...timeline.devices.map((other) => other.optimizer_ms));
-  const told = `optimizer: ${milliseconds(start)} to ${milliseconds(start + spent.optimizer_ms)}`;
-  return [shape("rect", { class: "optimizer", x: LABEL + start * scale, y: 4, width: spent.optimizer_ms * scale, height: 18 }, shape("title", {}, told))];
+  const text = `optimizer: ${milliseconds(start)} to ${milliseconds(start + spent.optimizer_ms)}`;
+  return [shape("rect", { class: "optimizer", x: LABEL + start * scale, y: 4, width: spent.optimizer_ms * scale, height: 18 }, shape("title", {}, text))];
 }
 
 function transfer(copy, scale) {
-  const told = `${copy.carries} of micro-batch ${copy.micro_batch} to ${copy.target}: ${milliseconds(copy.start_ms)} to ${milliseconds(copy.end_ms)}`;
+  const text = `${copy.carries} of micro-batch ${copy.micro_batch} to ${copy.target}: ${milliseconds(copy.start_ms)} to ${milliseconds(copy.end_ms)}`;
   return shape("rect", { class: "carry", x: LABEL + copy.start_ms * scale, y: 25, width: Math.max(0.5, (copy.end_ms - copy.start_ms) * scale), height: 5 },
-    shape("title", {}, told));
+    shape("title", {}, text));
 }
 
 function axis(timeline, top) {
@@ -74,7 +74,7 @@ function summary(timeline) {
 function legend(timeline) {
   const kinds = ["forward", "backward", "weights"].filter((kind) => timeline.passes.some((pass) => pass.phase === kind));
   const steps = timeline.devices.some((spent) => spent.optimizer_ms) ? [["optimizer", "optimizer"]] : [];
-  const items = [...kinds.map((kind) => [`pass ${kind}`, kind]), ...steps, ["carry", "sends"], ["idle", "idle"]];
+  const items = [...kinds.map((kind) => [`pass ${kind}`, kind]), ...steps, ["carry", "send"], ["idle", "idle"]];
   return element("ul", { class: "legend" }, ...items.map(([kind, text]) => element("li", {},
     shape("svg", { width: 12, height: 12, "aria-hidden": "true" }, shape("rect", { class: kind, width: 12, height: 12 })), text)));
 }

@@ -1,18 +1,18 @@
-// One placement as an article: its figures, its devices, its layers.
+// One placement as an article: figures, devices and layers.
 
 import { deviceBars, whatLimits } from "./bars.js";
 import { amount, bytes, element, milliseconds, percent } from "./dom.js";
 import { layerGraph } from "./graph.js";
 import { timelineChart } from "./timeline.js";
 
-/** Fill an article with a placement; options as for layerGraph, a title, and timeline: a promise of one, or of null. */
+/** Fill an article with a placement. options: those of layerGraph, title, and timeline, a promise of a timeline or null. */
 export function show(article, placement, request, options) {
   const parts = [element("h3", {}, options.title), facts(placement, options.timeline)];
   if (placement.infeasible) {
     parts.push(element("p", { class: "why" }, element("strong", {}, "No placement is possible. "), placement.infeasible.reason));
-    if (placement.infeasible.short_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.short_bytes)} are short.`));
+    if (placement.infeasible.short_bytes) parts.push(element("p", {}, `${bytes(placement.infeasible.short_bytes)} are missing.`));
     const words = placement.infeasible.requirements || [];
-    if (words.length) parts.push(element("p", {}, "These cannot hold together:"), element("ul", {}, ...words.map((text) => element("li", {}, text))));
+    if (words.length) parts.push(element("p", {}, "These requirements contradict one another:"), element("ul", {}, ...words.map((text) => element("li", {}, text))));
   } else if (placement.devices.length) {
     const devices = placement.devices.map((load) => load.device);
     parts.push(
@@ -30,17 +30,17 @@ export function show(article, placement, request, options) {
   article.replaceChildren(...parts);
 }
 
-/** A place for the timeline, filled when it is there: the rest need not wait for it. */
+/** Return an element that is filled once the timeline has arrived, so that the rest need not wait. */
 function drawnLater(timeline) {
   const place = element("div", { "aria-busy": "true" }, element("p", {}, "…"));
   timeline.then((found) => {
-    place.replaceChildren(found ? timelineChart(found) : element("p", {}, "The service has none of this placement."));
+    place.replaceChildren(found ? timelineChart(found) : element("p", {}, "The service has no timeline of this placement."));
     place.removeAttribute("aria-busy");
   });
   return place;
 }
 
-/** What would make it better, where the solver was asked to find out. */
+/** List the changes that would help, if the request asked for an explanation. */
 function helps(placement) {
   const found = (placement.limits && placement.limits.helps) || [];
   if (!found.length) return [];
@@ -48,21 +48,21 @@ function helps(placement) {
   return [element("h4", {}, "What would help"), element("ul", { class: "helps" }, ...items)];
 }
 
-/** Fill a place by what a timeline tells, once it is there. */
-function toldBy(timeline, tell) {
+/** Return an element that is filled with a text made from the timeline, once it has arrived. */
+function fromTimeline(timeline, describe) {
   const place = element("span", { "aria-busy": "true" }, "…");
   timeline.then((found) => {
-    place.textContent = found ? tell(found) : "none";
+    place.textContent = found ? describe(found) : "none";
     place.removeAttribute("aria-busy");
   });
   return place;
 }
 
-/** How much faster a whole batch is than on the best single device; that of one micro-batch would leave out the bubble. */
+/** Return the speed-up of a whole batch, bubble included, over the best single device. */
 function againstOneDevice(placement, timeline) {
   const ratio = placement.objective === "step" ? placement.speedup : timeline.single_device_ms && timeline.single_device_ms / timeline.step_ms;
   if (!ratio) return "none";
-  const small = placement.single_device && !placement.single_device.fits ? ", which is too small" : "";
+  const small = placement.single_device && !placement.single_device.fits ? ", which has too little memory" : "";
   return `${ratio.toFixed(2)} × as fast${small}`;
 }
 
@@ -78,8 +78,8 @@ function facts(placement, timeline) {
     [{ throughput: "Bottleneck", step: "Whole batch", latency: "One sample", memory: "Largest use", devices: "Devices used" }[kind] || kind, amount(placement.objective_value, kind)],
     ["Proven bound", amount(placement.bound, kind)],
     ["Gap", placement.gap === null || placement.gap === undefined ? "none" : percent(placement.gap)],
-    ...(kind === "step" ? [] : [["Whole batch", toldBy(timeline, batchOf)]]),
-    ["Against one device", toldBy(timeline, (found) => againstOneDevice(placement, found))],
+    ...(kind === "step" ? [] : [["Whole batch", fromTimeline(timeline, batchOf)]]),
+    ["Compared with one device", fromTimeline(timeline, (found) => againstOneDevice(placement, found))],
     ["Micro-batches", `${placement.chunks}, ${placement.schedule}`],
     ["Solved in", `${(placement.solve_time_s || 0).toFixed(2)} s`],
   ];

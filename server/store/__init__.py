@@ -1,1 +1,1 @@
-"""What outlives the service: placements, jobs, profiles and nodes in SQLite or PostgreSQL."""
+"""Persistence in SQLite or PostgreSQL: placements, jobs, profiles and nodes."""

@@ -1,5 +1,6 @@
-"""Where the store's tables are: an SQLite file, or a PostgreSQL database. Several services may
-share either.
+"""Connections to the store: an SQLite file or a PostgreSQL database.
+
+Several services may share either.
 """
 
 from __future__ import annotations
@@ -23,35 +24,36 @@ from .upgrade import upgrade
 try:
     import fcntl
 except ImportError:
-    # Windows: a start cannot see that no other service has the file open, and waits for leases to
-    # end
+    # Windows has no such locks. A start cannot know that it is alone, and waits for leases to
+    # expire.
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 Work = Callable[[sa.Connection], T]
 
+# Key of the advisory lock that PostgreSQL migrations hold.
 MIGRATION_LOCK = 0x706C61636572
-"""Of PostgreSQL's advisory locks."""
 
 CONNECT_S = 5
 STATEMENT_S = 30
+
+# Connections in each of the two pools.
 POOL = 8
-"""Connections of each of two pools."""
 SCHEMES = ("postgresql", "postgres", "postgresql+psycopg")
 
 
 class StoreError(ServerError):
-    """The store could not be read or written: the disk is full, or PostgreSQL is away."""
+    """The store could not be read or written: the disk is full, or PostgreSQL is unreachable."""
 
 
 class Database(ABC):
-    """The connections to a store; each method takes what is to be done with one.
+    """Connections to a store; each method takes a function of a connection.
 
     Attributes:
-        name: of the store, without a password.
-        durable: whether what is written outlives the process.
-        shared: whether other services may work on the same jobs.
-        remote: whether a statement waits for a network.
+        name: Name of the store, without a password.
+        durable: Whether writes survive the process.
+        shared: Whether other services may work on the same jobs.
+        remote: Whether a statement waits for a network.
         dialect: ``sqlite`` or ``postgresql``.
     """
 
@@ -62,26 +64,27 @@ class Database(ABC):
     dialect: str
 
     def read(self, work: Work[T]) -> T:
-        """Do what only reads."""
-        return self._do(self._reading, work)
+        """Run a function that only reads."""
+        return self._run(self._reading, work)
 
     def search(self, work: Work[T]) -> T:
-        """Do what takes long to read, without holding up ``read``."""
-        return self._do(self._searching, work)
+        """Run a function whose reads take long, without blocking ``read``."""
+        return self._run(self._searching, work)
 
     def write(self, work: Work[T]) -> T:
-        """Do all of what writes, or none of it. It may be done twice, where the connection broke at
-        its end.
+        """Run a function that writes, in a transaction.
+
+        It may run twice, if the connection breaks at its end.
         """
-        return self._do(self._writing, work)
+        return self._run(self._writing, work)
 
     def write_one(self, work: Work[T]) -> T:
-        """Do one statement that writes."""
-        return self._do(self._writing_one, work)
+        """Run a function of one writing statement."""
+        return self._run(self._writing_one, work)
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the connections."""
 
     @abstractmethod
     def _reading(self) -> Any: ...
@@ -95,7 +98,7 @@ class Database(ABC):
     @abstractmethod
     def _writing_one(self) -> Any: ...
 
-    def _do(self, connecting: Callable[[], Any], work: Work[T]) -> T:
+    def _run(self, connecting: Callable[[], Any], work: Work[T]) -> T:
         try:
             try:
                 with connecting() as connection:
@@ -103,7 +106,7 @@ class Database(ABC):
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-            # the server was restarted since; a new connection finds it
+            # The server has restarted since the connection was made; a new connection may work.
             with connecting() as connection:
                 return work(connection)
         except SQLAlchemyError as error:
@@ -111,23 +114,24 @@ class Database(ABC):
 
 
 def open_database(name: str) -> Database:
-    """The database of that name, its tables made or migrated.
+    """Open a database, and create or migrate its tables.
 
     Args:
-        name: an SQLite file, made if missing; ``:memory:``; or
+        name: SQLite file, made if missing; ``:memory:``; or
             ``postgresql://user:password@host/database``.
 
     Raises:
-        InputError: the URL cannot be read.
+        InputError: The URL cannot be read.
         MissingExtraError: PostgreSQL's driver is not installed.
-        ServerError: a later version of Placer made it; StoreError: it cannot be used.
+        ServerError: A later version of Placer made it; StoreError: it cannot be used.
     """
     scheme, separator, _ = name.partition("://")
     if not separator:
         return SqliteDatabase(name)
     if scheme not in SCHEMES:
         raise InputError(
-            f"PLACER_DATABASE is a URL of {scheme!r}; it takes a file, ':memory:', or postgresql://user@host/database"
+            f"PLACER_DATABASE has the scheme {scheme!r}; give a file, ':memory:', or"
+            " postgresql://user@host/database"
         )
     return PostgresDatabase(name)
 
@@ -135,10 +139,10 @@ def open_database(name: str) -> Database:
 class SqliteDatabase(Database):
     """One SQLite file with a write-ahead log, or ``:memory:``.
 
-    One connection writes, one reads, so that it is never held up by a writer that waits for the
-    disk, and one searches. Several services may have the file open: they share its jobs as replicas
-    do (see ``Replicas``). A start that finds the file open nowhere knows without waiting for leases
-    that every replica of before is gone.
+    One connection writes. Another one reads, so that it never waits for a writer that waits for the
+    disk. A third one searches. Several services may open the file and share its jobs as replicas
+    (see ``Replicas``). A start that finds the file open nowhere knows at once, without waiting for
+    leases to expire, that all earlier replicas are gone.
     """
 
     dialect = "sqlite"
@@ -152,6 +156,7 @@ class SqliteDatabase(Database):
         self._engine = sa.create_engine(
             sa.URL.create("sqlite", database=name),
             poolclass=sa.StaticPool if not self.durable else sa.NullPool,
+            # Transactions are explicit, so that they take SQLite's write lock at their start.
             isolation_level="AUTOCOMMIT",
             connect_args={"check_same_thread": False, "timeout": 5},
         )
@@ -161,11 +166,11 @@ class SqliteDatabase(Database):
             raise StoreError(f"database {name!r} cannot be used: {_reason(error)}") from error
 
     def _open(self) -> None:
-        self._open_file = _OpenFile(self.name + ".lock") if self.durable else None
-        self._writer = _Turns(self._engine.connect())
-        # NORMAL: a commit outlives a killed process at once, and a power failure after the next
-        # checkpoint. Large pages: requests are tens of kilobytes, and each page of a write has a
-        # price of its own.
+        self._presence = _PresenceLock(self.name + ".lock") if self.durable else None
+        self._writer = _LockedConnection(self._engine.connect())
+        # synchronous=NORMAL: a commit survives a killed process at once, and a power failure after
+        # the next checkpoint. Large pages: requests have tens of kilobytes, and each written page
+        # has a cost of its own.
         for pragma in (
             "page_size=16384",
             "journal_mode=WAL",
@@ -175,20 +180,20 @@ class SqliteDatabase(Database):
             self._writer.connection.exec_driver_sql(f"PRAGMA {pragma}")
         with self._writing() as connection:
             upgrade(connection, self.name)
-            if self._open_file is not None and self._open_file.is_alone:
+            if self._presence is not None and self._presence.is_alone:
                 connection.execute(sa.delete(replicas))
-        if self._open_file is not None:
-            self._open_file.share()
-        self._reader = _Turns(self._engine.connect()) if self.durable else self._writer
-        self._searcher = _Turns(self._engine.connect()) if self.durable else self._writer
+        if self._presence is not None:
+            self._presence.share()
+        self._reader = _LockedConnection(self._engine.connect()) if self.durable else self._writer
+        self._searcher = _LockedConnection(self._engine.connect()) if self.durable else self._writer
 
     def close(self) -> None:
-        """Write everything to the file and let go of it."""
-        for turns in (self._searcher, self._reader, self._writer):
-            turns.connection.close()
+        """Write everything to the file, and close it."""
+        for locked in (self._searcher, self._reader, self._writer):
+            locked.connection.close()
         self._engine.dispose()
-        if self._open_file is not None:
-            self._open_file.close()
+        if self._presence is not None:
+            self._presence.close()
 
     def _reading(self) -> Any:
         return self._reader
@@ -202,22 +207,22 @@ class SqliteDatabase(Database):
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
         with self._writer as connection:
+            # IMMEDIATE: a read lock that is upgraded later could deadlock with another service.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             try:
                 yield connection
                 connection.exec_driver_sql("COMMIT")
             except BaseException:
-                if connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+                raw: Any = connection.connection.dbapi_connection
+                if raw.in_transaction:
                     connection.exec_driver_sql("ROLLBACK")
                 raise
 
 
 class PostgresDatabase(Database):
-    """A PostgreSQL database, through two pools of connections: for single statements, and for
-    transactions.
+    """PostgreSQL database with two connection pools, for single statements and for transactions.
 
-    A connection that is always in autocommit is handed out and taken back for half of what one
-    costs that is switched.
+    Connections that stay in autocommit mode cost half as much as those that switch to it.
     """
 
     dialect = "postgresql"
@@ -228,7 +233,8 @@ class PostgresDatabase(Database):
             url = sa.make_url(name).set(drivername="postgresql+psycopg")
         except (ArgumentError, ValueError) as error:
             raise InputError(
-                "PLACER_DATABASE cannot be read as a URL; it is like postgresql://user:password@host/database"
+                "PLACER_DATABASE is not a valid URL; an example is"
+                " postgresql://user:password@host/database"
             ) from error
         self.name = url.render_as_string(hide_password=True).replace("+psycopg", "", 1)
         try:
@@ -238,6 +244,7 @@ class PostgresDatabase(Database):
             raise MissingExtraError(
                 "PostgreSQL's driver is not installed: pip install 'torch-placer[postgres]'"
             ) from error
+        # The advisory lock inside makes replicas that start together upgrade one after another.
         self.write(self._upgrade)
 
     @staticmethod
@@ -245,7 +252,7 @@ class PostgresDatabase(Database):
         given = {
             "connect_timeout": CONNECT_S,
             "keepalives_idle": CONNECT_S,
-            **_LIVENESS,
+            **_KEEPALIVE,
             **url.query,
         }
         engine = sa.create_engine(
@@ -277,24 +284,24 @@ class PostgresDatabase(Database):
         return self._engine.begin()
 
 
-_LIVENESS = {
+# Socket options with which a silently lost server is noticed in seconds instead of hours.
+_KEEPALIVE = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 1000 * 2 * CONNECT_S,
 }
-"""A server that went away without a word is noticed in seconds, not hours."""
 
 
 def _set_limits(connection: Any, _: object) -> None:
-    """No statement holds up a thread, or a lock, for long."""
+    """Limit the duration of statements, so that none blocks a thread or a lock for long."""
     before, connection.autocommit = connection.autocommit, True
     connection.execute(f"SET statement_timeout = '{STATEMENT_S}s'")
     connection.execute(f"SET idle_in_transaction_session_timeout = '{STATEMENT_S}s'")
     connection.autocommit = before
 
 
-class _Turns:
-    """A connection that one thread uses at a time: ``with`` it."""
+class _LockedConnection:
+    """Connection that one thread at a time uses, in a ``with`` statement."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
@@ -308,40 +315,41 @@ class _Turns:
         self._lock.release()
 
 
-class _OpenFile:
-    """A lock that shows other services that this one has the database open; it ends with the
-    process.
+class _PresenceLock:
+    """File lock that shows that a service has the database open; it ends with the process.
 
-    Every service holds a shared lock on a file beside the database. The first of them gets the
-    exclusive lock, so it knows that it is alone. It keeps that lock until ``share``: no other
-    service starts meanwhile.
+    Every service holds a shared lock on a file next to the database. The first of them gets the
+    exclusive lock, so it knows that it is alone. It keeps that lock until ``share``, and no other
+    service starts until then.
 
     Args:
-        path: of the file that is locked.
+        path: File to lock.
 
     Raises:
-        StoreError: another service holds the exclusive lock for too long.
+        StoreError: Another service holds the exclusive lock for too long.
     """
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a")
-        self.is_alone = self._locks(exclusive=True)
+        self.is_alone = self._try_lock(exclusive=True)
         until_s = time.monotonic() + CONNECT_S
-        while not self.is_alone and not self._locks(exclusive=False):
+        while not self.is_alone and not self._try_lock(exclusive=False):
             if time.monotonic() > until_s:
                 self._file.close()
                 raise StoreError(
-                    f"{path!r} is locked by a service that does not share its database; stop that one"
+                    f"{path!r} is locked by a service that does not share its database; stop that"
+                    " service"
                 )
             time.sleep(0.05)
 
     def share(self) -> None:
         """Let other services start."""
-        self._locks(exclusive=False)
+        self._try_lock(exclusive=False)
 
-    def _locks(self, exclusive: bool) -> bool:
-        """Try to lock the file; whether it is locked. Where the system has no such locks, none is
-        exclusive.
+    def _try_lock(self, exclusive: bool) -> bool:
+        """Try to lock the file, and return whether it is locked.
+
+        On systems without such locks, no lock is exclusive.
         """
         if fcntl is None:
             return not exclusive
@@ -357,6 +365,6 @@ class _OpenFile:
 
 
 def _reason(error: SQLAlchemyError) -> str:
-    """What the driver said, without the statement and its values."""
-    said = str(error.orig) if isinstance(error, DBAPIError) else str(error)
-    return " ".join(said.split())[:500]
+    """Return the driver's message without the statement and its values."""
+    message = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    return " ".join(message.split())[:500]

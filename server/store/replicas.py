@@ -1,12 +1,11 @@
-"""How several services share the jobs of one store: which service answers for which job, and which
-services live.
+"""Sharing of one store's jobs among several services, called replicas.
 
-Each replica counts up its own row of ``replicas``, as long as there are others to see it: one that
-is alone writes nothing while nothing happens. A replica whose count has not changed for ``lease_s``
-by the watcher's own monotonic clock is dead, so clocks that differ or jump cost nothing. A job is
-free to take when its owner is none, dead, or has not begun with it. Where several reach for it, one
-gets it: by ``FOR UPDATE SKIP LOCKED`` in PostgreSQL, and in SQLite because one transaction writes
-at a time.
+Each replica increments a counter in its own row of ``replicas`` while others can see it; a replica
+that is alone writes nothing while nothing happens. A replica is dead if its counter has not changed
+for ``lease_s`` by the observer's own monotonic clock, so differing clocks do no harm. A replica may
+take a job without an owner, whose owner is dead, or whose owner has not started it. If several try,
+one succeeds: through ``FOR UPDATE SKIP LOCKED`` in PostgreSQL, and in SQLite since only one
+transaction writes at a time.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ Begun = Literal["mine", "taken", "answered"]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How far a job is, wherever it is solved.
+class JobProgress:
+    """Progress of a job on any replica.
 
     Attributes:
-        id: the content hash.
-        objective: what is made small.
-        time_limit_s: the solver's time limit.
-        running: whether a worker has it.
-        incumbent: the best objective value so far.
-        bound: the proven bound so far.
+        id: Content hash.
+        objective: Objective that is minimised.
+        time_limit_s: The solver's time limit in seconds.
+        running: Whether a worker runs it.
+        incumbent: Best objective value so far.
+        bound: Proven bound so far.
     """
 
     id: str
@@ -48,7 +47,7 @@ class Seen:
     bound: float | None
 
 
-SEEN = (
+PROGRESS_COLUMNS = (
     jobs.c.id,
     jobs.c.objective,
     jobs.c.time_limit_s,
@@ -59,31 +58,32 @@ SEEN = (
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What a replica learns when it looks.
+class PollResult:
+    """Result of one poll.
 
     Attributes:
-        taken: jobs that are now its own.
-        stops: its own jobs that another replica was asked to end.
-        seen: those it asked about that are on their way; the others have ended.
-        told: whether its progress was written down; it is not where no other replica would read it.
+        taken: Jobs that this replica owns from now on.
+        stops: Own jobs that another replica asked to end.
+        seen: Progress of the watched jobs that are not finished.
+        progress_written: Whether this replica's progress was written. Without other replicas nobody
+            would read it.
     """
 
     taken: Sequence[Accepted] = ()
     stops: Sequence[str] = ()
-    seen: Mapping[str, Seen] = field(default_factory=dict)
-    told: bool = True
+    seen: Mapping[str, JobProgress] = field(default_factory=dict)
+    progress_written: bool = True
 
 
 class Replicas:
-    """One replica's view of the store that it shares. Safe to use from several threads.
+    """One replica's view of the shared store. Any thread may use it.
 
-    Every method raises StoreError where the store cannot be used.
+    Every method raises StoreError if the store cannot be used.
 
     Args:
-        database: what is shared.
-        owner: this replica's name, its own alone.
-        lease_s: after so long without a sign of life another one is dead.
+        database: The shared database.
+        owner: Unique name of this replica.
+        lease_s: Seconds without a sign of life after which another replica is dead.
     """
 
     def __init__(self, database: Database, owner: str, lease_s: float) -> None:
@@ -92,21 +92,21 @@ class Replicas:
         self._lease_s = lease_s
         self._beats: dict[str, tuple[int, float]] = {}
 
-    def turn(
+    def poll(
         self,
         progress: Mapping[str, tuple[float | None, float | None]],
         watched: Sequence[str],
         room: int,
-    ) -> Turn:
-        """Give a sign of life, and see what is new.
+    ) -> PollResult:
+        """Give a sign of life, and return what changed.
 
         Args:
-            progress: incumbent and bound of those of its own jobs that found something new.
-            watched: ids of jobs of others that somebody waits for here.
-            room: how many jobs it can take.
+            progress: Incumbent and bound of own jobs that changed.
+            watched: Ids of other replicas' jobs for which clients wait here.
+            room: Number of jobs that this replica can take.
         """
 
-        def work(connection: sa.Connection) -> Turn:
+        def work(connection: sa.Connection) -> PollResult:
             self._beat(connection)
             for key, (incumbent, bound) in progress.items():
                 mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
@@ -116,18 +116,19 @@ class Replicas:
             ).all()
             taken = self._take(connection, room) if room > 0 else []
             seen = (
-                connection.execute(sa.select(*SEEN).where(jobs.c.id.in_(watched))).all()
+                connection.execute(sa.select(*PROGRESS_COLUMNS).where(jobs.c.id.in_(watched))).all()
                 if watched
                 else []
             )
-            return Turn(taken, stops, {row.id: Seen(*row) for row in seen})
+            return PollResult(taken, stops, {row.id: JobProgress(*row) for row in seen})
 
+        # A read is enough for a replica that is alone, which spares the disk.
         if not watched and self._database.read(lambda connection: self._is_alone(connection, room)):
-            return Turn(told=False)
+            return PollResult(progress_written=False)
         return self._database.write(work)
 
     def _is_alone(self, connection: sa.Connection, room: int) -> bool:
-        """Whether no other replica is there, nor a job that this one could take."""
+        """Return whether there is neither another replica nor a job that this one could take."""
         mine = sa.exists().where(replicas.c.id == self._owner)
         others = sa.exists().where(replicas.c.id != self._owner)
         left = sa.exists().where(jobs.c.owner.is_distinct_from(self._owner))
@@ -140,13 +141,14 @@ class Replicas:
             .where(replicas.c.id == self._owner)
             .values(beats=replicas.c.beats + 1)
         )
-        # the first time, or others took it for dead
+        # The row is missing on the first beat, or after others have declared this replica dead.
         if connection.execute(mine).rowcount == 0:
             connection.execute(sa.insert(replicas), {"id": self._owner, "beats": 1})
         now, found = time.monotonic(), {}
         for name, beats in connection.execute(sa.select(replicas.c.id, replicas.c.beats)):
             last = self._beats.get(name)
             found[name] = last if last and last[0] == beats else (beats, now)
+            # The condition on ``beats`` spares a replica that has just beaten again.
             if name != self._owner and now - found[name][1] > self._lease_s:
                 dead = sa.delete(replicas).where(replicas.c.id == name, replicas.c.beats == beats)
                 connection.execute(dead)
@@ -169,15 +171,16 @@ class Replicas:
         return found
 
     def begin(self, key: str, starts: int) -> Begun:
-        """Write down that a worker begins with a job, and see whether it is still to be done here.
+        """Record that a worker starts a job, and return whether the job is still to be done here.
 
         Args:
-            key: the job's id.
-            starts: how often one began with it, this time included.
+            key: The job's id.
+            starts: Number of starts, including this one.
         """
 
         def work(connection: sa.Connection) -> Begun:
             mine = sa.update(jobs).where(jobs.c.id == key, jobs.c.owner == self._owner)
+            # No updated row: another replica has the job, or the request was not written.
             held = connection.execute(mine.values(starts=starts, running=True)).rowcount
             if (
                 not held
@@ -197,24 +200,25 @@ class Replicas:
         query = sa.select(c.id).where(c.id == key, c.complete, c.version == placer.__version__)
         return connection.execute(query).first() is not None
 
-    def find(self, key: str) -> Seen | None:
-        """How far a job of another replica is; None if none has a job of that id.
+    def find(self, key: str) -> JobProgress | None:
+        """Return the progress of another replica's job, or None.
 
-        A row of this replica whose job is no longer in its memory has ended here. The row is only
-        still there because the next start goes on with the job, or because the end could not be
-        written.
+        If a row of this replica belongs to no job in its memory, that job has ended here. The row
+        remains because the next start continues the job, or because the end could not be written.
         """
-        query = sa.select(*SEEN).where(jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner))
+        query = sa.select(*PROGRESS_COLUMNS).where(
+            jobs.c.id == key, jobs.c.owner.is_distinct_from(self._owner)
+        )
         row = self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return Seen(*row) if row else None
+        return JobProgress(*row) if row else None
 
     def ask_stop(self, key: str) -> None:
-        """Let whoever solves a job end it with the best so far."""
+        """Ask the owner of a job to end it with the best placement so far."""
         asked = sa.update(jobs).where(jobs.c.id == key).values(stop=True)
         self._database.write_one(lambda connection: connection.execute(asked))
 
     def leave(self) -> None:
-        """Give up every job, so that another takes it at once."""
+        """Release every job, so that another replica takes it at once."""
 
         def work(connection: sa.Connection) -> None:
             mine = sa.update(jobs).where(jobs.c.owner == self._owner)

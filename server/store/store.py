@@ -1,10 +1,10 @@
-"""What was asked and answered, kept by the content hash of the question.
+"""Questions and answers by the content hash of the question.
 
-    accept ──▶ jobs ──▶ settle ──▶ placements, profiles
-                  └───▶ fail ────▶ failures
+    accept ──▶ jobs ──▶ put ──▶ placements, profiles
+                  └───▶ fail ──▶ failures
 
-What was accepted stays in ``jobs`` until it is answered, so that the next start, or another
-replica, finds what a crash left. How services share the jobs is in ``replicas``.
+An accepted request stays in ``jobs`` until it is answered, so that the next start, or another
+replica, finds it after a crash. ``replicas`` describes how services share the jobs.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from .database import StoreError, open_database
-from .merit import is_worse
-from .recent import Recent
+from .lru_cache import LruCache
+from .ranking import is_worse
 from .tables import failures, graphs, jobs, measured, nodes, placements, profiles, replicas
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
+# Size of the cache of answers in bytes; a frequent question then costs no read.
 MEMORY_BYTES = 32 * 2**20
-"""How much of the store is kept in memory as well, so that a question asked often costs no read."""
 
 FAILURES_KEPT = 1000
 MEASURED_KEPT = 1000
 
-MOST_UNWRITTEN = 1_000
-"""Ends of jobs that wait for a store which takes nothing; the jobs of more are solved again by the
-next start."""
+# Largest number of job ends that wait for a store that fails. The next start solves the jobs beyond
+# that number again.
+MAX_UNWRITTEN = 1_000
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One placement as it was sent.
+    """One placement.
 
     Attributes:
-        placement: the Placement as JSON.
-        complete: whether the solver had all the time that the request gave it. An answer that was
-            stopped early is kept and can be read, but the same question asked again is solved
-            again.
-        version: of the Placer that made it; another version solves the question again.
+        placement: The Placement as JSON.
+        complete: Whether the solver had all the time that the request gave it. An answer that was
+            stopped early is kept and can be read, but the same question is solved again.
+        version: Version of Placer that made it; another version solves the question again.
     """
 
     placement: bytes
@@ -59,12 +58,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """The question of an answer, in the parts in which it is kept.
+    """Question of an answer, in the parts that are stored.
 
     Attributes:
-        profile_id: the profile's content hash.
-        profile: the Profile as JSON; placements of one profile share it.
-        question: the rest of the PlacementRequest as JSON.
+        profile_id: The profile's content hash.
+        profile: The Profile as JSON; placements of one profile share it.
+        question: The rest of the PlacementRequest as JSON.
     """
 
     profile_id: str
@@ -74,15 +73,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request that was accepted and is not yet answered.
+    """Request that was accepted and is not answered yet.
 
     Attributes:
-        id: the content hash.
-        client: who asked.
-        objective: what is made small.
-        time_limit_s: the solver's time limit.
-        request: the body as it was sent.
-        starts: how often a worker began with it.
+        id: Content hash.
+        client: Client that asked.
+        objective: Objective that is minimised.
+        time_limit_s: The solver's time limit in seconds.
+        request: The request body.
+        starts: How often a worker started it.
     """
 
     id: str
@@ -119,22 +118,24 @@ _REQUEST = (
 
 
 class Store:
-    """The answers, newest ``keep`` of them, and what is yet to be answered. Safe to use from
-    several threads.
+    """The newest ``keep`` answers, and the accepted requests. Any thread may use it.
 
-    Every method that reads or writes raises StoreError where the store cannot be used.
+    Every method that reads or writes raises StoreError if the store cannot be used.
 
     Args:
-        database: see ``open_database``.
-        keep: how many answers it keeps.
-        owner: this replica, where several share the store.
+        database: See ``open_database``.
+        keep: Number of answers that it keeps.
+        owner: Name of this replica, if several share the store.
+        cache_bytes: Size of the cache of answers in bytes.
     """
 
     def __init__(
         self, database: str, keep: int, owner: str | None = None, cache_bytes: int | None = None
     ) -> None:
         self._keep = keep
-        self._recent: Recent[Answer] = Recent(MEMORY_BYTES if cache_bytes is None else cache_bytes)
+        self._recent: LruCache[Answer] = LruCache(
+            MEMORY_BYTES if cache_bytes is None else cache_bytes
+        )
         self._unwritten: dict[str, Callable[[sa.Connection], Answer | None]] = {}
         self._unwritten_answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
@@ -144,27 +145,25 @@ class Store:
         new = self._insert(jobs).inline().on_conflict_do_nothing(index_elements=["id"])
         self._accept = new.execution_options(preserve_rowcount=True)
 
-    async def ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the store from the event loop: here if it only reads a file, else in a
-        thread.
-        """
+    async def call(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the store from the event loop, in a thread if the database is remote."""
         if self.database.remote:
             return await asyncio.to_thread(call, *args, **kwargs)
         return call(*args, **kwargs)
 
     def recent(self, key: str) -> Answer | None:
-        """The answer to a question, if it is at hand without a read."""
+        """Return the cached answer to a question, or None."""
         return self._recent.get(key) or self._unwritten_answers.get(key)
 
     def get(self, key: str) -> Answer | None:
-        """The answer to a question, or None if it was never asked."""
+        """Return the answer to a question, or None."""
         if (answer := self.recent(key)) is not None:
             return answer
-        row = self._one(_ANSWER, key)
+        row = self._first_row(_ANSWER, key)
         if row is None:
             return None
         answer = Answer(*row)
-        self._remember(key, answer)
+        self._cache(key, answer)
         return answer
 
     def put(
@@ -176,33 +175,38 @@ class Store:
         *,
         settled: bool = True,
     ) -> Answer:
-        """Keep an answer, and with it its question, unless what is kept of that question is better.
+        """Store an answer and its question, unless the stored answer is better.
 
         Args:
-            key: the content hash.
-            answer: the answer.
-            summary: what lists of placements show, as JSON.
-            asked: its question, if it is known in parts.
-            settled: whether the job is done; if not, the next start goes on with it.
+            key: Content hash.
+            answer: The answer.
+            summary: The fields that lists of placements show, as JSON.
+            asked: Its question, if known.
+            settled: Whether the job is done; if not, the next start continues it.
 
         Returns:
-            The better of the two, which is kept.
+            The better of the two answers.
 
         Raises:
-            StoreError: it could not be written; it is kept in memory all the same, and ``mend``
+            StoreError: The answer could not be written. It stays in memory, and ``retry_unwritten``
                 tries again.
         """
         write = partial(
-            self._put, key=key, answer=answer, summary=_plain(summary), asked=asked, settled=settled
+            self._write_answer,
+            key=key,
+            answer=answer,
+            summary=_without_nul(summary),
+            asked=asked,
+            settled=settled,
         )
         kept = answer
         try:
-            kept = self._end(key, write, answer) or answer
+            kept = self._write_end(key, write, answer) or answer
         finally:
-            self._remember(key, kept)
+            self._cache(key, kept)
         return kept
 
-    def _put(
+    def _write_answer(
         self,
         connection: sa.Connection,
         key: str,
@@ -238,7 +242,7 @@ class Store:
             "complete": answer.complete,
             "created_s": time.time(),
         }
-        # the newest is written last
+        # Insert instead of update, so that the row number gives the order of writing.
         connection.execute(sa.delete(placements).where(placements.c.id == key))
         connection.execute(
             sa.insert(placements), {**values, "summary": summary, "placement": answer.placement}
@@ -246,7 +250,7 @@ class Store:
         self._prune(connection)
 
     def _prune(self, connection: sa.Connection) -> None:
-        """By the order of writing: a clock may jump."""
+        """Delete the oldest answers by the order of writing, since a clock may jump."""
         last = (
             sa.select(placements.c.row)
             .order_by(placements.c.row.desc())
@@ -258,15 +262,16 @@ class Store:
             .where(placements.c.row <= last.scalar_subquery())
             .returning(placements.c.profile_id)
         )
+        # Profiles are shared: delete those that no remaining placement uses.
         for profile_id in set(connection.scalars(old)):
             left = sa.exists().where(placements.c.profile_id == profile_id)
             connection.execute(sa.delete(profiles).where(profiles.c.id == profile_id, ~left))
 
     def accept(self, job: Accepted) -> bool:
-        """Write down a request before its client is told that it was accepted.
+        """Write a request before its client learns that it was accepted.
 
         Returns:
-            Whether it is this replica's to answer; if not, another has accepted the same before.
+            Whether this replica must answer it; False if another one accepted it before.
         """
         values = {
             "id": job.id,
@@ -281,51 +286,43 @@ class Store:
             return True
         query = sa.select(jobs.c.owner).where(jobs.c.id == job.id)
         owner = self.database.read(lambda connection: connection.scalar(query))
-        # its own row is still there where the end of an earlier solve was not written
+        # This replica's own row remains if the end of an earlier solve could not be written.
         return owner == self._owner
 
-    def started(self, key: str, starts: int) -> None:
-        """Write down that a worker begins with a job, so that one which takes the service down is
-        not tried forever.
-        """
+    def record_start(self, key: str, starts: int) -> None:
+        """Record a job's start, so that a job that crashes the service is not repeated forever."""
         begun = sa.update(jobs).where(jobs.c.id == key).values(starts=starts, running=True)
         self.database.write_one(lambda connection: connection.execute(begun))
 
     def fail(self, key: str, status: int, problem: bytes) -> None:
-        """Keep why a job has no answer.
+        """Store why a job has no answer.
 
         Raises:
-            StoreError: it could not be written; ``mend`` tries again.
+            StoreError: It could not be written; ``retry_unwritten`` tries again.
         """
-        self._end(key, partial(_fail, key=key, status=status, problem=problem))
+        self._write_end(key, partial(_insert_failure, key=key, status=status, problem=problem))
 
     def failure(self, key: str) -> tuple[int, bytes] | None:
-        """The status and problem of a job that failed, or None."""
-        row = self._one(_FAILURE, key)
+        """Return the status and problem of a failed job, or None."""
+        row = self._first_row(_FAILURE, key)
         return (row[0], row[1]) if row else None
 
-    def backlog(self) -> list[Accepted]:
-        """What was accepted and not answered, in the order in which it came."""
-        query = sa.select(*JOB).order_by(jobs.c.row)
-        return [
-            Accepted(*row)
-            for row in self.database.read(lambda connection: connection.execute(query).all())
-        ]
-
     def profile(self, key: str) -> bytes | None:
-        """A profile as JSON by its content hash, or None if no placement of it is kept."""
-        row = self._one(_PROFILE, key)
+        """Return a profile as JSON by its content hash, or None if no placement of it is kept."""
+        row = self._first_row(_PROFILE, key)
         return row[0] if row else None
 
     def accept_graph(self, key: str, node: str, body: bytes) -> None:
-        """Write down a graph before its client is told that it was accepted."""
+        """Write a graph before its client learns that it was accepted."""
         new = self._insert(graphs).inline().on_conflict_do_nothing(index_elements=["id", "node"])
         row = {"id": key, "node": node, "owner": self._owner, "body": body}
         self.database.write_one(lambda connection: connection.execute(new, row))
 
     def take_graphs(self, node: str) -> list[tuple[str, bytes]]:
-        """Take over the graphs that no living service on a node measures; their ids and bodies, the
-        oldest first.
+        """Take over the graphs of a node that no living service measures.
+
+        Returns:
+            Their ids and bodies, the oldest first.
         """
         free = sa.or_(graphs.c.owner.is_(None), graphs.c.owner.not_in(sa.select(replicas.c.id)))
         mine = graphs.c.owner.is_not_distinct_from(self._owner)
@@ -340,32 +337,19 @@ class Store:
             connection.execute(taken.values(owner=self._owner))
             return [(row.id, row.body) for row in found]
 
+        # Most polls find nothing, so look first without a write transaction.
         there = sa.select(graphs.c.row).where(left).limit(1)
         if self.database.read(lambda connection: connection.execute(there).first()) is None:
             return []
         return self.database.write(take)
 
-    def graphs(self, node: str) -> list[tuple[str, bytes]]:
-        """The ids and bodies of what a node accepted and did not measure, in the order in which
-        they came.
-        """
-        query = (
-            sa.select(graphs.c.id, graphs.c.body)
-            .where(graphs.c.node == node)
-            .order_by(graphs.c.row)
-        )
-        return [
-            (key, body)
-            for key, body in self.database.read(lambda connection: connection.execute(query).all())
-        ]
-
-    def drop_graph(self, key: str, node: str) -> None:
-        """A graph cannot be measured, and is not tried again."""
+    def delete_graph(self, key: str, node: str) -> None:
+        """Delete a graph that cannot be measured."""
         done = sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node)
         self.database.write_one(lambda connection: connection.execute(done))
 
-    def keep_measured(self, key: str, node: str, profile: bytes) -> None:
-        """Keep a profile that a node measured, the newest thousand of them."""
+    def put_measured(self, key: str, node: str, profile: bytes) -> None:
+        """Store a profile that a node measured, and delete all but the newest thousand."""
 
         def write(connection: sa.Connection) -> None:
             connection.execute(sa.delete(graphs).where(graphs.c.id == key, graphs.c.node == node))
@@ -382,44 +366,44 @@ class Store:
         self.database.write(write)
 
     def measured(self, key: str) -> bytes | None:
-        """A profile that was measured here, by the hash of the request for it."""
-        row = self._one(_MEASURED, key)
+        """Return a measured profile by the hash of its request, or None."""
+        row = self._first_row(_MEASURED, key)
         return row[0] if row else None
 
-    def keep_node(self, name: str, cluster: bytes) -> float:
-        """Keep a node's devices; when, in seconds since 1970."""
+    def put_node(self, name: str, cluster: bytes) -> float:
+        """Store a node's devices, and return the time in seconds since 1970."""
         values = {"created_s": time.time(), "cluster": cluster}
         kept = self._insert(nodes).values(name=name, **values)
         kept = kept.on_conflict_do_update(index_elements=["name"], set_=values)
         self.database.write_one(lambda connection: connection.execute(kept))
         return float(values["created_s"])  # type: ignore[arg-type]
 
-    def drop_node(self, name: str) -> bool:
-        """Forget a node; whether it was known."""
+    def delete_node(self, name: str) -> bool:
+        """Delete a node, and return whether it was registered."""
         dropped = sa.delete(nodes).where(nodes.c.name == name)
         return self.database.write_one(lambda connection: connection.execute(dropped).rowcount == 1)
 
     def nodes(self) -> dict[str, tuple[float, bytes]]:
-        """The registered nodes by name: when each did, and its Cluster as JSON."""
+        """Return the registered nodes by name: time of registration, and Cluster as JSON."""
         query = sa.select(nodes.c.name, nodes.c.created_s, nodes.c.cluster).order_by(nodes.c.name)
         rows = self.database.read(lambda connection: connection.execute(query).all())
         return {name: (created_s, cluster) for name, created_s, cluster in rows}
 
     def request(self, key: str) -> bytes | None:
-        """The PlacementRequest of an answer as JSON, or None where it is not kept."""
-        row = self._one(_REQUEST, key)
+        """Return the PlacementRequest of an answer as JSON, or None if it is not kept."""
+        row = self._first_row(_REQUEST, key)
         return b'{"profile": %s, %s' % (row[1], row[0][1:]) if row else None
 
     def search(
         self, text: str, filters: dict[str, str], before: int, limit: int
     ) -> list[dict[str, Any]]:
-        """Summaries of answers, newest first.
+        """Return summaries of answers, newest first.
 
         Args:
-            text: what model or id must contain, whatever its case; all if empty.
-            filters: summary field -> the value that it must have.
-            before: only those whose ``row`` is smaller.
-            limit: how many at most.
+            text: Text that the model's name or the id must contain, ignoring case; all if empty.
+            filters: Required values of summary fields.
+            before: Exclusive upper limit of ``row``.
+            limit: Largest number of results.
         """
         c = placements.c
         query = sa.select(
@@ -439,33 +423,33 @@ class Store:
             for row in rows
         ]
 
-    def mend(self) -> int:
+    def retry_unwritten(self) -> int:
         """Write what could not be written before.
 
         Returns:
-            How many ends of jobs are still unwritten.
+            Number of job ends that are still unwritten.
         """
         for key, write in list(self._unwritten.items()):
             kept = self.database.write(write)
             with self._lock:
-                # else a later end of the same came meanwhile
+                # Otherwise a later end of the same job has replaced this one.
                 if self._unwritten.get(key) is write:
                     del self._unwritten[key]
                     self._unwritten_answers.pop(key, None)
                     if kept is not None:
-                        self._remember(key, kept)
+                        self._cache(key, kept)
         return len(self._unwritten)
 
     @property
     def unwritten(self) -> int:
-        """How many ends of jobs could not be written yet."""
+        """Number of job ends that could not be written yet."""
         return len(self._unwritten)
 
     def close(self) -> None:
-        """Write everything and let go of the database."""
+        """Write everything, and close the database."""
         self.database.close()
 
-    def _end(
+    def _write_end(
         self,
         key: str,
         write: Callable[[sa.Connection], Answer | None],
@@ -475,7 +459,7 @@ class Store:
             kept = self.database.write(write)
         except StoreError:
             with self._lock:
-                if len(self._unwritten) < MOST_UNWRITTEN:
+                if len(self._unwritten) < MAX_UNWRITTEN:
                     self._unwritten[key] = write
                     if answer is not None:
                         self._unwritten_answers[key] = answer
@@ -485,21 +469,23 @@ class Store:
             self._unwritten_answers.pop(key, None)
         return kept
 
-    def _remember(self, key: str, answer: Answer) -> None:
-        """Where replicas share the store, one that was stopped early may be solved again by
-        another.
+    def _cache(self, key: str, answer: Answer) -> None:
+        """Cache an answer.
+
+        If replicas share the store, another replica may improve an answer that was stopped early,
+        so it is not cached.
         """
         if answer.complete or not self.database.shared:
             self._recent.put(key, answer, len(answer.placement))
 
-    def _one(self, query: sa.Executable, key: str) -> Any:
-        """The row that a query finds, or None."""
+    def _first_row(self, query: sa.Executable, key: str) -> Any:
+        """Return the row that a query finds, or None."""
         return self.database.read(
             lambda connection: connection.execute(query, {"key": key}).one_or_none()
         )
 
 
-def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
+def _insert_failure(connection: sa.Connection, key: str, status: int, problem: bytes) -> None:
     connection.execute(sa.delete(failures).where(failures.c.id == key))
     connection.execute(sa.insert(failures), {"id": key, "status": status, "problem": problem})
     last = sa.select(failures.c.row).order_by(failures.c.row.desc()).offset(FAILURES_KEPT).limit(1)
@@ -507,6 +493,9 @@ def _fail(connection: sa.Connection, key: str, status: int, problem: bytes) -> N
     connection.execute(sa.delete(jobs).where(jobs.c.id == key))
 
 
-def _plain(summary: bytes) -> Any:
-    """PostgreSQL's text takes no NUL, which a model's name may have."""
+def _without_nul(summary: bytes) -> Any:
+    """Return the summary without NUL characters.
+
+    A model's name may contain them, but PostgreSQL's text type does not.
+    """
     return json.loads(summary.replace(rb"\u0000", rb"\ufffd"))

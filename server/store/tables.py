@@ -1,6 +1,4 @@
-"""The tables of the store, the same in SQLite and PostgreSQL; ``migrations`` brings a store up to
-them.
-"""
+"""Tables of the store, the same in SQLite and PostgreSQL; ``migrations`` creates them in steps."""
 
 from __future__ import annotations
 
@@ -21,15 +19,16 @@ from sqlalchemy import (
     text,
 )
 
+# Revision of these tables; in SQLite, also the value of ``PRAGMA user_version``.
 HEAD = "0006"
-"""The revision that these tables are; in SQLite, ``PRAGMA user_version`` is its number too."""
 
 METADATA = MetaData()
 
+# Type of the row number, which gives the order of writing; a clock may jump.
 ORDER = BigInteger().with_variant(Integer, "sqlite")
-"""Of writing: a clock may jump."""
 
-placements = Table(  # what is large comes last, so that a search does not read it
+# Large columns come last, so that a search does not read them.
+placements = Table(
     "placements",
     METADATA,
     Column("row", ORDER, primary_key=True),
@@ -51,7 +50,8 @@ profiles = Table(
     Column("profile", LargeBinary, nullable=False),
 )
 
-jobs = Table(  # what is accepted and not answered
+# Accepted requests without an answer.
+jobs = Table(
     "jobs",
     METADATA,
     Column("row", ORDER, primary_key=True),
@@ -59,10 +59,10 @@ jobs = Table(  # what is accepted and not answered
     Column("client", Text, nullable=False),
     Column("objective", Text, nullable=False),
     Column("time_limit_s", Double, nullable=False),
-    # the replica that answers for it; none, or one that is not in replicas: free to take
+    # The replica that must answer it. Any replica may take a job whose owner is null or unknown.
     Column("owner", Text),
     Column("running", Boolean, nullable=False, server_default=false()),
-    # another replica was asked to end it
+    # Whether a client asked another replica to end it.
     Column("stop", Boolean, nullable=False, server_default=false()),
     Column("starts", Integer, nullable=False, server_default=text("0")),
     Column("incumbent", Double),
@@ -79,14 +79,16 @@ failures = Table(
     Column("problem", LargeBinary, nullable=False),
 )
 
-replicas = Table(  # the services that share the store, each while it lives
+# The running services that share the store.
+replicas = Table(
     "replicas",
     METADATA,
     Column("id", Text, primary_key=True),
     Column("beats", BigInteger, nullable=False),
 )
 
-measured = Table(  # profiles of graphs, measured on a node
+# Profiles that a node measured from graphs.
+measured = Table(
     "measured",
     METADATA,
     Column("row", ORDER, primary_key=True),
@@ -94,7 +96,8 @@ measured = Table(  # profiles of graphs, measured on a node
     Column("profile", LargeBinary, nullable=False),
 )
 
-nodes = Table(  # the devices of the nodes that registered
+# Registered nodes and their devices.
+nodes = Table(
     "nodes",
     METADATA,
     Column("name", Text, primary_key=True),
@@ -102,13 +105,15 @@ nodes = Table(  # the devices of the nodes that registered
     Column("cluster", LargeBinary, nullable=False),
 )
 
-graphs = Table(  # accepted, and not measured yet
+# Accepted graphs that are not measured yet.
+graphs = Table(
     "graphs",
     METADATA,
     Column("row", ORDER, primary_key=True),
     Column("id", Text, nullable=False),
-    Column("node", Text, nullable=False),  # whose devices it is for
-    # the service that measures it; none, or one that is not in replicas: free to take
+    # The node on whose devices it is measured.
+    Column("node", Text, nullable=False),
+    # The service that measures it. Any service may take a graph whose owner is null or unknown.
     Column("owner", Text),
     Column("body", LargeBinary, nullable=False),
     UniqueConstraint("id", "node"),

@@ -1,4 +1,4 @@
-"""Brings a store's tables up to this version of Placer, once, however many replicas start together."""
+"""Creation and migration of the tables, once even if several replicas start together."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ KNOWN = tuple(f"{number:04}" for number in range(1, int(HEAD) + 1))
 
 
 def upgrade(connection: Connection, name: str) -> None:
-    """Make or migrate the tables.
+    """Create or migrate the tables.
 
     Args:
-        connection: in a transaction that no other upgrade of the store shares.
-        name: of the store, for the message.
+        connection: Connection in a transaction that excludes other upgrades of the store.
+        name: Name of the store, for messages.
 
     Raises:
-        ServerError: a later version of Placer made the store.
+        ServerError: A later version of Placer made the store.
     """
     found = _revision(connection)
     if found == HEAD:
         return
     if found is not None and found not in KNOWN:
         raise ServerError(
-            f"database {name!r} has version {found}, this Placer reads up to {HEAD}: a later Placer made it;"
-            " upgrade, or set PLACER_DATABASE to another"
+            f"database {name!r} has version {found}, and this Placer reads up to {HEAD}: a later"
+            " Placer made it; upgrade Placer, or set PLACER_DATABASE to another database"
         )
-    # Alembic would make the same; without its import a first start is a third of a second quicker
+    # Alembic would create the same tables, but its import would delay a first start by 0.3 s.
     if found is None:
         METADATA.create_all(connection)
         _stamp(connection, HEAD)
@@ -42,13 +42,13 @@ def upgrade(connection: Connection, name: str) -> None:
 
 
 def _revision(connection: Connection) -> str | None:
-    """Which revision the tables are; None if there are none."""
+    """Return the revision of the tables, or None if the store is empty."""
     if inspect(connection).has_table("alembic_version"):
         revision: str = connection.exec_driver_sql(
             "SELECT version_num FROM alembic_version"
         ).scalar_one()
         return revision
-    # before Alembic, the file itself said which
+    # Versions before Alembic stored the revision in the file's header.
     if connection.dialect.name == "sqlite":
         number = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
         return f"{number:04}" if number else None
@@ -75,6 +75,6 @@ def _migrate(connection: Connection, found: str) -> None:
 
 
 def _mark_file(connection: Connection) -> None:
-    """So that a Placer from before Alembic refuses the file too."""
+    """Set the revision in the file, so that versions of Placer before Alembic reject it too."""
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql(f"PRAGMA user_version = {int(HEAD)}")

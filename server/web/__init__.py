@@ -1,3 +1,1 @@
-"""What every request passes before a path answers it: the guard, its body, its checks; and how
-replies are sent.
-"""
+"""HTTP layer between uvicorn and the routes: access checks, request bodies and replies."""

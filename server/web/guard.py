@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its key, its rate; and what every response carries."""
+"""Middleware for access: host, origin, key, rate, request id and response headers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import placer
 from placer.schema import SCHEMA_VERSION
 
 from ..keys import Keys
-from ..observe.logs import REQUEST_ID
+from ..observability.logs import REQUEST_ID
 from ..problem import Problem, clip
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
 OPEN_FOLDER = "/page/"
 
+# Header in which a client lists the schema versions that it reads, and the service its own.
 VERSION_HEADER = b"placer-schema-version"
-"""A client lists the versions of the wire types that it reads; the service says in which it
-answers."""
 
 HEADERS = [
     (VERSION_HEADER, SCHEMA_VERSION.encode()),
@@ -29,20 +28,21 @@ HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
-        b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        b" img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 ]
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_LOCAL_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
 class Guard:
-    """Middleware; without keys it answers only requests that name this machine as their host.
+    """Middleware that admits or rejects requests.
 
-    A page of another site cannot ask a service without keys by giving its own name this machine's
-    address, nor by sending what browsers let it send anywhere, such as a POST without a body.
+    Without keys, only requests that name this machine as their host are admitted. A page of another
+    site can then not reach the service through a DNS name with this machine's address, nor with the
+    requests that browsers may send anywhere, such as a POST without a body.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -50,7 +50,7 @@ class Guard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass the request on, or reject it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -66,10 +66,11 @@ class Guard:
                 given = value
             elif name == VERSION_HEADER:
                 versions = value
+        # Accept the client's or proxy's request id only if it cannot disturb the log.
         request_id = given if given and _ID.fullmatch(given) else secrets.token_hex(8).encode()
         REQUEST_ID.set(request_id.decode())
 
-        async def marked(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", ()),
@@ -81,19 +82,20 @@ class Guard:
         try:
             self._admit(scope, authorization, host, origin)
             if versions:
-                _agree(versions)
+                _check_version(versions)
         except Problem as problem:
-            await problem.response()(scope, receive, marked)
+            await problem.response()(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, marked)
+        await self._app(scope, receive, send_with_headers)
 
     def _admit(self, scope: Scope, authorization: bytes, host: bytes, origin: bytes) -> None:
         path = scope["path"]
+        # Without keys, the host check prevents DNS rebinding, and the origin check other sites.
         if not self._keys:
-            if host and not _LOCAL.fullmatch(host):
-                raise _strange_host(host)
-            if origin and not _LOCAL.fullmatch(origin.partition(b"://")[2]):
-                raise _strange_origin(origin)
+            if host and not _LOCAL_HOST.fullmatch(host):
+                raise _wrong_host(host)
+            if origin and not _LOCAL_HOST.fullmatch(origin.partition(b"://")[2]):
+                raise _wrong_origin(origin)
             return
         if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
             return
@@ -101,13 +103,13 @@ class Guard:
             raise _no_key("no key was given")
         kind, _, token = authorization.decode("latin-1").partition(" ")
         if kind.lower() != "bearer":
-            raise _no_key("what was given is not of the kind Bearer")
+            raise _no_key("the authorization is not of type Bearer")
         key = self._keys.find(token.strip())
         if key is None:
-            raise _no_key("the key that was given is not known")
+            raise _no_key("the given key is unknown")
         scope["placer.client"] = key.name
         if seconds := key.rate.take():
-            raise _too_often(key.rate.per_s, seconds)
+            raise _rate_exceeded(key.rate.per_s, seconds)
         needed = (
             "metrics"
             if path == "/metrics"
@@ -119,37 +121,35 @@ class Guard:
             raise _no_scope(key.name, needed)
 
 
-def _agree(versions: bytes) -> None:
-    """Refuse a client that reads none of the versions in which this service answers."""
+def _check_version(versions: bytes) -> None:
+    """Reject a client that reads none of this service's schema versions."""
     given = versions.decode("latin-1")
     if SCHEMA_VERSION not in [one.strip() for one in given.split(",")]:
         detail = (
-            f"the client reads versions {clip(given, 80)!r} of the wire types; this service, Placer"
-            f" {placer.__version__}, speaks {SCHEMA_VERSION!r}: bring the older of the two up to date"
+            f"the client reads schema versions {clip(given, 80)!r}, but this service, Placer"
+            f" {placer.__version__}, uses {SCHEMA_VERSION!r}: upgrade the older of the two"
         )
-        raise Problem(406, "no-common-version", "There is no common version", detail)
+        raise Problem(406, "no-common-version", "No common schema version", detail)
 
 
-def _strange_host(host: bytes) -> Problem:
+def _wrong_host(host: bytes) -> Problem:
     detail = (
-        f"the host is {clip(host.decode('latin-1'), 80)!r}; a service without keys answers to localhost alone:"
-        " set PLACER_KEYS_FILE, or ask http://127.0.0.1"
+        f"the host is {clip(host.decode('latin-1'), 80)!r}, but a service without keys answers only"
+        " to localhost: set PLACER_KEYS_FILE, or use http://127.0.0.1"
     )
     return Problem(421, "strange-host", "The host is not this service's", detail)
 
 
-def _strange_origin(origin: bytes) -> Problem:
+def _wrong_origin(origin: bytes) -> Problem:
     detail = (
-        f"a page of {clip(origin.decode('latin-1'), 80)!r} asks; a service without keys answers to pages of this"
-        " machine alone: set PLACER_KEYS_FILE"
+        f"the origin is {clip(origin.decode('latin-1'), 80)!r}, but a service without keys answers"
+        " only to pages of this machine: set PLACER_KEYS_FILE"
     )
-    return Problem(403, "strange-origin", "The request comes from another site", detail)
+    return Problem(403, "strange-origin", "The request comes from another origin", detail)
 
 
 def _no_key(what: str) -> Problem:
-    detail = (
-        f"{what}; send 'Authorization: Bearer KEY', as clients do that are given one in PLACER_KEY"
-    )
+    detail = f"{what}; send 'Authorization: Bearer KEY', or set PLACER_KEY for Placer's clients"
     return Problem(
         401,
         "no-key",
@@ -160,12 +160,12 @@ def _no_key(what: str) -> Problem:
 
 
 def _no_scope(name: str, needed: str) -> Problem:
-    detail = f"key {name!r} is not good for this; it lacks the scope {needed!r}"
-    return Problem(403, "no-scope", "The key is not good for this", detail)
+    detail = f"key {name!r} lacks the scope {needed!r}, which this request needs"
+    return Problem(403, "no-scope", "The key lacks a scope", detail)
 
 
-def _too_often(per_s: float, seconds: int) -> Problem:
-    detail = f"this key may ask {per_s:g} times a second; try again in {seconds} s"
+def _rate_exceeded(per_s: float, seconds: int) -> Problem:
+    detail = f"this key may send {per_s:g} requests per second; try again in {seconds} s"
     return Problem(
         429, "too-often", "Too many requests", detail, headers={"Retry-After": str(seconds)}
     )

@@ -1,4 +1,4 @@
-"""JSON replies: compressed where the client takes it, and not sent again where the client has it."""
+"""JSON replies with compression and ETags."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 JSON = "application/json"
-SMALLEST_BYTES = 1024
-"""Less is not worth compressing."""
+
+# Size below which compression is not worth its time.
+MIN_GZIP_BYTES = 1024
+
+# Size above which a thread compresses the reply. A megabyte takes tens of milliseconds, in which
+# the event loop would answer nobody.
 LARGE_BYTES = 256 * 1024
-"""More is compressed in a thread: a megabyte takes tens of milliseconds, in which nobody else would
-be answered."""
 
 
 def json_reply(
@@ -27,14 +29,14 @@ def json_reply(
     *,
     tagged: bool = False,
 ) -> Response:
-    """A JSON response.
+    """Return a JSON response.
 
     Args:
-        request: what it answers.
-        content: the JSON.
-        status: of the response.
-        headers: sent along.
-        tagged: whether it carries an ETag, and is a 304 where the client has just this content.
+        request: Request to answer.
+        content: The JSON.
+        status: HTTP status.
+        headers: Further headers.
+        tagged: Whether to send an ETag, and a 304 if the client has this content.
     """
     sent = dict(headers or {})
     if tagged:
@@ -42,9 +44,9 @@ def json_reply(
         sent["Cache-Control"] = "private, no-cache"
         if has_tag(request.headers.get("if-none-match", ""), tag):
             return Response(status_code=304, headers=sent)
-    if len(content) >= SMALLEST_BYTES:
+    if len(content) >= MIN_GZIP_BYTES:
         sent["Vary"] = "Accept-Encoding"
-        if takes_gzip(request.headers.get("accept-encoding", "")):
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
             sent["Content-Encoding"] = "gzip"
             if len(content) >= LARGE_BYTES:
                 return _Large(content, status, headers=sent, media_type=JSON)
@@ -53,33 +55,34 @@ def json_reply(
 
 
 class _Large(Response):
-    """A response that is compressed as it is sent."""
+    """Response that is compressed on sending."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compress it, and send it."""
+        """Compress and send the response."""
         self.body = await asyncio.to_thread(_compressed, bytes(self.body))
         self.headers["Content-Length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
 def _compressed(content: bytes) -> bytes:
+    # Without a time stamp, the same content gives the same bytes.
     return gzip.compress(content, 1, mtime=0)
 
 
 def etag(content: bytes) -> str:
-    """The same for the same content; weak, for it is sent compressed or not."""
+    """Return a weak ETag of the content; it is weak since the reply may be compressed."""
     return f'W/"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
 
 
 def has_tag(given: str, tag: str) -> bool:
-    """Whether an If-None-Match header names a tag."""
+    """Return whether an If-None-Match header contains the tag."""
     return given.strip() == "*" or tag.removeprefix("W/") in (
         one.strip().removeprefix("W/") for one in given.split(",")
     )
 
 
-def takes_gzip(given: str) -> bool:
-    """Whether an Accept-Encoding header allows gzip."""
+def accepts_gzip(given: str) -> bool:
+    """Return whether an Accept-Encoding header allows gzip."""
     for part in given.lower().split(","):
         name, _, options = part.partition(";")
         if name.strip() in ("gzip", "*"):

@@ -1,1 +1,1 @@
-"""One process a task, and the tasks of a solve and of measuring."""
+"""Worker processes, and the tasks that run in them."""

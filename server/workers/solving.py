@@ -1,6 +1,4 @@
-"""The task of a solve: from a request as it was sent to its placement, in the parts in which the
-store keeps it.
-"""
+"""Task of a solve: from a request body to its placement, in the parts that the store keeps."""
 
 from __future__ import annotations
 
@@ -13,26 +11,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from placer.errors import InputError
 from placer.schema import Placement, PlacementRequest, Profile
 
-from .telling import Telling
+from .incumbent_reporter import IncumbentReporter
 from .worker import Report
 
 if TYPE_CHECKING:
     from placer.solver.search import Incumbent
 
+# Function ``solver(request, *, progress=None, stop=None) -> Placement``, importable by name.
 Solver = Callable[..., Placement]
-"""``solver(request, *, progress=None, stop=None) -> Placement``, importable by name in another
-process."""
 
 
 class Solved(NamedTuple):
-    """A placement, and its question in the parts in which the store keeps it.
+    """A placement and its question, in the parts that the store keeps.
 
     Attributes:
-        placement: the Placement as JSON.
-        profile_id: the profile's content hash.
-        profile: the Profile as JSON.
-        question: the rest of the PlacementRequest as JSON.
-        summary: what lists of placements show, as JSON.
+        placement: The Placement as JSON.
+        profile_id: The profile's content hash.
+        profile: The Profile as JSON.
+        question: The rest of the PlacementRequest as JSON.
+        summary: The fields that lists of placements show, as JSON.
     """
 
     placement: bytes
@@ -43,49 +40,49 @@ class Solved(NamedTuple):
 
 
 class SolveTask:
-    """Reads a PlacementRequest, solves it, and writes the Placement."""
+    """Task that parses a PlacementRequest, solves it and serializes the Placement."""
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
 
     def __call__(self, payload: bytes, report: Report, stop: threading.Event) -> Solved:
-        """See ``Task``."""
+        """Run the task; see ``Task``."""
         request = read_request(payload)
-        telling = Telling(report.best)
+        reporter = IncumbentReporter(report.best)
 
         def progress(found: Incumbent) -> None:
             report(found.objective_value, found.bound)
-            telling.tell(found)
+            reporter.report(found)
 
         placement = self._solver(request, progress=progress, stop=stop)
         placement = placement.model_copy(update={"id": request.content_hash()})
-        profile = json.dumps(_brief(request.profile)).encode()
-        question = json.dumps(_brief(request, exclude={"profile"})).encode()
-        summary = json.dumps(summarised(request, placement)).encode()
+        profile = json.dumps(_without_defaults(request.profile)).encode()
+        question = json.dumps(_without_defaults(request, exclude={"profile"})).encode()
+        summary = json.dumps(summary_of(request, placement)).encode()
         return Solved(
             placement.model_dump_json().encode(), profile_hash(request), profile, question, summary
         )
 
 
 def read_request(payload: bytes) -> PlacementRequest:
-    """The request in a body that was checked when it came, maybe by another version of Placer.
+    """Parse a request that was validated on arrival, possibly by another version of Placer.
 
     Raises:
-        InputError: this version does not take it.
+        InputError: This version does not accept the request.
     """
     try:
         return PlacementRequest.model_validate_json(payload)
     except InputError as error:
-        raise InputError(f"this version of Placer does not take the request: {error}") from error
+        raise InputError(f"this version of Placer does not accept the request: {error}") from error
 
 
 def profile_hash(request: PlacementRequest) -> str:
-    """The same for the same profile: 32 hexadecimal digits."""
+    """Return a hash of the profile's content: 32 hexadecimal digits."""
     return hashlib.sha256(request.profile.model_dump_json().encode()).hexdigest()[:32]
 
 
-def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
-    """What lists of placements show."""
+def summary_of(request: PlacementRequest, placement: Placement) -> dict[str, Any]:
+    """Return the fields that lists of placements show."""
     return {
         "model": request.profile.model,
         "layers": len(request.profile.layers),
@@ -100,14 +97,50 @@ def summarised(request: PlacementRequest, placement: Placement) -> dict[str, Any
     }
 
 
-def _brief(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
-    """Without what is default, but with the version, so that a reader of another version can tell."""
+def _without_defaults(subject: PlacementRequest | Profile, **options: Any) -> dict[str, Any]:
+    """Return the fields that are not default, and the schema version for later readers."""
     content = subject.model_dump(mode="json", exclude_defaults=True, **options)
     return {"schema_version": subject.schema_version, **content}
 
 
 def default_solver(request: PlacementRequest, **options: Any) -> Placement:
-    """Placer's own solver, imported in the worker alone."""
+    """Solve with Placer's own solver, which only worker processes import."""
     from placer.solver.solve import solve
 
     return solve(request, **options)
+
+
+class RecoveredSolver:
+    """Solver that returns the best placement of a solve whose process was killed.
+
+    It checks the placement first. Like every solver it is importable by name.
+
+    Args:
+        placement: The reported Placement as JSON.
+        reason: Reason why the original solver did not end by itself.
+    """
+
+    def __init__(self, placement: bytes, reason: str) -> None:
+        self._placement = placement
+        self._reason = reason
+
+    def __call__(
+        self,
+        request: PlacementRequest,
+        *,
+        progress: Any = None,
+        stop: threading.Event | None = None,
+    ) -> Placement:
+        """Return the placement, marked as the best so far.
+
+        Raises:
+            PlacementError: It does not meet the request, or its values are wrong.
+        """
+        # Imported here, since only the worker process needs it.
+        from placer.solver.check import check
+
+        placement = Placement.model_validate_json(self._placement)
+        check(request, placement)
+        return placement.model_copy(
+            update={"method": f"{placement.method}, the best so far: {self._reason}"}
+        )

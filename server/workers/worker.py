@@ -1,12 +1,13 @@
-"""One process a solve, forked from a server that has everything imported, so that none can block or
-take down another.
+"""Worker processes, forked from a server that has imported the solver.
+
+Each task has a process of its own, so that none can block or crash the service or another task.
 
 service                         worker (forkserver)
    │──── payload ──────────────────▶│
    │◀─── ("progress", value, bound) ─│  any number
-   │◀─── ("best", result) ───────────│  a few a second, at most
-   │──── "stop" ────────────────────▶│  once, at most; a closed pipe means that the service is gone
-   │◀─── ("done" | "refused" | "missing" | "over" | "failed", what)
+   │◀─── ("best", result) ───────────│  a few per second at most
+   │──── "stop" ────────────────────▶│  at most once; a closed pipe means that the service is gone
+   │◀─── ("done" | "refused" | "missing" | "over" | "failed", value)
 """
 
 from __future__ import annotations
@@ -30,49 +31,52 @@ from placer.errors import MissingExtraError, PlacerError
 
 try:
     import resource
-except ImportError:  # Windows, where memory is not capped
+except ImportError:
+    # Windows has no such limits, so the memory of a worker is not limited there.
     resource = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
+# Callback that receives the best objective value so far and the proven bound.
 Progress = Callable[[float | None, float | None], None]
-"""Told the best objective value so far and the proven bound."""
 
 
 class Report:
-    """What a task tells while it runs."""
+    """Messages that a task sends while it runs."""
 
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
 
     def __call__(self, value: float | None, bound: float | None) -> None:
-        """Tell the best objective value so far and the proven bound."""
+        """Report the best objective value so far and the proven bound."""
         self._send("progress", value, bound)
 
     def best(self, result: bytes) -> None:
-        """Tell what there is so far, in the place of what was told before; it outlives this
-        process.
-        """
+        """Report the best result so far; it replaces earlier reports and survives this process."""
         self._send("best", result)
 
 
+# Function that runs in the worker and turns a payload into a result. It ends early with its best
+# result when the event is set.
 Task = Callable[[bytes, Report, threading.Event], T]
-"""What runs in the worker: from a payload to a result, ending early with its best when the event is
-set."""
 
 PRELOAD = ["placer_server.workers.solving", "placer.solver.solve"]
 
+# Interval in seconds at which ``run`` checks the deadline.
 _TICK_S = 0.1
+
+# Neither "fork", which is unsafe with the service's threads, nor "spawn", which would import the
+# solver for every solve.
 CONTEXT = multiprocessing.get_context("forkserver")
 _START_LOCK = threading.Lock()
 
 
 class Refused(Exception):
-    """The task found a fault in what it was given; the message says which."""
+    """The task found a fault in its payload; the message describes it."""
 
 
-class Missing(Exception):
-    """The task needs a package that is not installed; the message says how to get it."""
+class MissingPackage(Exception):
+    """The task needs a package that is not installed; the message says how to install it."""
 
 
 class Crashed(Exception):
@@ -80,11 +84,11 @@ class Crashed(Exception):
 
 
 class Died(Crashed):
-    """The process was killed from outside or by a fault, so that another try may go well."""
+    """The process was killed from outside or by a fault, so another attempt may succeed."""
 
 
-class OverMemory(Crashed):
-    """The task needs more memory than its process may take."""
+class MemoryExceeded(Crashed):
+    """The task needs more memory than its process may use."""
 
 
 class Killed(Exception):
@@ -95,22 +99,22 @@ class Worker(Generic[T]):
     """A task in a process of its own.
 
     Args:
-        task: what to run; importable by name.
-        payload: what to give it.
-        report: called with the task's progress, in the thread of ``run``.
-        limit_s: after so many seconds the task is told to stop.
-        grace_s: so many seconds after it was told to stop, its process is killed.
-        memory_bytes: what its process may take; no limit if 0.
+        task: Function to run; importable by name.
+        payload: Argument of the task.
+        report: Called with the task's progress, in the thread of ``run``; None to ignore it.
+        limit_s: Seconds after which the task must stop.
+        grace_s: Seconds between the request to stop and the kill of the process.
+        memory_bytes: Memory limit of the process in bytes; no limit if 0.
 
     Attributes:
-        best: the best that the task told so far; None if it told none.
+        best: Last result that the task reported; None if it reported none.
     """
 
     def __init__(
         self,
         task: Task[T],
         payload: bytes,
-        report: Progress,
+        report: Progress | None = None,
         *,
         limit_s: float,
         grace_s: float,
@@ -132,11 +136,11 @@ class Worker(Generic[T]):
         """Run the task to its end, in the calling thread.
 
         Raises:
-            Refused: the task found a fault in its payload.
-            Missing: the task needs a package that is not installed.
-            Crashed: it failed; Died: its process died; OverMemory: it needs more memory than it may
-                take.
-            Killed: it had to be killed.
+            Refused: The task found a fault in its payload.
+            MissingPackage: The task needs a package that is not installed.
+            Crashed: The task failed. Died: its process died. MemoryExceeded: it exceeded its memory
+                limit.
+            Killed: The process did not stop in time.
         """
         pipe, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(
@@ -154,14 +158,16 @@ class Worker(Generic[T]):
         finally:
             with self._lock:
                 self._pipe = None
+            # After the result, the process has nothing left to do, so it need not end by itself.
             pipe.close()
             process.kill()
             process.join()
             process.close()
 
     def stop(self) -> None:
-        """Tell the task to end with the best that it has. Safe from any thread, before, during and
-        after ``run``.
+        """Ask the task to end with its best result.
+
+        Any thread may call this, before, during and after ``run``.
         """
         with self._lock:
             if self._stopped:
@@ -169,31 +175,33 @@ class Worker(Generic[T]):
             self._stopped = True
             self._deadline = time.monotonic() + self._grace_s
             if self._pipe is not None:
-                self._tell_stop(self._pipe)
+                self._send_stop(self._pipe)
 
     @staticmethod
-    def _tell_stop(pipe: Connection) -> None:
+    def _send_stop(pipe: Connection) -> None:
         try:
             pipe.send("stop")
         except OSError:
-            pass  # it just ended by itself; ``run`` hears of that
+            # The task has just ended by itself, which ``run`` notices.
+            pass
 
     def _send_payload(self, pipe: Connection) -> None:
         pipe.send_bytes(self._payload)
         with self._lock:
             self._pipe = pipe
             if self._stopped:
-                self._tell_stop(pipe)
+                self._send_stop(pipe)
             else:
                 self._deadline = time.monotonic() + self._limit_s
 
     def _listen(self, pipe: Connection, sentinel: int) -> T:
         while True:
             if wait([pipe, sentinel], self._tick()):
-                # raises EOFError where the process died without a word
+                # Raises EOFError if the process died without a message.
                 kind, *values = pipe.recv()
                 if kind == "progress":
-                    self._report(*values)
+                    if self._report is not None:
+                        self._report(*values)
                 elif kind == "best":
                     self.best = values[0]
                 elif kind == "done":
@@ -214,7 +222,7 @@ class Worker(Generic[T]):
         self.stop()
 
 
-ERRORS = {"refused": Refused, "missing": Missing, "over": OverMemory, "failed": Crashed}
+ERRORS = {"refused": Refused, "missing": MissingPackage, "over": MemoryExceeded, "failed": Crashed}
 
 
 def _exit_reason(exitcode: int | None) -> str:
@@ -227,9 +235,7 @@ def _exit_reason(exitcode: int | None) -> str:
 
 @contextmanager
 def starting_processes() -> Iterator[None]:
-    """Where processes are started. Without this, each would first run the program's main script
-    again.
-    """
+    """Hide the main script while a process starts; the process would otherwise run it again."""
     with _START_LOCK:
         CONTEXT.set_forkserver_preload(PRELOAD)
         main = sys.modules["__main__"]
@@ -240,17 +246,16 @@ def starting_processes() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def prepare() -> None:
-    """Start the process that workers are forked from; it imports the solver while the caller goes
-    on.
-    """
+def start_fork_server() -> None:
+    """Start the fork server, which imports the solver while the caller continues."""
     with starting_processes():
         forkserver.ensure_running()
 
 
-def _cap_memory(limit_bytes: int) -> None:
-    """Let what goes over the limit fail here. Counted is what the process writes to, not what it
-    only maps.
+def _limit_memory(limit_bytes: int) -> None:
+    """Let allocations beyond the limit fail here.
+
+    The limit counts memory that the process writes to, not memory that it only maps.
     """
     if limit_bytes and resource is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -259,8 +264,8 @@ def _cap_memory(limit_bytes: int) -> None:
 
 
 def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
-    """The worker's main function."""
-    # Ctrl-C in a terminal reaches every process; the service decides
+    """Run the task in the worker process."""
+    # Ctrl-C in a terminal reaches every process; the service alone decides what to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stop = threading.Event()
     sending = threading.Lock()
@@ -272,9 +277,10 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     try:
         payload = pipe.recv_bytes()
     except EOFError:
-        return  # the service was killed just now
+        # The service has just been killed.
+        return
     try:
-        _cap_memory(memory_bytes)
+        _limit_memory(memory_bytes)
         _start_listening(pipe, stop, memory_bytes)
         result = task(payload, Report(send), stop)
     except MissingExtraError as error:
@@ -284,7 +290,8 @@ def _serve(pipe: Connection, task: Task[Any], memory_bytes: int) -> None:
     except MemoryError:
         send(
             "over",
-            f"it needs more than the {memory_bytes} bytes that a worker may take (PLACER_WORKER_MEMORY_BYTES)",
+            f"it needs more than the {memory_bytes} bytes that a worker may use"
+            " (PLACER_WORKER_MEMORY_BYTES)",
         )
     except BaseException as error:
         traceback.print_exc()
@@ -298,15 +305,15 @@ def _start_listening(pipe: Connection, stop: threading.Event, memory_bytes: int)
         threading.Thread(target=_await_stop, args=(pipe, stop), daemon=True).start()
     except RuntimeError as error:
         if memory_bytes:
-            raise MemoryError from error  # for its stack
+            # The memory limit leaves no room for the thread's stack.
+            raise MemoryError from error
         raise
 
 
 def end_with_parent() -> None:
-    """Let this process end when the one that started it has, even where that was killed.
+    """End this process when its parent has ended, even if the parent was killed.
 
-    A process of a pool waits for work at a pipe of which it holds both ends, so nothing tells it
-    that none will come.
+    A process of a pool waits at a pipe whose both ends it holds, so it would not notice.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -322,20 +329,21 @@ def _await_stop(pipe: Connection, stop: threading.Event) -> None:
     try:
         pipe.recv()
     except (EOFError, OSError):
-        os._exit(1)  # the service is gone, and nobody waits for the answer
+        # The service is gone, so nobody waits for the answer.
+        os._exit(1)
     stop.set()
 
 
-def tell_taken_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
-    """The task that tells what a worker takes before it does anything, counted as its limit counts;
-    0 if not known.
+def measure_idle_bytes(payload: bytes, report: Report, stop: threading.Event) -> int:
+    """Return the memory that an idle worker uses, in bytes, as its limit counts; 0 if unknown.
 
-    It shows that workers start, and makes the first solve as quick as the others.
+    The task shows that workers start, and makes the first solve as fast as the others.
     """
     try:
         with open("/proc/self/status") as status:
             return next(
                 int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")
             )
-    except OSError:  # no Linux
+    except OSError:
+        # Not Linux.
         return 0

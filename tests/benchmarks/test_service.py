@@ -10,11 +10,11 @@ import pytest
 from fastapi import FastAPI
 
 from placer_server.app import background
-from placer_server.observe.metrics import Metrics
+from placer_server.observability.metrics import Metrics
 from placer_server.problem import MAX_BYTES, Problem
 from placer_server.serving import serve_in_thread
 from placer_server.settings import Settings
-from placer_server.web.checker import check, split
+from placer_server.web.validation import check, split
 
 ROOT = Path(__file__).parents[2]
 

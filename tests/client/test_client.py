@@ -13,7 +13,7 @@ import pytest
 from placer.errors import InputError, ServerError, TimeoutExceeded, UnreachableError
 from placer.schema import Batch, Cluster, Node, Placement, PlacementRequest
 from placer_client import AsyncClient, Client, exchange
-from placer_client.following import Following
+from placer_client.event_stream import EventStream
 
 URL = "http://service.test"
 KEY = "0" * 32
@@ -38,7 +38,7 @@ def flavour(request):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Pauses are noted instead of waited for."""
+    """Record pauses instead of waiting."""
     noted: list[float] = []
 
     async def asleep(seconds):
@@ -50,7 +50,7 @@ def pauses(monkeypatch):
 
 
 class Script:
-    """Answers with each of its replies in turn; an exception is raised; the last is repeated."""
+    """Transport that returns its replies in turn and raises exceptions; the last one repeats."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
@@ -72,7 +72,7 @@ class Script:
 
 @pytest.fixture
 def ask(flavour):
-    """``ask(script, method, *arguments)`` calls a client's method, sync or async."""
+    """Return ``ask(script, method, *arguments)``, which calls a sync or async client."""
 
     def run(script, method, *arguments, **options):
         transport = httpx.MockTransport(script)
@@ -91,7 +91,7 @@ def ask(flavour):
 
 def test_a_client_that_is_closed_says_so(flavour):
     # httpx's RuntimeError came through.
-    message = r"^this client of http://service\.test is closed; make another for further calls$"
+    message = r"^this client of http://service\.test is closed; make another client$"
     transport = httpx.MockTransport(Script((200, DONE)))
     if flavour == "sync":
         client = Client(URL, transport=transport)
@@ -171,7 +171,7 @@ def test_what_is_no_request_is_named_and_not_sent(ask, request_):
 
 def test_one_request_for_many_and_an_id_for_a_graph_are_told_what_to_ask_instead(ask, request_):
     with pytest.raises(
-        InputError, match=r"requests is one PlacementRequest; .* ask place\(request\)"
+        InputError, match=r"requests is one PlacementRequest; .* call place\(request\)"
     ):
         ask(Script(), "place_many", request_)
     with pytest.raises(InputError, match=r"the request is a str; .* stored_profile\(id\)"):
@@ -189,7 +189,7 @@ def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
         ask(script, "forget_node", node)
     with pytest.raises(
         InputError,
-        match=r"cluster is a dict; give a Cluster, such as that node's client\.cluster\(\)",
+        match=r"cluster is a dict; give a Cluster, such as client\.cluster\(\) of that node",
     ):
         ask(script, "register_node", "a", {"devices": []})
     assert not script.calls
@@ -199,7 +199,7 @@ def test_what_is_no_node_and_no_cluster_is_named_and_not_sent(ask):
 def test_a_server_or_a_key_that_is_no_text_is_named(client):
     with pytest.raises(InputError, match="server is an int; give a URL"):
         client(8080)
-    with pytest.raises(InputError, match="the key is an int; give it as the text"):
+    with pytest.raises(InputError, match="the key is an int; give the text"):
         client(URL, key=1234)
 
 
@@ -224,7 +224,7 @@ def test_ids_in_place_of_maps_are_told_where_they_go(ask):
 def test_a_service_that_has_moved_is_told_with_its_place(ask, request_, where):
     # A proxy that wants https answers so; it was "answered 301: Moved Permanently".
     told = httpx.URL(URL).join(where)
-    with pytest.raises(ServerError, match=f"answered 301: it is at {told} now; give the URL"):
+    with pytest.raises(ServerError, match=f"answered 301: it moved to {told}; use that URL"):
         ask(Script((301, b"", {"Location": where})), "place", request_)
 
 
@@ -266,7 +266,7 @@ def test_a_retry_after_that_says_nothing_is_a_short_pause(ask, request_, pauses,
 
 def test_a_retry_after_of_a_day_is_not_slept_through(ask, request_, pauses):
     ask(Script((503, {}, {"Retry-After": "86400"}), (200, DONE)), "place", request_)
-    assert pauses == [exchange.LONGEST_PAUSE_S]
+    assert pauses == [exchange.MAX_PAUSE_S]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_call_that_failed_on_the_way_is_repeated(ask, request_, pauses, fault)
 def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, pauses):
     # Its start takes a second or two, and a client gave up after one and a half: also on what had
     # been accepted.
-    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    away = [httpx.ConnectError("refused")] * (exchange.RESTART_RETRIES + 3)
     assert ask(Script((202, RUNNING), *away, (200, DONE)), "place", request_).status == "optimal"
     assert 12 < sum(pauses) < 26
     assert (
@@ -291,7 +291,7 @@ def test_a_service_that_starts_again_is_waited_for_half_a_minute(ask, request_, 
 
 
 def test_a_service_that_answered_an_earlier_call_is_waited_for_too(request_, pauses):
-    away = [httpx.ConnectError("refused")] * (exchange.AWAY_RETRIES + 3)
+    away = [httpx.ConnectError("refused")] * (exchange.RESTART_RETRIES + 3)
     with Client(
         URL, transport=httpx.MockTransport(Script((200, DONE), *away, (200, DONE)))
     ) as client:
@@ -308,17 +308,17 @@ def test_a_service_that_was_never_there_is_not_waited_for(ask, request_, pauses)
 
 def test_a_stream_that_told_something_is_taken_up_again_from_a_service_that_starts_again():
     def refusals(stream):
-        following, pauses = Following(exchange.Sender(URL, 4), KEY), []
-        list(following.read(stream))
+        stream_of_events, pauses = EventStream(exchange.Sender(URL, 4), KEY), []
+        list(stream_of_events.read(stream))
         with pytest.raises(UnreachableError):
             while len(pauses) < 100:
-                pauses.append(following.lost(httpx.ConnectError("refused")))
+                pauses.append(stream_of_events.pause_s(httpx.ConnectError("refused")))
         return len(pauses)
 
     assert refusals(b"") == 4
     assert (
         refusals(f"event: progress\ndata: {json.dumps(RUNNING)}\n\n".encode())
-        == 4 + exchange.AWAY_RETRIES
+        == 4 + exchange.RESTART_RETRIES
     )
 
 
@@ -384,7 +384,7 @@ def test_a_service_that_stays_busy_is_a_server_error_at_the_end(ask, request_, p
     "body", [b"<html>hello</html>", b"{}", b"[" * 100_000, b'{"status": "optimal"', b"\xff"]
 )
 def test_another_service_at_that_url_is_a_server_error(ask, request_, body):
-    with pytest.raises(ServerError, match="no Placer service"):
+    with pytest.raises(ServerError, match="is not a Placer service"):
         ask(Script((200, body)), "place", request_)
 
 
@@ -441,7 +441,10 @@ def test_the_client_says_which_version_it_reads(ask):
 
 def test_the_client_imports_neither_torch_nor_the_server_nor_the_solver():
     names = "('torch', 'ortools', 'placer_server')"
-    code = f"import sys, placer_client.client; print([name for name in sys.modules if name in {names}])"
+    code = (
+        "import sys, placer_client.client;"
+        f" print([name for name in sys.modules if name in {names}])"
+    )
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
@@ -455,14 +458,13 @@ def test_a_stream_that_ends_with_a_problem_that_is_none_is_still_a_typed_error(d
     )
     with (
         Client(URL, transport=httpx.MockTransport(script)) as client,
-        pytest.raises(ServerError, match="does not say"),
+        pytest.raises(ServerError, match="gives no reason"),
     ):
         list(client.events(KEY))
 
 
 class Batches:
-    """A service that takes batches of at most so many bytes, answers so many of them, and is broken
-    then."""
+    """Service that limits the size of batches, and fails after a number of answers."""
 
     def __init__(self, most_bytes: int = 2**30, calls: int = 100) -> None:
         self.most_bytes, self.calls = most_bytes, calls
@@ -498,7 +500,7 @@ def test_a_batch_is_no_larger_than_a_service_takes_and_checks_in_time(ask, reque
     # 24 questions of 4 MB in one call were refused, all of them; the profile that they share is
     # checked for each.
     asked = many(named(request_, "x" * 500), 7)
-    monkeypatch.setattr("placer_client.dialogue.BATCH_BYTES", 2300)
+    monkeypatch.setattr("placer_client.endpoints.BATCH_BYTES", 2300)
     service = Batches()
     assert [found.id for found in ask(service, "place_many", asked)] == [
         one.content_hash() for one in asked

@@ -1,7 +1,8 @@
-"""Who breaks ``place`` off stops its solve on the service; a connection that breaks does not.
+"""A cancelled ``place`` stops its solve on the service; a broken connection does not.
 
 Ctrl-C in ``placer solve`` and a cancelled ``place`` left the solve running on the service to the
-end of its time."""
+end of its time limit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from placer.errors import TimeoutExceeded
 from placer.schema import PlacementRequest
 from placer_client import AsyncClient, Client
 from placer_server.app import background
-from placer_server.jobs import jobs
+from placer_server.jobs import solves
 from placer_server.openapi import examples
 from placer_server.settings import Settings
 
@@ -34,7 +35,7 @@ RUNNING = {"id": KEY, "status": "running", "incumbent": 7.0, "bound": 3.0, "elap
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    """A service whose solves go on until they are stopped."""
+    """Start a service whose solves continue until they are stopped."""
     settings = Settings(
         port=0, database=":memory:", workers=1, queue=4, log_level="error", stop_grace_s=1.0
     )
@@ -91,7 +92,7 @@ def test_a_cancelled_place_stops_the_solve(service: str) -> None:
 def test_it_stops_too_when_it_is_broken_off_in_a_later_poll(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.3)
+    monkeypatch.setattr("placer_client.endpoints.MAX_POLL_S", 0.3)
     request = question()
 
     async def go() -> None:
@@ -143,8 +144,8 @@ def test_a_program_that_is_broken_off_stops_its_solve(
 def test_what_another_client_waits_for_goes_on(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while that one is between two polls."""
-    monkeypatch.setattr("placer_client.dialogue.LONGEST_POLL_S", 0.1)
+    """The other client may be between two polls."""
+    monkeypatch.setattr("placer_client.endpoints.MAX_POLL_S", 0.1)
     request = question()
 
     async def go() -> None:
@@ -173,20 +174,20 @@ def test_what_was_submitted_goes_on(service: str) -> None:
                     await client.place(request)
 
     asyncio.run(go())
-    time.sleep(jobs.RETURN_S + 0.5)
+    time.sleep(solves.RETURN_S + 0.5)
     assert status_of(service, request) == "running"
 
 
 def test_what_is_not_there_in_time_goes_on(service: str) -> None:
     request = question()
-    with Client(service) as client, pytest.raises(TimeoutExceeded, match="It goes on"):
+    with Client(service) as client, pytest.raises(TimeoutExceeded, match="It continues"):
         client.place(request, wait=0.3)
-    time.sleep(jobs.RETURN_S + 0.5)
+    time.sleep(solves.RETURN_S + 0.5)
     assert status_of(service, request) == "running"
 
 
 class Script:
-    """Answers with each of its replies in turn; an exception is raised."""
+    """Transport that returns its replies in turn and raises exceptions."""
 
     def __init__(self, *replies: Any) -> None:
         self.replies = list(replies)
@@ -214,8 +215,10 @@ class Script:
 def test_after_a_connection_broke_the_whole_answer_is_asked_for(
     fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service took it for a client that left: what it has by now is the best so far, not the
-    answer."""
+    """The service treats the broken connection as a client that left.
+
+    Its best placement so far is then not the answer.
+    """
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
     for replies, asked in (
         ([fault, (200, DONE)], ["POST stop", "POST keep"]),
@@ -245,9 +248,8 @@ def test_where_the_service_saw_no_connection_end_the_same_is_asked_again(
 def test_a_connection_that_breaks_costs_no_answer_its_proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each connection ends after a moment, as behind an impatient proxy; the solve takes longer
-    than that."""
-    monkeypatch.setattr("placer_client.client.timeout_of", lambda *_: httpx.Timeout(0.15))
+    """Each connection ends earlier than the solve, as behind a proxy with a short timeout."""
+    monkeypatch.setattr("placer_client.base.call_timeout", lambda *_: httpx.Timeout(0.15))
     monkeypatch.setattr("placer_client.exchange.FIRST_PAUSE_S", 0.001)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     profile = question().profile.model_copy(update={"model": str(tmp_path / "notes")})

@@ -1,4 +1,4 @@
-"""A model is placed for the machine that serves, from one that has only its code."""
+"""Placements for the server's machine of a model that only the client has."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_an_argument_that_cannot_be_used_is_told_before_the_model_is_measured(mo
             {"constraints": {"pinned": {"first": "cpu:9"}}},
             "there is no device 'cpu:9'; did you mean 'cpu:1'?",
         ),
-        ({"server": "localhost:80"}, "server 'localhost:80' is no URL of a service"),
+        ({"server": "localhost:80"}, "server 'localhost:80' is not the URL of a service"),
     ],
 )
 def test_what_no_profile_could_answer_is_told_before_the_model_is_measured(

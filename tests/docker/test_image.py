@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from placer.errors import ServerError
-from placer_server import alive
+from placer_server import healthcheck
 from placer_server.app import background
 from placer_server.keys import make
 from placer_server.settings import Settings
@@ -148,19 +148,19 @@ def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(
 
 
 def test_what_a_killed_service_wrote_down_is_not_believed_and_taken_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(alive, "_prefix", lambda: f"{tmp_path}/placer-service-")
-    address = alive.Address("127.0.0.1", 1, False)
-    with alive.written_down(address, {}):
+    monkeypatch.setattr(healthcheck, "_prefix", lambda: f"{tmp_path}/placer-service-")
+    address = healthcheck.Address("127.0.0.1", 1, False)
+    with healthcheck.record_address(address, {}):
         (file,) = tmp_path.iterdir()
-        assert alive._written_down({}) == address
-        assert alive._written_down({"PLACER_PORT": "9"}) is None
+        assert healthcheck._recorded_address({}) == address
+        assert healthcheck._recorded_address({"PLACER_PORT": "9"}) is None
         with subprocess.Popen(["true"]) as ended:
             pass
         dead = tmp_path / f"placer-service-{ended.pid}.json"
         dead.write_text(file.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
         os.utime(dead, (2**31, 2**31))  # the newest
-        assert alive._written_down({}) == address
-    with alive.written_down(address, {}):
+        assert healthcheck._recorded_address({}) == address
+    with healthcheck.record_address(address, {}):
         assert not dead.exists()
 
 

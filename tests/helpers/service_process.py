@@ -18,7 +18,7 @@ import solvers_for_tests
 
 from placer_server.app import run
 from placer_server.settings import Settings
-from placer_server.workers.worker import CONTEXT, prepare, starting_processes
+from placer_server.workers.worker import CONTEXT, start_fork_server, starting_processes
 
 
 class ServiceProcess:
@@ -45,7 +45,7 @@ class ServiceProcess:
             "log_level": "warning",
             **settings,
         }
-        prepare()
+        start_fork_server()
         self._asking = tempfile.NamedTemporaryFile()
         asked = (
             forkserver._forkserver._forkserver_address,

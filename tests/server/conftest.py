@@ -1,4 +1,4 @@
-"""A service with a solver of the test's choice, spoken to in this process."""
+"""Fixtures that start a service with a solver of the test's choice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def solvers() -> Any:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """``serve(solver, **settings)`` starts a service and returns a client of it."""
+    """Return ``serve(solver, **settings)``, which starts a service and returns a client of it."""
     with ExitStack() as stack:
 
         def start(solver: Any = solvers_for_tests.quick, **values: Any) -> TestClient:
@@ -48,8 +48,10 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
-    """``start(solver, **settings)`` starts a service in a process, on the test's own file if not
-    told otherwise."""
+    """Return ``start(solver, **settings)``, which starts a service in a process.
+
+    Its database is the test's own file by default.
+    """
     services: list[ServiceProcess] = []
 
     def start(solver: str, **settings: Any) -> ServiceProcess:
@@ -64,7 +66,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServiceProcess]]:
 
 @pytest.fixture
 def request_body() -> Callable[..., dict[str, Any]]:
-    """``request_body(**changes)`` is a valid request; another seed makes another id."""
+    """Return ``request_body(**changes)``, a valid request; another seed gives another id."""
 
     def make(**changes: Any) -> dict[str, Any]:
         return {**copy.deepcopy(examples.requests()["throughput"]["value"]), **changes}
@@ -74,8 +76,10 @@ def request_body() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def service_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the service logs, also after a test that let it set up logging for itself, where nothing
-    goes further up."""
+    """Capture the service's log, even after a test in which it configured logging itself.
+
+    The service's loggers do not propagate then.
+    """
     logger = logging.getLogger("placer_server")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.DEBUG, logger.name)
@@ -89,7 +93,7 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for a condition; fail if it does not come."""
+    """Wait for a condition, and fail if it does not come true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not come true"
@@ -112,13 +116,13 @@ def running_postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def postgres(running_postgres: PostgresServer) -> str:
-    """The URL of a new, empty PostgreSQL database."""
+    """Return the URL of a new, empty PostgreSQL database."""
     return running_postgres.new_database()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A new database of each kind."""
+    """Return a new database of each kind."""
     if request.param == "sqlite":
         return str(tmp_path / "placements.db")
     return str(request.getfixturevalue("postgres"))

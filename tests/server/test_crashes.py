@@ -1,4 +1,4 @@
-"""What was accepted is answered, whoever is killed."""
+"""Accepted requests are answered although services or workers are killed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import httpx
 import pytest
+from accepted import accepted_jobs
 
 from placer.schema import Placement, PlacementRequest
 from placer.solver.check import check
@@ -32,7 +33,7 @@ def test_what_a_service_accepted_is_answered_by_its_next_start(start, request_bo
     assert [reply.json()["status"] for reply in replies] == ["optimal"] * 3
     assert again.end(signal.SIGTERM) == 0
     store = Store(again.database, keep=10)
-    assert store.backlog() == []
+    assert accepted_jobs(store) == []
     store.close()
 
 
@@ -47,7 +48,7 @@ def test_a_solve_that_waits_is_found_while_the_service_stops(
         for seed in range(3)
     )
     wait_until(lambda: client.get(running).json()["incumbent"] is not None)
-    client.portal.call(client.app.state.service.jobs.stop_all)
+    client.portal.call(client.app.state.service.solves.stop_all)
     assert (client.get(waiting).status_code, client.get(waiting).json()["status"]) == (
         202,
         "queued",
@@ -57,7 +58,7 @@ def test_a_solve_that_waits_is_found_while_the_service_stops(
     assert client.delete(stopped).json()["status"] == "unknown"
     store = client.app.state.service.store
     wait_until(
-        lambda: [f"/v1/placements/{job.id}" for job in store.backlog()] == [running, waiting]
+        lambda: [f"/v1/placements/{job.id}" for job in accepted_jobs(store)] == [running, waiting]
     )
 
 
@@ -87,11 +88,11 @@ def test_a_job_that_took_the_service_down_each_time_is_given_up_and_says_so(
             httpx.Request("POST", "http://x", json=body).content,
         )
     )
-    store.started(key_of(body), 3)
+    store.record_start(key_of(body), 3)
     store.close()
     reply = serve(database=database).get(f"/v1/placements/{key_of(body)}?wait=30")
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:solver-failed")
-    assert "begun 3 times" in reply.json()["detail"]
+    assert "started 3 times" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
 ):
     # Both have one id, and so one row in the store, which the end of the first takes away.
     client = serve(solvers.until_stopped, database=str(tmp_path / "p.db"), queue=4)
-    jobs, store = client.app.state.service.jobs, client.app.state.service.store
+    jobs, store = client.app.state.service.solves, client.app.state.service.store
     ending, asked_again = threading.Event(), threading.Event()
     real, body = store.put, request_body(seed=seed)
 
@@ -215,7 +216,7 @@ def test_a_question_asked_again_after_it_was_stopped_outlives_the_end_of_the_sto
         wait([asking], 0.2)
         asked_again.set()
         assert (stopping.result().status_code, asking.result().status_code) == (200, 202)
-    assert key_of(body) in {job.id for job in store.backlog()}
+    assert key_of(body) in {job.id for job in accepted_jobs(store)}
 
 
 def test_a_clock_that_jumps_back_costs_no_new_answer(tmp_path, monkeypatch):

@@ -1,24 +1,27 @@
-"""A disk that is full, a PostgreSQL that is killed: nothing accepted is lost, and nothing is said
-to be that is not."""
+"""A full disk and a killed PostgreSQL: no accepted request is lost.
+
+Nothing is reported as accepted that is not stored.
+"""
 
 from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from accepted import accepted_jobs
 from fastapi.testclient import TestClient
 from postgres_server import PostgresServer, find_binaries
 
 from placer_server.app import create_app
 from placer_server.keys import make
 from placer_server.settings import Settings
-from placer_server.store import upkeep
+from placer_server.store import write_retries
 from placer_server.store.database import StoreError
 from placer_server.store.store import Accepted, Answer, Store
 
 
 @pytest.fixture
 def own_postgres():
-    """A PostgreSQL that no other test uses, so that it may be killed."""
+    """Start a PostgreSQL that no other test uses, so that it may be killed."""
     binaries = find_binaries()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
@@ -28,14 +31,14 @@ def own_postgres():
 
 
 def fill(store: Store, free: bool = False) -> None:
-    """Let SQLite's file grow no more; SQLite then says what it says on a full disk."""
+    """Limit the size of SQLite's file; SQLite then reports a full disk."""
     with store.database._writer as connection:
         pages = 2**30 if free else connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
 
 
 def large(request_body, **fields):
-    """A request that does not fit into what is left of a page."""
+    """Return a request that does not fit into the rest of a page."""
     body = request_body(**fields)
     body["profile"]["layers"][0]["module"] = "x" * 500
     body["profile"]["versions"] = {str(number): "x" * 500 for number in range(200)}
@@ -58,7 +61,7 @@ def test_an_answer_for_which_the_disk_has_no_room_is_written_when_it_has(
     wait_until(lambda: store.unwritten == 0)
     again = serve(database=str(tmp_path / "p.db"))
     assert again.get(f"/v1/placements/{key}").content == first.content
-    assert store.backlog() == []
+    assert accepted_jobs(store) == []
 
 
 def test_a_request_for_which_the_disk_has_no_room_is_not_said_to_be_accepted(
@@ -79,14 +82,14 @@ def test_what_a_full_disk_left_unwritten_is_solved_again_after_a_kill(tmp_path, 
         store.put("a", Answer(b"x" * 200_000, True, "1"))
     store.close()  # writes nothing more
     again = Store(str(tmp_path / "p.db"), keep=10)
-    assert (again.get("a"), [job.id for job in again.backlog()]) == (None, ["a"])
+    assert (again.get("a"), [job.id for job in accepted_jobs(again)]) == (None, ["a"])
     again.close()
 
 
 def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_is_answered(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(upkeep, "MEND_S", 0.1)
+    monkeypatch.setattr(write_retries, "RETRY_S", 0.1)
     client = serve(solvers.noted, database=own_postgres.new_database(), queue=5, lease_s=1)
     body = request_body()
     body["profile"]["model"] = str(tmp_path / "notes")
@@ -109,7 +112,7 @@ def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_
 
 
 def assert_says_nothing_of_the_store(client, *words):
-    """The database's address was in the reason for which the service was not ready."""
+    """Check that no response without a key reveals the database's address."""
     for path in ("/", "/healthz", "/readyz", "/openapi.json", "/page/main.js", "/v1/placements"):
         reply = client.get(path)
         told = f"{reply.text} {dict(reply.headers)}"
@@ -135,7 +138,7 @@ def test_callers_without_a_key_are_not_told_where_the_store_is(
     wait_until(lambda: client.get("/readyz").status_code == 503)
     assert (
         client.get("/readyz").json()["detail"]
-        == "the store cannot be used at the moment; the service's log says why"
+        == "the store cannot be used at the moment; see the service's log"
     )
     assert_says_nothing_of_the_store(client, "secret-folder", "p.db")
     assert "secret-folder" in service_log.text  # the operator is told
@@ -158,7 +161,7 @@ def test_callers_without_a_key_are_not_told_what_the_system_says(monkeypatch, se
 def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_back(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch
 ):
-    monkeypatch.setattr(upkeep, "MEND_S", 0.1)
+    monkeypatch.setattr(write_retries, "RETRY_S", 0.1)
     url = own_postgres.new_database()
     client = serve(solvers.until_stopped, database=url)
     where = client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]

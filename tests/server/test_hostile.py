@@ -1,4 +1,4 @@
-"""Whatever is sent to whichever path: an answer of the right form, never a 5xx, no error over 4 KB."""
+"""Hostile requests get well-formed answers: never a 5xx, and no error over 4 KB."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def test_every_request_is_answered_in_form(client, method, path, id, query, head
 
 
 def test_no_path_is_redirected_to_the_host_that_the_client_names(client):
-    """``GET /v1/placements/`` was a redirect to the same path without the slash, on whatever host
-    was named."""
+    """``GET /v1/placements/`` redirected to the path without the slash on any named host."""
     paths = {
         path.replace("{id}", "0" * 32).replace("{name}", "node")
         for path in client.get("/openapi.json").json()["paths"]

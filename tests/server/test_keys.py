@@ -11,8 +11,8 @@ import pytest
 from placer.errors import InputError, ServerError
 from placer_server import keys as module
 from placer_server.app import background, create_app
-from placer_server.keys import Keys, Rate, make
-from placer_server.observe.logs import JsonFormatter
+from placer_server.keys import Keys, TokenBucket, make
+from placer_server.observability.logs import JsonFormatter
 from placer_server.settings import Settings
 
 PLACEMENTS = "/v1/placements"
@@ -20,7 +20,7 @@ PLACEMENTS = "/v1/placements"
 
 @pytest.fixture
 def secured(serve, tmp_path):
-    """``secured(name=scopes, ...)`` is a service with those keys, and the headers of each."""
+    """Return ``secured(name=scopes, ...)``: a service with keys, and the headers of each."""
 
     def start(rate="", **names):
         made = {name: make(name, scopes) for name, scopes in names.items()}
@@ -85,9 +85,9 @@ def test_without_a_known_key_everything_but_health_is_401(secured, header):
     ("header", "told"),
     [
         ("", "no key was given"),
-        ("Basic dXNlcjpwYXNz", "what was given is not of the kind Bearer"),
-        ("placer_x", "what was given is not of the kind Bearer"),
-        ("Bearer placer_x", "the key that was given is not known"),
+        ("Basic dXNlcjpwYXNz", "the authorization is not of type Bearer"),
+        ("placer_x", "the authorization is not of type Bearer"),
+        ("Bearer placer_x", "the given key is unknown"),
     ],
 )
 def test_a_401_says_what_was_wrong_and_what_to_send_without_what_was_sent(secured, header, told):
@@ -129,7 +129,7 @@ def test_a_key_that_asks_too_often_is_429_and_others_are_not(secured):
 def test_a_rate_fills_again_as_time_goes_by(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    rate = Rate(2.0)
+    rate = TokenBucket(2.0)
     assert [rate.take() for _ in range(5)] == [0, 0, 0, 0, 1]
     now[0] += 0.5
     assert [rate.take(), rate.take()] == [0, 1]
@@ -219,12 +219,12 @@ def test_a_key_made_on_the_command_line_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["a b"], "'a b' is no name of a key"),
-        (["ci", "read,fly"], "'fly' is no scope; write some of read,solve,metrics"),
+        (["a b"], "'a b' is not a valid name of a key"),
+        (["ci", "read,fly"], "'fly' is not a scope; use some of read,solve,metrics"),
     ],
 )
 def test_what_no_key_can_be_made_of_is_named(capsys, arguments, told):
-    # It was "this is no key: write NAME SCOPES SHA256 [RATE]", which is the form of the file.
+    # The message described the form of the file instead of the arguments.
     assert module.main(arguments) == 2
     assert told in capsys.readouterr().err
 
@@ -266,7 +266,7 @@ def test_a_request_id_of_the_client_is_kept_if_it_is_a_plain_word(serve, given, 
 
 
 def logged_lines(of_requests):
-    """The lines of the JSON log while requests are made."""
+    """Capture the lines of the JSON log while requests are made."""
     lines = []
 
     class Lines(logging.Handler):

@@ -10,16 +10,16 @@ from starlette.requests import Request
 
 from placer_server.problem import MAX_BYTES, Problem
 from placer_server.settings import Settings
-from placer_server.web import checker
-from placer_server.web.checker import check
-from placer_server.web.intake import Intake
+from placer_server.web import validation
+from placer_server.web.body_reader import BodyReader
+from placer_server.web.validation import check
 
 POST = "/v1/placements"
 JSON = {"Content-Type": "application/json"}
 
 
 def problem_of(reply):
-    """The problem in a reply, after checking that it is one."""
+    """Check that a reply is a problem, and return its content."""
     assert reply.headers["Content-Type"] == "application/problem+json"
     assert len(reply.content) <= MAX_BYTES
     content = reply.json()
@@ -132,7 +132,7 @@ def test_a_profile_in_place_of_a_request_is_told_as_such(serve, request_body):
     content = problem_of(serve().post(POST, json=request_body()["profile"]))
     assert content["status"] == 422
     assert content["detail"].startswith(
-        'this is a profile; a request has it for a field: {"profile": ...}'
+        'the body is a profile, but a request has the profile as a field: {"profile": ...}'
     )
 
 
@@ -172,7 +172,7 @@ def test_a_body_over_the_limit_is_413_and_names_the_setting(serve):
 
 
 async def read(intake, receive):
-    """The body that ``receive`` brings."""
+    """Return the body that ``receive`` brings."""
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     async with intake.body(Request(scope, receive)) as body:
         return body
@@ -186,7 +186,7 @@ def test_a_body_of_unknown_length_is_read_no_further_than_the_limit():
         return {"type": "http.request", "body": b" " * 600, "more_body": True}
 
     with pytest.raises(Problem) as caught:
-        asyncio.run(read(Intake(Settings(max_body_bytes=1000)), endless))
+        asyncio.run(read(BodyReader(Settings(max_body_bytes=1000)), endless))
     assert (caught.value.status, sum(sizes)) == (413, 1200)
     assert "the body is longer than the limit of 1000 bytes" in caught.value.detail
 
@@ -196,7 +196,7 @@ def test_a_body_that_does_not_come_is_408():
         await asyncio.sleep(60)
 
     with pytest.raises(Problem) as caught:
-        asyncio.run(read(Intake(Settings(body_timeout_s=0.05)), never))
+        asyncio.run(read(BodyReader(Settings(body_timeout_s=0.05)), never))
     assert caught.value.status == 408
 
 
@@ -205,7 +205,7 @@ def test_bodies_that_are_too_many_at_once_are_503_and_those_that_are_done_make_r
         return {"type": "http.request", "body": b" " * 600, "more_body": False}
 
     async def scenario():
-        intake = Intake(Settings(max_body_bytes=1000, max_bodies_bytes=1000))
+        intake = BodyReader(Settings(max_body_bytes=1000, max_bodies_bytes=1000))
         scope = {
             "type": "http",
             "method": "POST",
@@ -239,16 +239,16 @@ def test_a_large_body_is_checked_in_another_process(serve, request_body):
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(serve, monkeypatch):
     # Sixteen megabytes of them took the process that checks bodies 13 s and 900 MB.
-    monkeypatch.setattr(checker.Checker, "_run_elsewhere", None)
+    monkeypatch.setattr(validation.Validator, "_run_in_process", None)
     client = serve()
     for path in (POST, "/v1/placements:batch", "/v1/profiles", "/v1/nodes/a"):
         for value, marks in ((b"1,", 1), (b"[],", 2), (b"{},", 2)):
-            content = b"[" + value * (checker.MOST_VALUES // marks) + b"1]"
+            content = b"[" + value * (validation.MAX_VALUES // marks) + b"1]"
             reply = client.request(
                 "PUT" if "nodes" in path else "POST", path, content=content, headers=JSON
             )
             assert problem_of(reply)["status"] == 413
-            assert "2000000 are taken" in reply.json()["detail"]
+            assert "the limit is 2000000" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The service as users run it: a real socket, real workers, the real solver, and the client."""
+"""The service with a real socket, real workers, the real solver and the client."""
 
 from __future__ import annotations
 

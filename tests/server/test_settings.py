@@ -107,8 +107,8 @@ def test_a_misspelt_variable_is_told_with_the_nearest_setting():
     # It was passed over without a word, and the service ran with the default.
     given = {"PLACER_WORKRES": "8", "PLACER_MAX_BODY_BYTE": "1", "PLACER_QUEUE": "3", "HOME": "/"}
     assert misspelt(given) == [
-        "PLACER_MAX_BODY_BYTE is no setting; did you mean PLACER_MAX_BODY_BYTES?",
-        "PLACER_WORKRES is no setting; did you mean PLACER_WORKERS?",
+        "PLACER_MAX_BODY_BYTE is not a setting; did you mean PLACER_MAX_BODY_BYTES?",
+        "PLACER_WORKRES is not a setting; did you mean PLACER_WORKERS?",
     ]
 
 

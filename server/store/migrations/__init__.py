@@ -1,1 +1,1 @@
-"""How a store comes from one version of its tables to the next, with Alembic."""
+"""Alembic migrations of the tables."""

@@ -1,4 +1,4 @@
-"""Alembic runs this: it migrates over the connection that ``placer_server.store.upgrade`` gives it."""
+"""Alembic environment; it uses the connection of ``placer_server.store.upgrade``."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
         (["--min-devices", "3"], "constraints.min_devices is 3, but there are 2"),
         (["--pin", "net1=cpu:7"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
         (["--memory", "cpu:7=1GiB"], "there is no device 'cpu:7'; the cluster has cpu:0, cpu:1"),
-        (["--server", "localhost:80"], "server 'localhost:80' is no URL of a service"),
+        (["--server", "localhost:80"], "server 'localhost:80' is not the URL of a service"),
         (
             ["--objective", "step", "--batch-size", "17"],
             "17 samples are no whole number of micro-batches of 4;",

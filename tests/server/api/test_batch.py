@@ -1,4 +1,4 @@
-"""Many questions in one request."""
+"""Several questions in one request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placer.schema import BatchAnswers, PlacementRequest
 from placer.solver.solve import solve
 from placer_server.app import default_solver
 from placer_server.openapi import examples
-from placer_server.web import checker
+from placer_server.web import validation
 
 BATCH = "/v1/placements:batch"
 
@@ -89,7 +89,7 @@ def test_a_batch_that_is_none_is_told(serve, content, words):
 def test_what_is_shared_cannot_be_multiplied_beyond_a_limit(serve, monkeypatch):
     batch = example() | {"requests": [{}] * 64}
     one = len(json.dumps(batch["shared"]))
-    monkeypatch.setattr(checker, "MOST_WRITTEN_OUT", 63 * one)
+    monkeypatch.setattr(validation, "MAX_EXPANDED_BYTES", 63 * one)
     reply = serve().post(BATCH, json=batch)
     assert (reply.status_code, reply.json()["type"]) == (413, "urn:placer:problem:batch-too-large")
 

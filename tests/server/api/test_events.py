@@ -1,4 +1,4 @@
-"""Server-sent events over a real socket: the test client does not stream."""
+"""Server-sent events over a real socket, since the test client does not stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def url(tmp_path, solvers):
 
 
 def events(lines):
-    """The events of a stream: (kind, data)."""
+    """Yield the events of a stream as (kind, data)."""
     kind = ""
     for line in lines:
         if line.startswith("event: "):
@@ -137,7 +137,7 @@ def test_a_stream_ends_when_the_service_stops_and_says_that_the_solve_goes_on(
 def test_streams_are_bounded_and_one_that_is_left_makes_room(
     monkeypatch, solvers, request_body, wait_until
 ):
-    monkeypatch.setattr("placer_server.app.MOST_STREAMS", 1)
+    monkeypatch.setattr("placer_server.app.MAX_STREAMS", 1)
     settings = Settings(port=0, database=":memory:", workers=1, log_level="error", stop_grace_s=1.0)
     with background(settings, solver=solvers.until_stopped) as url:
         path = f"{url}/v1/placements/{post(url, request_body())}/events"

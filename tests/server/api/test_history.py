@@ -9,7 +9,7 @@ from placer.schema import PlacementRequest, Profile
 
 @pytest.fixture
 def filled(serve, request_body):
-    """A service with five placements, oldest first: their ids and its client."""
+    """Return the ids of five stored placements, oldest first, and a client of their service."""
     client = serve()
     ids = []
     for seed in range(5):

@@ -1,4 +1,4 @@
-"""Nodes register their devices, and a placement spans them."""
+"""Registration of nodes, and placements that span them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = examples.clusters()["two devices"]["value"]
 
 
 def with_ports():
-    """Devices whose ways to their host's memory were measured."""
+    """Return devices with measured transfers to and from their host's memory."""
     node = copy.deepcopy(NODE)
     for device in node["devices"]:
         device["to_host"] = {"bandwidth_bytes_per_s": 4e9, "latency_s": 1e-5}
@@ -106,7 +106,7 @@ def test_the_devices_of_one_node_need_no_network(serve):
     ("query", "status", "said"),
     [
         ("node=a&node=b", 422, "network_bytes_per_s"),
-        ("node=c", 404, "no node 'c'"),
+        ("node=c", 404, "node 'c' is not registered"),
         ("node=a&network_bytes_per_s=0", 422, "network_bytes_per_s"),
         ("node=a&network_bytes_per_s=nan", 422, "network_bytes_per_s"),
         ("node=a&node=b&network_bytes_per_s=5e-324", 422, "network_bytes_per_s"),
@@ -196,9 +196,9 @@ def test_a_node_that_was_kept_with_what_is_refused_nowadays_is_left_out_and_logg
     # until it registered.
     client = serve()
     client.put("/v1/nodes/a", json=NODE)
-    client.app.state.service.store.keep_node("old", json.dumps(kept).encode())
+    client.app.state.service.store.put_node("old", json.dumps(kept).encode())
     assert [node["name"] for node in client.get("/v1/nodes").json()["nodes"]] == ["a"]
-    assert "node old is left out" in service_log.text and said in service_log.text
+    assert "node old is ignored" in service_log.text and said in service_log.text
     assert client.get("/v1/cluster?node=a").status_code == 200
     reply = client.get("/v1/cluster?node=a&node=old&network_bytes_per_s=1e9")
     assert (

@@ -1,4 +1,4 @@
-"""The page, in a real Chromium where there is one."""
+"""The page in a real Chromium, if one is installed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """The page of a service with the real solver, in a fresh window."""
+    """Open the page of a service with the real solver in a fresh window."""
     settings = Settings(port=0, database=str(tmp_path / "p.db"), workers=1, log_level="error")
     with background(settings) as url:
         browser.resize(1280, 900)
@@ -91,7 +91,8 @@ def test_a_profile_is_dropped_and_its_placement_shown(page):
     profile["cluster"] = examples.requests()["throughput"]["value"]["cluster"]
     page.run(
         "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'profile.json'));"
-        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: "
+        "data, bubbles: true}))",
         json.dumps(profile),
     )
     page.until("document.querySelectorAll('#current .node').length === 4")
@@ -114,7 +115,8 @@ def test_the_bars_are_as_long_as_what_they_show(page):
     loads = httpx.get(f"{page.url}/v1/placements/{key}").json()["devices"]
     for kind in ("compute", "send", "receive"):
         drawn = page.run(
-            f"return [...document.querySelectorAll('#current g .{kind}')].map(e => +e.getAttribute('width'))"
+            f"return [...document.querySelectorAll('#current g .{kind}')].map(e => "
+            f"+e.getAttribute('width'))"
         )
         scale = drawn[0] / loads[0][f"{kind}_ms"]
         assert drawn == pytest.approx([scale * load[f"{kind}_ms"] for load in loads])
@@ -131,19 +133,20 @@ def test_each_knob_solves_again(page):
     page.until("document.querySelectorAll('#current svg .compute').length === 4")
     page.set("#memory", 2)
     page.until("document.querySelector('#progress').textContent.includes('no placement')")
-    assert "short" in page.text("#current")
+    assert "missing" in page.text("#current")
     page.set("#memory", 16)
     page.set("#devices", 2)
     page.until(
-        f"document.querySelector('#current .facts')?.textContent.slice(0, 40) === {json.dumps(first[:40])}"
+        f"document.querySelector('#current .facts')?.textContent.slice(0, 40) === "
+        f"{json.dumps(first[:40])}"
     )
     before = page.run(
         "return [...document.querySelectorAll('#current g > text.value')].map(e => e.textContent)"
     )
     page.set("#chunks", 1)
     page.until(
-        "JSON.stringify([...document.querySelectorAll('#current g > text.value')].map(e => e.textContent)) !== "
-        + json.dumps(json.dumps(before, separators=(",", ":")))
+        "JSON.stringify([...document.querySelectorAll('#current g > text.value')].map(e => "
+        "e.textContent)) !== " + json.dumps(json.dumps(before, separators=(",", ":")))
     )
 
 
@@ -160,7 +163,8 @@ def test_a_layer_is_pinned_from_the_graph_with_the_keyboard(page):
     page.run("document.querySelector('#pin').focus()")
     page.press("\ue007")
     page.until(
-        "document.querySelector('#current .pinned')?.getAttribute('aria-label') === 'block.0 on cuda:1, pinned'"
+        "document.querySelector('#current .pinned')?.getAttribute('aria-label') === 'block.0 on "
+        "cuda:1, pinned'"
     )
     page.click("#pins button")
     page.until("!document.querySelector('#current .pinned')")
@@ -208,7 +212,8 @@ def test_a_file_that_is_no_profile_is_told(page):
     ):
         page.run(
             "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'x.json'));"
-            "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+            "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: "
+            "data, bubbles: true}))",
             text,
         )
         page.until(
@@ -222,7 +227,8 @@ def test_the_downloads_are_what_is_shown(page):
     ask_example(page)
     page.run(
         "window.saved = []; const make = URL.createObjectURL;"
-        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make(blob); }"
+        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return "
+        "make(blob); }"
     )
     buttons = ("#save-placement", "#save-request", "#save-trace", "#save-report")
     for number, button in enumerate(buttons, 1):
@@ -279,7 +285,8 @@ def test_the_timeline_zooms_and_scrolls_with_the_keyboard(page):
 def test_what_would_help_is_found_out_when_asked(page):
     page.run(
         "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'request.json'));"
-        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: "
+        "data, bubbles: true}))",
         json.dumps(examples.requests()["throughput"]["value"] | {"chunks": 4}),
     )
     page.until("document.querySelectorAll('#current .node').length === 4")
@@ -301,8 +308,11 @@ def timeline_of(page, request):
 
 
 def fact(page, name):
-    """What stands below one of the headings of the answer, once it is there."""
-    found = "[...document.querySelectorAll('#current .facts div')].find(e => e.firstChild.textContent === %s)"
+    """Return the value below a heading of the answer once it is there."""
+    found = (
+        "[...document.querySelectorAll('#current .facts div')]"
+        ".find(e => e.firstChild.textContent === %s)"
+    )
     return page.until(
         f"{found % json.dumps(name)}?.querySelector('dd:not(:has([aria-busy]))')?.textContent"
     )
@@ -311,25 +321,27 @@ def fact(page, name):
 def drop(page, content):
     page.run(
         "const data = new DataTransfer(); data.items.add(new File([arguments[0]], 'request.json'));"
-        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true}))",
+        "document.querySelector('#drop').dispatchEvent(new DragEvent('drop', {dataTransfer: "
+        "data, bubbles: true}))",
         json.dumps(content),
     )
 
 
 def is_current(page):
-    """Wait for the answer to what the knobs say, its timeline included."""
+    """Wait for the answer to the current controls, including its timeline."""
     page.until("document.querySelector('#current:not(.old)[aria-busy=false] .facts')")
-    return fact(page, "Against one device")
+    return fact(page, "Compared with one device")
 
 
 def shown_buttons(page):
     return page.run(
-        "return [...document.querySelectorAll('#actions button')].filter(e => e.checkVisibility()).map(e => e.id)"
+        "return [...document.querySelectorAll('#actions button')].filter(e => "
+        "e.checkVisibility()).map(e => e.id)"
     )
 
 
 def trained(**changes):
-    """The example, whose optimizer takes 1 ms a layer."""
+    """Return the example with an optimizer time of 1 ms per layer."""
     request = examples.requests()["throughput"]["value"] | changes
     layers = [layer | {"optimizer_ms": {"gpu": 1.0}} for layer in request["profile"]["layers"]]
     return request | {"profile": request["profile"] | {"layers": layers}}
@@ -349,7 +361,7 @@ def test_the_headline_compares_a_batch_with_one_device(page, chunks, objective):
     alone_ms = chunks * 15 + 4
     assert shown["single_device_ms"] == pytest.approx(alone_ms)
     assert (
-        fact(page, "Against one device")
+        fact(page, "Compared with one device")
         == f"{alone_ms / shown['step_ms']:.2f} \N{MULTIPLICATION SIGN} as fast"
     )
     if chunks == 1 and objective == "throughput":
@@ -365,7 +377,7 @@ def test_of_a_whole_batch_the_headline_is_the_placements_own(page):
     key = PlacementRequest.model_validate(request).content_hash()
     placement = httpx.get(f"{page.url}/v1/placements/{key}").json()
     assert (
-        fact(page, "Against one device")
+        fact(page, "Compared with one device")
         == f"{placement['speedup']:.2f} \N{MULTIPLICATION SIGN} as fast"
     )
     assert fact(page, "Whole batch") == f"{placement['objective_value']:.4g} ms"
@@ -376,8 +388,8 @@ def test_a_single_device_that_is_too_small_is_told_in_the_headline(page):
     request = examples.requests()["throughput"]["value"] | {"chunks": 4}
     devices = [device | {"memory_bytes": 8 * 2**30} for device in request["cluster"]["devices"]]
     drop(page, request | {"cluster": request["cluster"] | {"devices": devices}})
-    assert fact(page, "Against one device").endswith(
-        "\N{MULTIPLICATION SIGN} as fast, which is too small"
+    assert fact(page, "Compared with one device").endswith(
+        "\N{MULTIPLICATION SIGN} as fast, which has too little memory"
     )
 
 
@@ -388,7 +400,8 @@ def test_the_optimizer_is_drawn_after_the_last_pass(page):
     page.until("document.querySelectorAll('#current .lanes .optimizer').length === 2")
     shown = timeline_of(page, request)
     bars = page.run(
-        "return ['pass', 'optimizer'].map(kind => [...document.querySelectorAll(`#current .lanes .${kind}`)]"
+        "return ['pass', 'optimizer'].map(kind => [...document.querySelectorAll(`#current "
+        ".lanes .${kind}`)]"
         ".map(e => [+e.getAttribute('x'), +e.getAttribute('x') + +e.getAttribute('width')]))"
     )
     assert min(start for start, _ in bars[1]) == pytest.approx(
@@ -424,7 +437,8 @@ def test_buttons_without_a_function_are_not_shown(page):
     assert shown_buttons(page) == ["save-placement", "save-request", "save-report"]
     page.run(
         "window.saved = []; const make = URL.createObjectURL;"
-        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make(blob); }"
+        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return "
+        "make(blob); }"
     )
     page.click("#save-report")
     page.until("saved.length === 1")
@@ -464,11 +478,12 @@ def test_a_what_if_value_that_cannot_be_is_marked_and_not_asked_for(page, knob, 
         page.run(f"return document.querySelector('{knob}').getAttribute('aria-invalid')") == "true"
     )
     told = page.run(
-        f"return document.getElementById(document.querySelector('{knob}').getAttribute('aria-describedby')).textContent"
+        f"return "
+        f"document.getElementById(document.querySelector('{knob}').getAttribute('aria-describedby')).textContent"
     )
     assert told and page.run("return document.querySelector('#current').classList.contains('old')")
     page.until(
-        "document.querySelector('#progress').textContent.includes('Change the marked values')"
+        "document.querySelector('#progress').textContent.includes('Correct the marked values')"
     )
     page.set("#objective", "latency")  # another change does not ask for it either
     time.sleep(0.6)
@@ -517,7 +532,8 @@ def test_a_pin_to_a_device_that_is_no_longer_there_is_marked(page):
     is_current(page)
     page.set("#devices", 1)
     page.until(
-        "document.querySelector('#pins .gone')?.textContent.includes('cuda:1, which is not there')"
+        "document.querySelector('#pins .gone')?.textContent.includes('cuda:1, which does not "
+        "exist')"
     )
     page.set("#devices", 2)
     page.until("!document.querySelector('#pins .gone')")

@@ -13,7 +13,7 @@ from placer_server.workers.solving import default_solver
 
 
 def backwards(content):
-    """The same JSON with every object's names in the opposite order."""
+    """Return the same JSON with every object's names in the opposite order."""
     if isinstance(content, dict):
         return {name: backwards(value) for name, value in reversed(content.items())}
     return [backwards(value) for value in content] if isinstance(content, list) else content
@@ -226,7 +226,7 @@ def test_whoever_stops_a_solve_is_answered_whatever_goes_wrong_when_its_end_is_k
     where = (
         f"/v1/placements/{PlacementRequest.model_validate(request_body(seed=seed)).content_hash()}"
     )
-    client.portal.call(client.app.state.service.jobs.end, where.rpartition("/")[2])
+    client.portal.call(client.app.state.service.solves.end_early, where.rpartition("/")[2])
     reply = client.get(where, params={"wait": 20})
     assert (reply.status_code, reply.json()["type"]) == (500, "urn:placer:problem:defect")
     assert client.get(where).content == reply.content

@@ -1,4 +1,4 @@
-"""What is over takes no memory."""
+"""Ended jobs are freed."""
 
 from __future__ import annotations
 

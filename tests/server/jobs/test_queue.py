@@ -1,21 +1,20 @@
 from __future__ import annotations
 
 from placer_server.jobs.job import Job
-from placer_server.jobs.question import Question
 from placer_server.jobs.queue import FairQueue
 
 
 def queue_of(*names):
     queue = FairQueue()
     for name in names:
-        queue.add(Job(Question(name, "throughput", 1.0), b"", client=name[0]))
+        queue.add(Job(name, client=name[0]))
     return queue
 
 
 def drain(queue, running=()):
     names = []
     while (job := queue.pop(running)) is not None:
-        names.append(job.question.id)
+        names.append(job.id)
     return names
 
 
@@ -25,8 +24,8 @@ def test_clients_take_turns_and_each_is_served_in_order():
 
 def test_a_client_who_was_just_served_waits_for_the_others():
     queue = queue_of("a1", "a2", "b1")
-    assert queue.pop(()).question.id == "a1"
-    queue.add(Job(Question("c1", "throughput", 1.0), b"", client="c"))
+    assert queue.pop(()).id == "a1"
+    queue.add(Job("c1", client="c"))
     assert drain(queue) == ["b1", "a2", "c1"]
 
 

@@ -1,8 +1,8 @@
-"""Several services on one database: each job is solved once, and a killed service's jobs are taken
-over.
+"""Several services on one database: each job is solved once, also after a service is killed.
 
 On one SQLite file a job that a killed service had accepted stayed unanswered while another service
-had the file open."""
+had the file open.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sqlalchemy as sa
+from accepted import accepted_jobs
 
 import placer
 from placer.schema import PlacementRequest
@@ -31,7 +32,7 @@ def job(key, **fields):
 
 @pytest.fixture
 def replica(database):
-    """``replica(name)`` is a store and its replica's view of it."""
+    """Return ``replica(name)``: a store, and its replica's view of it."""
     stores = []
 
     def make(name, lease_s=60.0):
@@ -44,7 +45,7 @@ def replica(database):
 
 
 def look(view, room=0, watched=(), progress=None):
-    return view.turn(progress or {}, watched, room)
+    return view.poll(progress or {}, watched, room)
 
 
 def test_a_request_accepted_by_one_replica_is_not_accepted_again_by_another(replica):
@@ -88,17 +89,19 @@ def test_a_replica_that_is_alone_writes_nothing_while_nothing_happens(replica, t
     at_a.begin("x", 1)
     before = changes(a)
     for bound in range(20):
-        assert not look(at_a, room=3, progress={"x": (7.0, float(bound))}).told
+        assert not look(at_a, room=3, progress={"x": (7.0, float(bound))}).progress_written
     assert changes(a) == before
     _, at_b = replica("b")
     look(at_b)
-    assert look(at_a, progress={"x": (7.0, 3.0)}).told
+    assert look(at_a, progress={"x": (7.0, 3.0)}).progress_written
     assert look(at_b, watched=["x"]).seen["x"].bound == 3.0
 
 
 def changes(store):
-    """How often rows of the tables for replicas and jobs were written; SQLite counts the file's
-    transactions."""
+    """Return how often the tables of replicas and jobs were written.
+
+    For SQLite, the size of the write-ahead log.
+    """
     if store.database.dialect == "sqlite":
         return store.database.read(lambda connection: os.stat(store.database.name + "-wal").st_size)
     query = sa.text("SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables")
@@ -154,7 +157,7 @@ def test_what_another_replica_answered_meanwhile_is_not_solved_again(replica):
     (a, _), (b, at_b) = replica("a"), replica("b")
     a.put("x", Answer(b"{}", True, placer.__version__))
     b.accept(job("x"))
-    assert (at_b.begin("x", 1), b.backlog()) == ("answered", [])
+    assert (at_b.begin("x", 1), accepted_jobs(b)) == ("answered", [])
 
 
 def test_progress_and_the_wish_to_stop_reach_the_other_replica(replica):
@@ -313,8 +316,10 @@ def test_a_start_that_is_alone_on_a_file_waits_for_no_lease(start, request_body)
 
 
 def test_a_start_leaves_the_jobs_of_every_living_service_alone(start, request_body):
-    """Of three on one file the first is killed before the third starts: no lock that it held speaks
-    for the second."""
+    """The first of three services on one file is killed before the third starts.
+
+    The killed service's lock says nothing about the second service.
+    """
     first, second = (start("until_stopped", lease_s=3600) for _ in range(2))
     where = second.client.post("/v1/placements?wait=0", json=request_body()).headers["Location"]
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
@@ -345,7 +350,7 @@ def test_a_graph_is_taken_by_one_service_of_its_node_alone(replica):
 
 
 def test_a_file_that_another_program_locks_for_itself_is_told(tmp_path, monkeypatch):
-    """As a Placer does that shares no file: a start waited for it without a word."""
+    """A version of Placer that shares no file locks it; a start waited for it without a message."""
     monkeypatch.setattr(database_module, "CONNECT_S", 0.1)
     with open(tmp_path / "p.db.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

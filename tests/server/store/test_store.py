@@ -91,7 +91,7 @@ def test_what_was_kept_in_memory_is_no_worse_than_the_store_once_it_is_written(t
     with pytest.raises(StoreError):
         store.put("a", answer(b"worse", complete=False), FEASIBLE % 3)
     store.database.write = real
-    assert store.mend() == 0
+    assert store.retry_unwritten() == 0
     assert store.get("a") == answer(b"better", complete=False)
 
 

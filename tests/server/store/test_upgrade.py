@@ -1,5 +1,4 @@
-"""The tables of a store come from every earlier version to this one's, and are refused if a later
-one made them."""
+"""Migration of the tables from every earlier version; later versions are rejected."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from threading import Thread
 
 import pytest
 import sqlalchemy as sa
+from accepted import accepted_jobs
 from alembic.autogenerate import compare_metadata
 from alembic.command import upgrade
 from alembic.config import Config
@@ -21,28 +21,30 @@ from placer_server.store.tables import HEAD, METADATA
 
 FIRST = """
     CREATE TABLE placements (
-        id TEXT PRIMARY KEY, version TEXT NOT NULL, complete INTEGER NOT NULL, created_s REAL NOT NULL,
-        placement BLOB NOT NULL
+        id TEXT PRIMARY KEY, version TEXT NOT NULL, complete INTEGER NOT NULL,
+        created_s REAL NOT NULL, placement BLOB NOT NULL
     );
     INSERT INTO placements VALUES ('a', '1', 1, 5.0, x'7b7d');
     PRAGMA user_version = 1;
 """
 SECOND = """
     CREATE TABLE placements (
-        id TEXT PRIMARY KEY, version TEXT NOT NULL, complete INTEGER NOT NULL, created_s REAL NOT NULL, profile_id TEXT,
-        summary BLOB NOT NULL, question BLOB NOT NULL, placement BLOB NOT NULL
+        id TEXT PRIMARY KEY, version TEXT NOT NULL, complete INTEGER NOT NULL,
+        created_s REAL NOT NULL, profile_id TEXT, summary BLOB NOT NULL,
+        question BLOB NOT NULL, placement BLOB NOT NULL
     );
     CREATE INDEX placements_by_profile ON placements (profile_id);
     CREATE TABLE profiles (id TEXT PRIMARY KEY, profile BLOB NOT NULL);
     CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, client TEXT NOT NULL, objective TEXT NOT NULL, time_limit_s REAL NOT NULL,
-        request BLOB NOT NULL
+        id TEXT PRIMARY KEY, client TEXT NOT NULL, objective TEXT NOT NULL,
+        time_limit_s REAL NOT NULL, request BLOB NOT NULL
     );
     CREATE TABLE starts (id TEXT PRIMARY KEY, count INTEGER NOT NULL);
     CREATE TABLE failures (id TEXT PRIMARY KEY, status INTEGER NOT NULL, problem BLOB NOT NULL);
     INSERT INTO profiles VALUES ('p', CAST('{"layers": []}' AS BLOB));
     INSERT INTO placements VALUES
-        ('z', '1', 1, 9.0, 'p', CAST('{"model": "Older"}' AS BLOB), CAST('{"seed": 3}' AS BLOB), x'7b7d'),
+        ('z', '1', 1, 9.0, 'p', CAST('{"model": "Older"}' AS BLOB), CAST('{"seed": 3}' AS BLOB),
+            x'7b7d'),
         ('a', '1', 0, 5.0, NULL, CAST('{"model": "Newer"}' AS BLOB), x'7b7d', x'7b7d');
     INSERT INTO jobs VALUES ('c', 'me', 'latency', 2.5, x'01'), ('b', 'you', 'memory', 1.5, x'02');
     INSERT INTO starts VALUES ('b', 2);
@@ -53,7 +55,7 @@ SECOND = """
 
 @pytest.fixture
 def old(tmp_path):
-    """``old(script)`` is a store over a file that the script made."""
+    """Return ``old(script)``, a store over a file that the script made."""
     stores = []
 
     def make(script):
@@ -82,7 +84,7 @@ def test_a_file_of_the_second_version_keeps_answers_questions_and_failures(old):
 
 
 def test_a_file_of_the_second_version_keeps_its_jobs_their_starts_and_their_order(old):
-    assert old(SECOND).backlog() == [
+    assert accepted_jobs(old(SECOND)) == [
         Accepted("c", "me", "latency", 2.5, b"\x01", 0),
         Accepted("b", "you", "memory", 1.5, b"\x02", 2),
     ]
@@ -104,7 +106,8 @@ def test_a_file_is_migrated_once(old, tmp_path):
     "script",
     [
         "PRAGMA user_version = 99",
-        "CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES ('0099')",
+        "CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES "
+        "('0099')",
     ],
 )
 def test_a_database_of_a_later_version_is_refused(tmp_path, script):

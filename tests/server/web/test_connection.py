@@ -1,4 +1,4 @@
-"""What comes before a request is one: its head is bounded in size and time, whoever sends it."""
+"""Limits on the size and the time of request heads."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def port():
 
 @pytest.fixture
 def connect(port):
-    """A new connection to the service."""
+    """Open a connection to the service."""
     with closing(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as client:
         yield client
 
 
 def answer(client):
-    """All that comes until the service closes the connection: status, and the problem."""
+    """Return status and problem of the answer after which the service closes the connection."""
     received = b""
     while part := client.recv(65536):
         received += part
@@ -98,7 +98,10 @@ def test_who_waits_for_an_answer_is_not_cut_off_by_the_begin_of_the_next_request
 ):
     monkeypatch.setattr(connection, "HEAD_S", 0.1)
     body = json.dumps(request_body()).encode()
-    head = b"POST /v1/placements?wait=1 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /v1/placements?wait=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        b"Content-Type: application/json\r\n"
+    )
     settings = Settings(
         port=0, database=":memory:", workers=1, log_level="critical", stop_grace_s=1.0
     )

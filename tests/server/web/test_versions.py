@@ -1,4 +1,4 @@
-"""Client and service agree on the version of the wire types."""
+"""Agreement of client and service on a schema version."""
 
 from __future__ import annotations
 

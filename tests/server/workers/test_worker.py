@@ -16,7 +16,7 @@ from placer.schema import PlacementRequest
 from placer_server.app import background
 from placer_server.settings import Settings
 from placer_server.workers.solving import SolveTask
-from placer_server.workers.worker import Crashed, Killed, OverMemory, Refused, Worker
+from placer_server.workers.worker import Crashed, Killed, MemoryExceeded, Refused, Worker
 
 
 def worker(solver, body, limit_s=30.0, grace_s=1.0, report=lambda *_: None):
@@ -162,7 +162,8 @@ def test_a_worker_ends_when_its_service_is_killed(tmp_path, solvers):
         "from placer_server.workers.worker import Worker\n"
         "body = json.dumps(examples.requests()['throughput']['value']).encode()\n"
         "def report(*values): print('running', flush=True)\n"
-        "Worker(SolveTask(solvers_for_tests.until_stopped), body, report, limit_s=60, grace_s=1).run()\n"
+        "Worker(SolveTask(solvers_for_tests.until_stopped), body, report, limit_s=60, "
+        "grace_s=1).run()\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -186,7 +187,7 @@ def test_a_service_whose_workers_may_take_too_little_is_not_ready_and_says_what_
 
     reply = readiness(60 * 2**20)
     told = re.search(
-        r"PLACER_WORKER_MEMORY_BYTES is 62914560; .*: set (\d+) or more", reply.json()["detail"]
+        r"PLACER_WORKER_MEMORY_BYTES is 62914560, .*: set (\d+) or more", reply.json()["detail"]
     )
     assert reply.status_code == 503 and told is not None
     assert readiness(int(told[1]) + 2**20).status_code == 200
@@ -201,7 +202,7 @@ def test_a_worker_that_has_no_room_to_begin_names_the_setting(solvers, body, cap
         grace_s=1,
         memory_bytes=8 * 2**20,
     )
-    with pytest.raises(OverMemory, match="PLACER_WORKER_MEMORY_BYTES"):
+    with pytest.raises(MemoryExceeded, match="PLACER_WORKER_MEMORY_BYTES"):
         small.run()
 
 

@@ -1,1 +1,1 @@
-"""One file a step; once released, a step never changes."""
+"""One file per migration; a released migration never changes."""

@@ -10,7 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Bring a store from nothing to this."""
+    """Create the tables of this revision."""
     op.create_table(
         "placements",
         sa.Column("id", sa.Text, primary_key=True),

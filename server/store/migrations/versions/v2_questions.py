@@ -1,4 +1,4 @@
-"""The questions beside the answers, and what was accepted until it is answered."""
+"""Questions next to the answers, and accepted requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     blob = sa.LargeBinary
     op.create_table(
         "answers",
@@ -24,8 +24,9 @@ def upgrade() -> None:
         sa.Column("placement", blob, nullable=False),
     )
     copy = (
-        "INSERT INTO answers SELECT id, version, complete, created_s, NULL, :empty, :empty, placement FROM placements"
-        " ORDER BY created_s"
+        "INSERT INTO answers"
+        " SELECT id, version, complete, created_s, NULL, :empty, :empty, placement"
+        " FROM placements ORDER BY created_s"
     )
     op.get_bind().execute(sa.text(copy).bindparams(sa.bindparam("empty", b"{}", blob)))
     op.drop_table("placements")

@@ -1,6 +1,4 @@
-"""Several replicas on one store: who answers for which job; and rows that count the order of
-writing themselves.
-"""
+"""Owners of jobs for several replicas, and row numbers in the order of writing."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ ORDER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     sqlite = op.get_context().dialect.name == "sqlite"
     order = "rowid" if sqlite else "ctid"
     for name in ("placements", "jobs", "failures"):
@@ -23,9 +21,10 @@ def upgrade() -> None:
     _create()
     text = "CAST(summary AS TEXT)" if sqlite else "convert_from(summary, 'UTF8')::json"
     op.execute(
-        "INSERT INTO placements (id, version, complete, created_s, profile_id, summary, question, placement)"
-        f" SELECT id, version, complete, created_s, profile_id, {text}, question, placement FROM old_placements"
-        f" ORDER BY {order}"
+        "INSERT INTO placements"
+        " (id, version, complete, created_s, profile_id, summary, question, placement)"
+        f" SELECT id, version, complete, created_s, profile_id, {text}, question, placement"
+        f" FROM old_placements ORDER BY {order}"
     )
     op.execute(
         "INSERT INTO jobs (id, client, objective, time_limit_s, starts, request)"
@@ -33,7 +32,8 @@ def upgrade() -> None:
         f" FROM old_jobs LEFT JOIN starts ON starts.id = old_jobs.id ORDER BY old_jobs.{order}"
     )
     op.execute(
-        f"INSERT INTO failures (id, status, problem) SELECT id, status, problem FROM old_failures ORDER BY {order}"
+        "INSERT INTO failures (id, status, problem)"
+        f" SELECT id, status, problem FROM old_failures ORDER BY {order}"
     )
     for name in ("old_placements", "old_jobs", "old_failures", "starts"):
         op.drop_table(name)

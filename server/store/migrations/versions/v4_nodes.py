@@ -1,4 +1,4 @@
-"""Profiles that were measured here, and the devices of the nodes that registered."""
+"""Measured profiles, and the devices of registered nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ORDER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     op.create_table(
         "measured",
         sa.Column("row", ORDER, primary_key=True),

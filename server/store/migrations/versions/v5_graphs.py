@@ -1,4 +1,4 @@
-"""Graphs that were accepted and are not measured yet, by the node whose devices they are for."""
+"""Accepted graphs that are not measured yet, by node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     op.create_table(
         "graphs",
         sa.Column("row", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),

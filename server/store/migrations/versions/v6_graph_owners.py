@@ -1,6 +1,4 @@
-"""Which service measures a graph, so that another one on the same node takes over what a killed one
-has left.
-"""
+"""Owners of graphs, so that another service on the same node continues after a crash."""
 
 from __future__ import annotations
 
@@ -12,5 +10,5 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """Bring a store from the version before to this."""
+    """Migrate from the previous revision."""
     op.add_column("graphs", sa.Column("owner", sa.Text))

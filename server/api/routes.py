@@ -1,0 +1,37 @@
+"""All routes of the service."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from . import (
+    batch,
+    evaluations,
+    events,
+    health,
+    history,
+    nodes,
+    pages,
+    placements,
+    presentation,
+    profiles,
+)
+
+ROUTERS = (
+    placements.router,
+    batch.router,
+    history.router,
+    events.router,
+    evaluations.router,
+    presentation.router,
+    profiles.router,
+    nodes.router,
+    pages.router,
+    health.router,
+)
+
+
+def include_routes(app: FastAPI) -> None:
+    """Add all routes to the application."""
+    for router in ROUTERS:
+        app.include_router(router)

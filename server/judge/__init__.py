@@ -1,1 +1,0 @@
-"""Evaluations, comparisons and timelines of maps, in processes of their own."""

@@ -1,0 +1,1 @@
+"""Observability: logs, metrics, spans and the state of the GPUs."""

@@ -1,1 +1,0 @@
-"""What operators see: logs, metrics, spans and the GPUs' state."""

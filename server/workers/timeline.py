@@ -1,0 +1,253 @@
+"""Presentations of a stored placement under its own schedule: timeline, trace and report."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from placer.errors import InputError
+from placer.schema import (
+    DeviceTime,
+    Placement,
+    PlacementRequest,
+    Profile,
+    Timeline,
+    TimelineCopy,
+    TimelinePass,
+)
+
+from .evaluation import EvaluationInput
+from .solving import read_request
+from .worker import Report
+
+if TYPE_CHECKING:
+    from placer import schedule
+    from placer.solver.problem import Problem as Indexed
+
+# Largest number of passes in a timeline; a longer batch is shown by its first micro-batches.
+MAX_PASSES = 6000
+
+
+def timeline_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Return the Timeline of a stored placement as JSON."""
+    return _shown(
+        payload, lambda request, placement: timeline(request, placement).model_dump_json()
+    )
+
+
+def trace_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Return the trace of a stored placement for Perfetto and Chrome."""
+    return _shown(payload, lambda request, placement: trace(timeline(request, placement)))
+
+
+def report_task(payload: bytes, report: Report, stop: threading.Event) -> bytes:
+    """Return the report of a stored placement as HTML, as ``placer show --html`` writes it."""
+    from placer.report.page import html_report
+
+    def show(request: PlacementRequest, placement: Placement) -> str:
+        return html_report(
+            placement, profile_of(request, placement) if placement.layer_devices else None
+        )
+
+    return _shown(payload, show)
+
+
+def _shown(payload: bytes, show: Callable[[PlacementRequest, Placement], str]) -> bytes:
+    # Safe to unpickle: this service pickled it. The client's bytes inside it are only parsed.
+    given: EvaluationInput = pickle.loads(payload)
+    (stored,) = given.stored
+    placement = Placement.model_validate_json(stored.placement)
+    return show(read_request(stored.request), placement).encode()
+
+
+def profile_of(request: PlacementRequest, placement: Placement) -> Profile:
+    """Return the profile with the placement's micro-batch size and the request's devices.
+
+    Raises:
+        InputError: The request does not allow the placement's choice.
+    """
+    return _asked(request, placement).profile.model_copy(update={"cluster": request.placed_on})
+
+
+def _asked(request: PlacementRequest, placement: Placement) -> PlacementRequest:
+    """Return the request with the micro-batches and the schedule of the placement."""
+    from placer.solver.step.choices import question_of
+
+    asked = question_of(request, placement)
+    if asked is None:
+        raise InputError(
+            f"placement {placement.id} has {placement.chunks} micro-batches of"
+            f" {placement.batch_size} samples under {placement.schedule!r}, which its request does"
+            " not allow; solve the request again"
+        )
+    return asked
+
+
+def timeline(request: PlacementRequest, placement: Placement) -> Timeline:
+    """Simulate a batch of a placement, pass by pass, under the placement's own schedule.
+
+    Args:
+        request: Request that the placement answers.
+        placement: Placement with a map.
+
+    Raises:
+        InputError: The placement has no map, its map cannot run, or the request does not allow its
+            choice.
+    """
+    from placer import schedule
+    from placer.solver import costs, pipelines
+    from placer.solver.problem import Problem
+
+    where = placement.layer_devices
+    if not where:
+        raise InputError(
+            f"placement {placement.id} is {placement.status}: it has no map, so there is no"
+            " timeline"
+        )
+    asked = _asked(request, placement)
+    # Only objective "step" allows "auto", and its placements name the chosen schedule.
+    assert asked.schedule != "auto"
+    problem = Problem.from_request(asked)
+    index = {device.name: number for number, device in enumerate(problem.devices)}
+    assignment = [index[where[layer.name]] for layer in problem.layers]
+    result = costs.evaluate(problem, assignment)
+    if result is None:
+        problem = replace(problem, contiguous=False)
+        result = costs.evaluate(problem, assignment)
+    if result is None:
+        raise InputError(f"placement {placement.id} cannot run: a link is missing")
+    recomputed = frozenset(index[name] for name in placement.recompute)
+    pipeline = pipelines.pipeline_of(problem, assignment, result.stages, recomputed)
+    shown = min(asked.chunks, _most_chunks(len(pipeline.places), len(set(pipeline.places))))
+    problem = replace(problem, request=asked.model_copy(update={"chunks": shown}))
+    held = placement.in_flight or result.in_flight
+    has_room, room = (
+        (partial(_fit_in_flight, held), [min(one, shown) for one in held]) if held else (None, None)
+    )
+    run = schedule.simulate(pipeline, pipelines.plan_of(problem, pipeline, has_room, room))
+    optimizer = pipeline.optimizer_by_device()
+    single = placement.single_device
+    devices = [problem.devices[place].name for place in pipeline.places]
+    return Timeline(
+        id=placement.id,
+        schedule=asked.schedule,
+        training=problem.training,
+        chunks=asked.chunks,
+        shown_chunks=shown,
+        step_ms=run.step_ms + max(optimizer.values(), default=0.0),
+        single_device_ms=None
+        if single is None
+        else _single_device_ms(problem, index[single.device], shown),
+        bubble=min(1.0, max(0.0, run.bubble)),
+        devices=tuple(
+            DeviceTime(
+                device=problem.devices[place].name,
+                busy_ms=run.busy_ms[place],
+                idle_ms=max(0.0, run.idle_ms[place]),
+                optimizer_ms=optimizer.get(place, 0.0),
+            )
+            for place in dict.fromkeys(pipeline.places)
+        ),
+        passes=_passes(run, devices),
+        copies=_copies(run, devices),
+    )
+
+
+def _passes(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelinePass, ...]:
+    """Return the passes of a simulated run; ``devices`` has the device of each stage."""
+    return tuple(
+        TimelinePass(
+            device=devices[task.stage],
+            stage=task.stage,
+            phase=task.phase,
+            micro_batch=task.micro_batch,
+            start_ms=task.start_ms,
+            end_ms=task.end_ms,
+        )
+        for task in run.tasks
+    )
+
+
+def _copies(run: schedule.Timeline, devices: Sequence[str]) -> tuple[TimelineCopy, ...]:
+    """Return the transfers of a simulated run; ``devices`` has the device of each stage."""
+    return tuple(
+        TimelineCopy(
+            source=devices[copy.source],
+            target=devices[copy.target],
+            source_stage=copy.source,
+            target_stage=copy.target,
+            carries="values" if copy.phase == "forward" else "gradients",
+            micro_batch=copy.micro_batch,
+            start_ms=copy.start_ms,
+            end_ms=copy.end_ms,
+        )
+        for copy in run.transfers
+    )
+
+
+def _single_device_ms(problem: Indexed, device: int, chunks: int) -> float:
+    """Return the time of ``chunks`` micro-batches and the optimizer step on one device, in ms."""
+    from placer.solver import costs, pipelines
+
+    layers = range(len(problem.layers))
+    result = costs.evaluate(problem, [device] * len(layers))
+    # One device has no transfers, so no link can be missing.
+    assert result is not None
+    return chunks * result.compute_ms[device] + sum(
+        pipelines.optimizer_ms(problem, layer, device) for layer in layers
+    )
+
+
+def _fit_in_flight(most: Sequence[int], flight: Sequence[int]) -> bool:
+    return all(one <= held for one, held in zip(flight, most, strict=True))
+
+
+def trace(shown: Timeline) -> str:
+    """Return a timeline in the Trace Event format."""
+    from placer.report.timeline import Row, events
+
+    rows = [
+        Row(p.device, p.phase, p.stage, None, p.micro_batch, p.start_ms, p.end_ms)
+        for p in shown.passes
+    ]
+    rows += [
+        Row(
+            f"{copy.source} → {copy.target}",
+            copy.carries,
+            copy.source_stage,
+            copy.target_stage,
+            copy.micro_batch,
+            copy.start_ms,
+            copy.end_ms,
+        )
+        for copy in shown.copies
+    ]
+    passes_end_ms = shown.step_ms - max(spent.optimizer_ms for spent in shown.devices)
+    rows += [
+        Row(
+            spent.device,
+            "optimizer",
+            None,
+            None,
+            0,
+            passes_end_ms,
+            passes_end_ms + spent.optimizer_ms,
+        )
+        for spent in shown.devices
+        if spent.optimizer_ms
+    ]
+    devices = [spent.device for spent in shown.devices]
+    return json.dumps(
+        {"traceEvents": events({"predicted": rows}, devices), "displayTimeUnit": "ms"}
+    )
+
+
+def _most_chunks(stages: int, devices: int) -> int:
+    """Return the number of micro-batches to show: whole rounds through the devices, if any."""
+    most = max(1, MAX_PASSES // (3 * stages))
+    return most - most % devices if most > devices else most
