@@ -263,7 +263,9 @@ def _sizes(model: nn.Module, example_inputs: Any, asked: SuggestOptions) -> list
     from placer.profiler import profile_inputs
 
     options = asked.batch_options or BatchOptions()
-    return profile_inputs.sizes(example_inputs, asked.batch_sizes, options, Parameters.of(model))
+    return profile_inputs.sizes(
+        example_inputs, asked.batch_sizes, options, Parameters.from_module(model)
+    )
 
 
 def _expected(sizes: list[int], asked: SuggestOptions, devices: list[str] | None) -> list[Profile]:
@@ -320,12 +322,12 @@ def _checked(model: Any) -> nn.Module:
         MissingExtraError: torch is not installed.
     """
     try:
-        from placer.capture.user_objects import refuse_no_module
+        from placer.capture.argument_checks import require_module
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             "profiling needs torch: pip install 'torch-placer[torch]'"
         ) from error
-    refuse_no_module(model, "an nn.Module, or a profile made from one")
+    require_module(model, "an nn.Module, or a profile made from one")
     found: nn.Module = model
     return found
 

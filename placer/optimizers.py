@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from placer.capture.argument_checks import optimizer_list, refuse_closures
 from placer.capture.layers import tensor_bytes
-from placer.capture.user_objects import optimizers_of, refuse_closures
 from placer.devices.allocator.storage_watch import StorageLog
 from placer.errors import InputError, ProfilingError
 
@@ -272,7 +272,7 @@ def _listed(optimizer: OptimizerLike) -> list[Any]:
     """
     if not isinstance(optimizer, list | tuple):
         return [optimizer]
-    for one in optimizers_of(optimizer):
+    for one in optimizer_list(optimizer):
         if not isinstance(one, Optimizer):
             raise InputError(
                 f"the list of optimizers has {one!r:.80}; give optimizers that were made with parameters, which say "

@@ -31,7 +31,7 @@ with extra("torch"):
     from torch.utils.weak import WeakIdKeyDictionary
 
     from placer import devices
-    from placer.capture.export.nested_ops import run_under
+    from placer.capture.export.nested_ops import run_under_mode
 
 __all__ = ["MixedDevicesError", "logical_devices"]
 
@@ -270,7 +270,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         place = self._one(operation.name(), _tensors((args, kwargs)))
         outer, self._tags.inside_operation = self._tags.inside_operation, True
         try:
-            result = run_under(self, operation, args, kwargs)
+            result = run_under_mode(self, operation, args, kwargs)
         finally:
             self._tags.inside_operation = outer
         self._tag(result, place)

@@ -1,4 +1,4 @@
-"""From a module and example inputs to its layer graph."""
+"""Capture: from a module and example inputs to its layer graph."""
 
 from placer.utils.extras import extra
 

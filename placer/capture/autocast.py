@@ -1,8 +1,7 @@
-"""The caller's ``torch.autocast`` around a pipeline: in force forwards, off backwards, and never
-with cached weights.
+"""The caller's ``torch.autocast`` in a pipeline: on in forward passes, off in backward passes.
 
-Autocast keeps the cast copies of weights until its region ends. A recorded pass would read such a
-copy long after it is gone or out of date, so passes cast for themselves.
+The cache of cast weights is never used. Autocast keeps it until its region ends, and a recorded
+pass would read a cast copy that is freed or outdated. So passes cast for themselves.
 """
 
 from __future__ import annotations
@@ -17,41 +16,47 @@ from torch import Tensor
 _KINDS = ("cpu", "cuda")
 
 
-def state() -> Hashable:
-    """What the caller's autocast does now, by kind of device: the type that it casts to, None where
-    it is off.
-    """
+def current_dtypes() -> Hashable:
+    """Return the dtype that autocast casts to for each kind of device; None where it is off."""
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in _KINDS
     )
 
 
-def dtype() -> torch.dtype | None:
-    """The type that the caller's autocast casts to, of GPUs if it is on for both; None where it is
-    off.
-    """
+def current_dtype() -> torch.dtype | None:
+    """Return the dtype that autocast casts to, of GPUs if it is on for both; None if it is off."""
     kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
     return torch.get_autocast_dtype(kinds[-1]) if kinds else None
 
 
 def uncached(device: torch.device) -> AbstractContextManager[Any]:
-    """The caller's autocast on a device, without its cache."""
+    """Return the caller's autocast on a device, without its cache.
+
+    Args:
+        device: where operations will run.
+    """
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
-def off(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast on a device."""
+def disabled(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast on a device.
+
+    Args:
+        device: where operations will run.
+    """
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-def cast(tensor: Tensor) -> Tensor:
-    """A tensor as autocast hands it to a matrix product, differentiable; itself where autocast is
-    off.
+def cast_for_matmul(tensor: Tensor) -> Tensor:
+    """Return a tensor as autocast casts it for a matrix product, differentiably.
+
+    Args:
+        tensor: the tensor; it is returned itself if autocast is off.
     """
     kind = tensor.device.type
     if (

@@ -1,8 +1,7 @@
-"""Counters of batches, of which a normalisation that trains has one: all of a pass are counted on
-in one kernel.
+"""Addition to all batch counters of a pass in one kernel.
 
-A kernel for each takes longer to start than to run. Of ResNet-101's forward pass on an H100 they
-were 2%.
+Each training normalisation counts its batches. Starting one kernel per counter takes longer than
+running them: 2% of ResNet-101's forward pass on an H100.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from placer.capture.layers import Layer
 
-ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar)
-"""How a captured graph counts on."""
+ADD_OPERATIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar)
+"""Operations that a captured graph uses to add to a counter."""
 
 
-def counters(layer: Layer, state: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of whole numbers that a layer does nothing with but to count.
+def batch_counters(layer: Layer, state: Sequence[Tensor]) -> list[Tensor]:
+    """Return a layer's integer tensors that it uses only for counting.
 
     Args:
         layer: the layer.
@@ -33,8 +32,8 @@ def counters(layer: Layer, state: Sequence[Tensor]) -> list[Tensor]:
     return [state[place] for place in places if state[place].dtype == torch.int64]
 
 
-def counted_together(counted: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Inside, what is added to counters waits until the end; a single one is left alone.
+def added_together(counted: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Delay additions to counters until the end of the code inside; a single counter is left alone.
 
     Args:
         counted: the counters; nothing inside reads them.
@@ -50,7 +49,7 @@ class _CountTogether(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
-            func in ADDITIONS
+            func in ADD_OPERATIONS
             and not kwargs
             and id(args[0]) in self._counted
             and isinstance(args[1], int)

@@ -1,16 +1,18 @@
-"""Which modules are opened: where the tree of module calls is cut into layers.
+"""Granularity: where to cut the tree of module calls into layers.
 
-A module that is not opened is one layer; the operations of an opened one belong to the layers
+A module that is not opened is one layer. The operations of an opened module belong to the layers
 inside it.
 
-    granularity     opened
+    granularity     opened modules
     "submodule"     the model alone: its named children are the layers
     3               every module less than 3 names deep
     "fine"          every module that calls others: its leaves are the layers
-    "auto"          what holds a large share of parameters, time and activations, and all that is built like it
-    "blocks"        as "auto", but no repeated block: what ``_no_split_modules`` names, else what a container repeats
+    "auto"          modules with a large share of parameters, time or activations, and modules
+                    built like them
+    "blocks"        as "auto", but no repeated block: the classes in ``_no_split_modules``, or
+                    else what a container repeats
     a callable      every module for which it returns False
-    names           what it takes to make these names layers
+    names           the modules around these names, which become the layers
 """
 
 from __future__ import annotations
@@ -34,32 +36,36 @@ Granularity = str | int | Collection[str] | Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 LARGE_PARAMS, LARGE_TIME, LARGE_ACTIVATIONS = 1 / 4, 1 / 8, 1 / 4
-"""A module is opened by ``auto`` while it holds more than one of these shares of the model."""
+"""``auto`` opens a module while it exceeds one of these shares of the model.
+
+Smaller shares give more layers, and longer profiles and searches.
+"""
 
 
 @dataclass
-class Opened:
-    """A decision for every module path, and the path depth at which even a closed path is cut.
+class OpenedModules:
+    """The opened modules, and where to cut regardless of them.
 
     Attributes:
-        paths: the opened ones.
-        depth: names in a layer's path at most.
-        named: layers that were asked for by name; a list of modules may be one, though nobody calls
-            a list.
+        paths: the opened modules.
+        depth: maximum number of names in a layer's path; None for no limit.
+        named: layers requested by name. A ModuleList may be one, although nobody calls it.
     """
 
     paths: set[str]
     depth: int | None = None
     named: frozenset[str] = frozenset()
 
-    def cut(self, stack: Iterable[tuple[str, int]]) -> str | None:
-        """The layer that a node belongs to by its module stack, outermost first, or None for a node
-        between layers.
+    def layer_of(self, stack: Iterable[tuple[str, int]]) -> str | None:
+        """Return the layer of a node by its module stack; None for a node between layers.
+
+        Args:
+            stack: the module calls around the node, outermost first: (path, number of the call).
         """
         for path, call in stack:
             if self.depth is not None and path.count(".") + 1 > self.depth:
                 return ".".join(path.split(".")[: self.depth])
-            around = next((outer for outer in _around(path) if outer in self.named), None)
+            around = next((outer for outer in _enclosing_paths(path) if outer in self.named), None)
             if around is not None:
                 return around
             if path not in self.paths:
@@ -67,28 +73,34 @@ class Opened:
         return None
 
 
-def label(granularity: Granularity) -> int | str:
-    """The granularity as a profile and a placement name it."""
+def granularity_name(granularity: Granularity) -> int | str:
+    """Return the granularity's name in profiles and placements.
+
+    Args:
+        granularity: any granularity.
+    """
     return granularity if isinstance(granularity, (int, str)) else "custom"
 
 
-def as_named(granularity: Granularity, names: Collection[str]) -> Granularity:
-    """A granularity by which layers are no larger than the modules that a map names; another one
-    only if it must be.
+def granularity_for_map(granularity: Granularity, names: Collection[str]) -> Granularity:
+    """Return a granularity whose layers are no larger than the modules that a map names.
 
     Args:
-        granularity: "fine", "submodule", or the names of a placement.
-        names: of the map.
+        granularity: "fine", "submodule", or the names of a placement; it is returned if it
+            suffices.
+        names: the names in the map.
     """
     if granularity == "fine" or (isinstance(granularity, tuple) and set(names) == set(granularity)):
         return granularity
-    above = _above(names)
+    above = _modules_above(names)
     inner = tuple(name for name in names if name not in above)
     return inner if len(above) > 1 else "submodule"
 
 
-def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) -> Opened:
-    """Decide which modules are opened.
+def opened_modules(
+    granularity: Granularity, module: nn.Module, nodes: list[fx.Node]
+) -> OpenedModules:
+    """Decide which modules to open.
 
     Args:
         granularity: see the table above.
@@ -96,56 +108,66 @@ def opened(granularity: Granularity, module: nn.Module, nodes: list[fx.Node]) ->
         nodes: the captured operations.
 
     Raises:
-        InputError: the granularity is none of the above.
+        InputError: the granularity is unknown.
     """
-    callers = _callers(nodes)
+    callers = _calling_modules(nodes)
     if granularity == "auto":
-        return Opened(_large(module, nodes, callers))
+        return OpenedModules(_open_large_modules(module, nodes, callers))
     if granularity == "blocks":
-        whole = blocks(module)
-        return Opened(_outside(whole, _large(module, nodes, callers)) | _above(whole), named=whole)
+        whole = repeated_blocks(module)
+        return OpenedModules(
+            _outside_blocks(whole, _open_large_modules(module, nodes, callers))
+            | _modules_above(whole),
+            named=whole,
+        )
     if granularity == "fine":
-        return Opened(callers)
+        return OpenedModules(callers)
     if granularity == "submodule":
-        return Opened({""}, depth=1)
+        return OpenedModules({""}, depth=1)
     if isinstance(granularity, int) and not isinstance(granularity, bool) and granularity >= 1:
-        return Opened(
+        return OpenedModules(
             {path for path in callers if path == "" or path.count(".") + 1 < granularity},
             depth=granularity,
         )
     if callable(granularity):
-        return Opened(
-            {
-                path
-                for path in callers
-                if path == "" or not granularity(path, module.get_submodule(path))
-            }
-        )
+        return OpenedModules(_opened_by_function(granularity, module, callers))
     if isinstance(granularity, Collection) and not isinstance(granularity, str):
-        return Opened(
-            _above(granularity),
+        return OpenedModules(
+            _modules_above(granularity),
             named=frozenset(part for name in granularity for part in name.split(MERGED)),
         )
     raise InputError(
-        f"granularity {granularity!r} is not known; give 'auto', 'blocks', 'submodule', 'fine', a depth of 1 or more, "
-        "or a function of a module's path and the module that returns True for a layer"
+        f"granularity {granularity!r} is unknown; give 'auto', 'blocks', 'submodule', 'fine', a "
+        "depth of 1 or more, or a function of a module's path and the module that returns True "
+        "for a layer"
     )
 
 
-def blocks(module: nn.Module) -> frozenset[str]:
+def _opened_by_function(
+    is_layer: Callable[[str, nn.Module], bool], module: nn.Module, callers: set[str]
+) -> set[str]:
+    """Return the model itself and the modules that a user's function does not make a layer."""
+    return {
+        path for path in callers if path == "" or not is_layer(path, module.get_submodule(path))
+    }
+
+
+def repeated_blocks(module: nn.Module) -> frozenset[str]:
     """Return the paths of the modules that ``granularity="blocks"`` keeps whole.
 
-    These are the modules of the classes that ``_no_split_modules`` names, as models of transformers
-    have it. In other models a block is a module of several parts that an ``nn.Sequential``,
-    ``nn.ModuleList`` or ``nn.ModuleDict`` holds together with others of its class. Of blocks inside
-    one another the outermost counts.
+    These are the modules whose classes ``_no_split_modules`` names, as in transformers. In other
+    models, a block is a module with children in an ``nn.Sequential``, ``nn.ModuleList`` or
+    ``nn.ModuleDict`` that holds several of its class. Of nested blocks, the outermost counts.
+
+    Args:
+        module: the user's model.
     """
     named = frozenset(never_split(module))
     if named:
         return named
     found: set[str] = set()
     for path, container in module.named_modules():
-        if not isinstance(container, _CONTAINERS) or not _outside(found, [path]):
+        if not isinstance(container, _CONTAINERS) or not _outside_blocks(found, [path]):
             continue
         items = [
             (name, item)
@@ -157,30 +179,39 @@ def blocks(module: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _outside(whole: Collection[str], paths: Iterable[str]) -> set[str]:
-    """The paths that are neither blocks nor inside of one."""
-    return {path for path in paths if not any(outer in whole for outer in (*_around(path), path))}
+def _outside_blocks(whole: Collection[str], paths: Iterable[str]) -> set[str]:
+    """Return the paths that are neither blocks nor inside a block."""
+    return {
+        path
+        for path in paths
+        if not any(outer in whole for outer in (*_enclosing_paths(path), path))
+    }
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, int]]:
-    """The module calls around a node, the model's own first: (path, number of the call)."""
-    stack, prefix = [], "module"  # what the model is called in what was exported
+    """Return the module calls around a node, outermost first: (path, number of the call).
+
+    Args:
+        node: an operation of a captured graph.
+    """
+    # The model's name inside the exported wrapper.
+    stack, prefix = [], "module"
     for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
         if path == prefix or path.startswith(f"{prefix}."):
             stack.append((path[len(prefix) + 1 :], call_number(key)))
     return stack
 
 
-def _callers(nodes: list[fx.Node]) -> set[str]:
-    """Every module that calls another one, the model among them."""
+def _calling_modules(nodes: list[fx.Node]) -> set[str]:
+    """Return the model and every module that calls another one."""
     callers = {""}
     for node in nodes:
         callers.update(path for path, _ in module_stack(node)[:-1])
     return callers
 
 
-def _above(names: Collection[str]) -> set[str]:
-    """All that is above any of these layers."""
+def _modules_above(names: Collection[str]) -> set[str]:
+    """Return the paths of all modules around these layers."""
     paths = {""}
     for name in names:
         for part in name.split(MERGED):
@@ -189,15 +220,15 @@ def _above(names: Collection[str]) -> set[str]:
     return paths
 
 
-def _around(path: str) -> Iterator[str]:
-    """The paths around a module, the outermost first."""
+def _enclosing_paths(path: str) -> Iterator[str]:
+    """Return the paths of the modules around a module, outermost first."""
     steps = path.split(".")
     return (".".join(steps[:depth]) for depth in range(1, len(steps)))
 
 
 @dataclass
-class _Weight:
-    """What a module holds, its submodules included."""
+class _ModuleCost:
+    """The size and cost of a module, including its submodules."""
 
     params: float = 0.0
     time: float = 0.0
@@ -205,9 +236,9 @@ class _Weight:
     kind: tuple[str, ...] = field(default=())
 
 
-def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[str]:
-    """Open what is large, and alike what is built alike, until nothing large is left to open."""
-    weights = _weights(module, nodes)
+def _open_large_modules(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[str]:
+    """Open large modules, and all modules of the same kind, until none is left."""
+    weights = _module_costs(module, nodes)
     total = weights[""]
     children = defaultdict(set)
     for node in nodes:
@@ -235,9 +266,10 @@ def _large(module: nn.Module, nodes: list[fx.Node], callers: set[str]) -> set[st
         border = (border - ready).union(*(children[path] for path in ready))
 
 
-def _weights(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _Weight]:
-    weights: dict[str, _Weight] = defaultdict(_Weight)
+def _module_costs(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _ModuleCost]:
+    weights: dict[str, _ModuleCost] = defaultdict(_ModuleCost)
     for path, child in module.named_modules():
+        # Two modules are of one kind if their classes and their children's classes agree.
         weights[path].kind = (
             type(child).__name__,
             *sorted({type(inner).__name__ for inner in child.children()}),
@@ -246,16 +278,20 @@ def _weights(module: nn.Module, nodes: list[fx.Node]) -> dict[str, _Weight]:
     for node in nodes:
         result = node.meta.get("val")
         activations = float(_elements(result)) if isinstance(result, Tensor) else 0.0
-        time = operations(node) / 100 + activations
+        # In units of one element read or written: an accelerator does about 100 multiply-adds
+        # meanwhile.
+        time = multiply_adds(node) / 100 + activations
         for path, _ in module_stack(node):
             weights[path].time += time
             weights[path].activations += activations
     return weights
 
 
-def operations(node: fx.Node) -> float:
-    """Multiply-adds of a node, by the closed forms of the operations that dominate; 0 for the
-    others.
+def multiply_adds(node: fx.Node) -> float:
+    """Return the multiply-adds of a node; 0 for operations that do not dominate.
+
+    Args:
+        node: an operation of a captured graph.
     """
     aten = torch.ops.aten
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
@@ -283,13 +319,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """A size at the example's batch size."""
+    """Return a size at the example's batch size."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def is_fixed(size: int | torch.SymInt) -> bool:
-    """Whether the graph holds for this size alone; one that was open until the model asked for its
-    number, too.
+    """Return whether a graph is valid for this size only.
+
+    That includes an open size whose value the model read.
     """
     return isinstance(size, int) or bool(size.node.expr.is_number)
 

@@ -1,4 +1,4 @@
-"""The three forms in which users give a model's inputs, and the one in which it is called."""
+"""The forms in which users give a model's inputs, and their conversion to call arguments."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from placer.errors import InputError, kind_of
 
 
-def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for the model.
+def call_arguments(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments for the model.
 
     Args:
         inputs: one argument; a tuple of positional arguments (a named tuple is one argument); or a
-            mapping of keyword arguments, such as the ``BatchEncoding`` of a tokenizer.
+            mapping of keyword arguments, such as a tokenizer's ``BatchEncoding``.
         name: of the inputs, for messages.
 
     Raises:
-        InputError: None, or a mapping whose keys are no names.
+        InputError: ``inputs`` is None, or a mapping with keys that are not strings.
     """
     if inputs is None:
         raise InputError(
@@ -29,7 +29,7 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
         wrong = [key for key in inputs if not isinstance(key, str)]
         if wrong:
             raise InputError(
-                f"{name} has the key {wrong[0]!r}, which is no keyword; "
+                f"{name} has the key {wrong[0]!r}, which is not a string; "
                 "put a dict that is itself an argument into a tuple: (inputs,)"
             )
         return (), dict(inputs)
@@ -38,37 +38,39 @@ def split(inputs: Any, name: str = "inputs") -> tuple[tuple[Any, ...], dict[str,
     return (inputs,), {}
 
 
-def refuse_no_tensor(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -> None:
-    """Refuse inputs that hold no tensor, numpy arrays say.
+def require_tensors(inputs: Any, leaves: Sequence[Any], name: str = "inputs") -> None:
+    """Raise an InputError if inputs contain no tensor.
 
     Args:
-        inputs: as they were given.
+        inputs: the inputs.
         leaves: the same, flattened.
         name: of the inputs, for the message.
 
     Raises:
-        InputError: they hold none.
+        InputError: they contain no tensor, but numpy arrays for example.
     """
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise InputError(
-            f"{name}, {kind_of(inputs)}, hold no tensor; give tensors, as torch.as_tensor(x) is"
+            f"{name}, {kind_of(inputs)}, contain no tensor; convert arrays by torch.as_tensor(x)"
         )
 
 
-def advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
-    """What helps where a model refuses the form in which its inputs were given; empty for other
-    errors.
+def input_advice(error: BaseException, args: tuple[Any, ...] = ()) -> str:
+    """Return advice for a model that rejects the form of its inputs; empty for other errors.
 
     Args:
-        error: what the model raised.
+        error: the model's exception.
         args: the positional arguments.
     """
     if not isinstance(error, TypeError | AttributeError):
         return ""
     if "unexpected keyword argument" in str(error):
-        return "; a dict is one of keyword arguments: where the model takes a dict itself, give it as (inputs,)"
+        return (
+            "; a dict gives keyword arguments: if the model takes a dict itself, give it as "
+            "(inputs,)"
+        )
     if "numpy.ndarray" in str(error):
-        return "; give tensors, not numpy arrays, as torch.as_tensor(x) is"
+        return "; give tensors, not numpy arrays: convert these by torch.as_tensor(x)"
     if "must be Tensor, not list" in str(error) or (len(args) == 1 and isinstance(args[0], list)):
         return "; give a tuple, not a list, of positional arguments"
     if args and all(isinstance(size, int) for size in args):

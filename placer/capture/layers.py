@@ -4,12 +4,13 @@
                  │
                state (the user's own parameters and buffers, by their names in the model)
 
-Profiler and executor both stand on it: a layer is a function of a device, its state and the values
+The profiler and the executor share it: a layer is a function of a device, its state and the values
 that it reads.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,24 +23,23 @@ from placer.capture.pytrees import Structure
 from placer.utils.python_objects import fields
 
 LayerFunction = Callable[[torch.device, Sequence[Tensor], Sequence[Any]], tuple[Any, ...]]
-"""``function(device, state, reads) -> writes``; differentiable, no moves between devices inside."""
+"""``function(device, state, reads) -> writes``: differentiable, without moves between devices."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What crosses the border of a layer: a tensor, or a number that the model computed from a
-    shape.
+    """A tensor that passes between layers, or a number that the model computed.
 
     Attributes:
         name: unique in its graph.
         shape: at the example's batch size; () for a number.
         dtype: None for a number.
         bytes: at the example's batch size; 0 for a number.
-        batch_dim: the dimension that is the batch; None where it has none.
+        batch_dim: the batch dimension; None without one.
         requires_grad: whether a gradient flows back through it in training.
-        source: the layer that makes it; None for an input of the model.
-        from_values: whether it is a number that was taken from a tensor, so that it is another one
-            for other values.
+        source: the layer that produces it; None for an input of the model.
+        from_values: whether it is a number read from a tensor's values, so that other values give
+            another number.
     """
 
     name: str
@@ -54,28 +54,28 @@ class Value:
 
 @dataclass(frozen=True)
 class Layer:
-    """The unit that is placed.
+    """The unit of placement.
 
     Attributes:
         name: the module path, with ``@1``, ``@2`` for later calls of the same module.
-        modules: the module paths that it covers: one, or several where a cycle was merged.
-        module_type: the class of the module, for people.
-        state: names of the parameters and buffers that it uses, in the order of ``function``'s
-            ``state``.
-        mutated: those of ``state`` that it changes in place.
-        statistics: those of them that are a normalisation's running statistics and their counters,
-            and nothing else here: it changes them and does not read them.
-        reads: names of the values that it reads, in the order of ``function``'s ``reads``.
-        writes: names of the values that it makes, in the order of ``function``'s result.
+        modules: the module paths that the layer covers: one, or several if a cycle was merged.
+        module_type: the class name of the module, for display.
+        state: names of the parameters and buffers that the layer uses, in the order of
+            ``function``'s ``state``.
+        mutated: names in ``state`` that the layer changes in place.
+        reads: names of the values that the layer reads, in the order of ``function``'s ``reads``.
+        writes: names of the values that the layer produces, in the order of ``function``'s result.
         function: computes ``writes`` from ``state`` and ``reads`` on one device.
-        signature: equal for two layers that do the same operations on the same shapes, dtypes and
-            state shapes.
-        random: whether it draws random numbers.
-        told_by_signature: whether its signature says all that it does, so that what was measured of
-            one such layer holds for every other, also in another run; not where modules, custom
-            operators or nested graphs run.
-        program: what ``function`` runs, as a graph of device, regions, state and reads; None where
-            it calls modules.
+        signature: a hash, equal for layers with the same operations, shapes, dtypes and state
+            shapes.
+        random: whether the layer draws random numbers.
+        signature_is_complete: whether the signature determines the layer completely, so that
+            measurements of one such layer hold for every other, in later runs too. False where
+            modules, custom operators or nested graphs run.
+        program: the graph that ``function`` runs, over device, regions, state and reads; None if
+            the layer calls modules.
+        statistics: names in ``mutated`` that are running statistics of a normalisation, or its
+            counters, and that the layer updates but does not read.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Layer:
     function: LayerFunction
     signature: str
     random: bool = False
-    told_by_signature: bool = True
+    signature_is_complete: bool = True
     program: fx.Graph | None = None
     statistics: tuple[str, ...] = ()
 
@@ -98,25 +98,25 @@ class LayerGraph:
     """The layers of a model, in execution order.
 
     Attributes:
-        layers: in execution order: a value is made before it is read.
+        layers: in execution order: a value is produced before it is read.
         values: by name.
-        inputs: names of the values that the model is given, in the order of its flattened tensors.
-        outputs: names of the values that the model returns, in the order of its flattened tensors.
+        inputs: names of the model's input values, in the order of its flattened tensors.
+        outputs: names of the model's result values, in the order of its flattened tensors.
         colocated: groups of layers that share a parameter, or another tensor that one of them
             changes.
         state: the user's parameters and buffers by name, and the plain tensors that the graph
             reads.
-        constants: the names in ``state`` of plain tensors: attributes that are not registered,
-            variables, items of lists. They stay where they are, and layers on other devices read
-            copies.
         training: whether the model was captured in training mode.
-        batch_size: of the example.
+        batch_size: number of samples in the example.
         granularity: how the layers were cut.
-        captured: False where the model runs through hooks.
-        not_captured_because: the reason then.
-        hash: the same for the same operations, shapes and dtypes.
-        result: how the model returns ``outputs``; None where that is not known, in a graph that was
-            not captured here.
+        constants: the names in ``state`` of plain tensors: unregistered attributes, variables,
+            items of lists. They stay where they are, and layers on other devices read copies.
+        captured: False if the model runs through hooks.
+        not_captured_because: the reason if ``captured`` is False.
+        hash: equal for the same operations, shapes and dtypes.
+        model: the class name of the model.
+        result: how the model returns ``outputs``; None if the graph was not captured in this
+            process.
     """
 
     layers: list[Layer]
@@ -140,16 +140,16 @@ class LayerGraph:
         self._by_name = {layer.name: layer for layer in self.layers}
 
     @property
-    def passes_numbers_on(self) -> bool:
-        """Whether a layer reads a number that another one took from a tensor."""
+    def passes_value_numbers(self) -> bool:
+        """Return whether a layer reads a number that another layer took from a tensor."""
         return any(value.from_values for value in self.values.values())
 
     def __getitem__(self, name: str) -> Layer:
-        """The layer of that name."""
+        """Return the layer with this name."""
         return self._by_name[name]
 
     def readers(self) -> dict[str, list[str]]:
-        """For each value, the layers that read it, in execution order."""
+        """Return for each value the layers that read it, in execution order."""
         readers: dict[str, list[str]] = {name: [] for name in self.values}
         for layer in self.layers:
             for name in dict.fromkeys(layer.reads):
@@ -157,14 +157,22 @@ class LayerGraph:
         return readers
 
 
+def graph_hash(layers: Sequence[Layer]) -> str:
+    """Return a hash of what each layer computes and how layers are connected.
+
+    Args:
+        layers: in execution order.
+    """
+    wiring = "\n".join(f"{layer.signature} {layer.reads} {layer.writes}" for layer in layers)
+    return hashlib.sha256(wiring.encode()).hexdigest()[:32]
+
+
 def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
-    """Return the bytes that are stored for a tensor: those of what it wraps and of what is attached
-    to it included.
+    """Return the bytes stored for a tensor, with the tensors that it wraps or has attached.
 
     Args:
         tensor: any tensor.
-        counted: the memory that was counted before, which is not counted again; what is counted now
-            is added.
+        counted: memory that is already counted and is not counted again; this call adds its own.
     """
     counted = set() if counted is None else counted
     total = 0
@@ -177,8 +185,9 @@ def tensor_bytes(tensor: Tensor, counted: set[Any] | None = None) -> int:
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module by name, persistent or not, a shared one under its
-    first name.
+    """Return a module's parameters and buffers by name, persistent or not.
+
+    A shared tensor goes by its first name.
     """
     state: dict[str, Tensor] = dict(module.named_parameters())
     state.update(module.named_buffers())
@@ -189,7 +198,8 @@ def attached_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors in objects and dicts that modules have as attributes, by name.
 
     Libraries keep the state of quantised weights there. Tensors that are attributes themselves, or
-    items of a list, are constants of a graph; those in attributes of parameters belong to these.
+    items of a list, are constants of a graph. Tensors in the attributes of a parameter belong to
+    the parameter.
     """
     return {
         ".".join(filter(None, (path, attribute, inside))): tensor
@@ -199,16 +209,16 @@ def attached_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def attachments(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Yield the objects and dicts with tensors in them that modules have as attributes.
+    """Yield the attributes of modules that are objects or dicts with tensors in them.
 
     Yields:
         The path of a module, the module, the name of the attribute, and its value.
     """
-    # modules often share an object, such as a configuration
+    # Modules often share an object, such as a configuration, and searching it takes time.
     known: dict[int, bool] = {}
     for path, child in module.named_modules():
         for name, value in child.__dict__.items():
-            if name in _OF_EVERY_MODULE or not (type(value) is dict or fields(value)):
+            if name in _MODULE_FIELDS or not (type(value) is dict or fields(value)):
                 continue
             if id(value) not in known:
                 known[id(value)] = devices.holds_tensors(value)
@@ -216,4 +226,5 @@ def attachments(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
                 yield path, child, name, value
 
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+# Attributes that nn.Module itself has; they hold parameters and hooks, not the user's objects.
+_MODULE_FIELDS = frozenset(nn.Module().__dict__)

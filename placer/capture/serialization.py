@@ -1,6 +1,4 @@
-"""From a captured layer graph to the data that describes it, for a service that profiles it on its
-own devices.
-"""
+"""Description of a captured layer graph as data, for a service that profiles it on its devices."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from placer import devices
 from placer.capture import autocast
-from placer.capture.export.mode_regions import enter, leave
+from placer.capture.export.mode_regions import enter_region, leave_region
 from placer.capture.layers import Layer, LayerGraph, Value
 from placer.errors import CaptureError
 from placer.schema.graph import (
@@ -27,6 +25,7 @@ from placer.schema.graph import (
     Operation,
 )
 
+# Names of the operations that enter and leave an autocast or no_grad region.
 ENTER, LEAVE = "placer.enter", "placer.leave"
 
 NUMBER_FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -45,21 +44,19 @@ NUMBER_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-"""Functions of numbers, and of lists of tensors, that captured graphs call beside ATen operators;
-as ``number.add``."""
+"""Functions of numbers and of lists of tensors in captured graphs, called ``number.add`` etc."""
 
 _NAMES: dict[Any, str] = {function: f"number.{name}" for name, function in NUMBER_FUNCTIONS.items()}
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, name): name for name in get_args(DType)}
 
 
 def to_wire(graph: LayerGraph) -> Graph:
-    """Describe a captured graph: no weights, no values of inputs, no code.
+    """Describe a captured graph without weights, values of inputs or code.
 
-    Each layer runs there under the caller's autocast.
+    Each layer will run there under the caller's autocast.
 
     Args:
-        graph: from ``capture``, of the model in the mode that is to be profiled, under the same
-            autocast.
+        graph: from ``capture_graph``, in the mode and under the autocast to be profiled.
 
     Raises:
         CaptureError: an operation or a tensor cannot be described; profile the model where its code
@@ -67,8 +64,8 @@ def to_wire(graph: LayerGraph) -> Graph:
     """
     if not graph.captured:
         raise CaptureError(
-            f"{graph.model} could not be captured ({graph.not_captured_because}), so there is no graph to send;"
-            " profile it on the machine with the devices"
+            f"{graph.model} could not be captured ({graph.not_captured_because}), so there is no "
+            "graph to send; profile it on the machine with the devices"
         )
     return Graph(
         model=graph.model,
@@ -76,7 +73,7 @@ def to_wire(graph: LayerGraph) -> Graph:
         training=graph.training,
         batch_size=graph.batch_size,
         granularity=graph.granularity,
-        state=tuple(_state(name, tensor, graph) for name, tensor in _used(graph).items()),
+        state=tuple(_state(name, tensor, graph) for name, tensor in _used_state(graph).items()),
         values=tuple(_value(value) for value in graph.values.values()),
         inputs=graph.inputs,
         outputs=tuple(dict.fromkeys(graph.outputs)),
@@ -85,7 +82,7 @@ def to_wire(graph: LayerGraph) -> Graph:
     )
 
 
-def _used(graph: LayerGraph) -> Mapping[str, Tensor]:
+def _used_state(graph: LayerGraph) -> Mapping[str, Tensor]:
     names = dict.fromkeys(name for layer in graph.layers for name in layer.state)
     return {name: graph.state[name] for name in names}
 
@@ -98,8 +95,8 @@ def _state(name: str, tensor: Tensor, graph: LayerGraph) -> GraphState:
             else f"of layout {tensor.layout}"
         )
         raise CaptureError(
-            f"{name!r} is {what}, and a graph that is sent has plain tensors only; profile the model on the machine "
-            "with the devices"
+            f"{name!r} is {what}, and only plain tensors can be sent with a graph; profile the "
+            "model on the machine with the devices"
         )
     kind = (
         "constant"
@@ -142,7 +139,8 @@ def _value(value: Value) -> GraphValue:
 def _dtype(dtype: torch.dtype, where: str) -> DType:
     if dtype not in _DTYPES:
         raise CaptureError(
-            f"{where!r} has the dtype {dtype}, which cannot be sent; it can be {', '.join(_DTYPES.values())}"
+            f"{where!r} has the dtype {dtype}, which cannot be sent; supported are "
+            f"{', '.join(_DTYPES.values())}"
         )
     return _DTYPES[dtype]
 
@@ -153,7 +151,7 @@ def _layer(layer: Layer) -> GraphLayer:
             f"layer {layer.name!r} calls modules, not operations, so it cannot be sent"
         )
     operations, results = _Program(layer).written()
-    dtype = autocast.dtype()
+    dtype = autocast.current_dtype()
     if dtype is not None:
         region = ("autocast", "device", {"dtype": _dtype(dtype, "torch.autocast")}, True, False)
         operations = [
@@ -177,7 +175,11 @@ def _layer(layer: Layer) -> GraphLayer:
 
 
 class _Program:
-    """The operations of one layer, written down."""
+    """The operations of one layer as data.
+
+    Args:
+        layer: the layer.
+    """
 
     def __init__(self, layer: Layer) -> None:
         assert layer.program is not None
@@ -186,9 +188,10 @@ class _Program:
         self._names: dict[fx.Node, Any] = {}
 
     def written(self) -> tuple[list[Operation], list[str]]:
-        """The operations, and the names of what the layer writes."""
+        """Return the operations, and the names of the layer's results."""
         placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
-        inner = placeholders[2:]  # behind device and regions
+        # State and reads come after device and regions.
+        inner = placeholders[2:]
         states = len(self._layer.state)
         for index, node in enumerate(inner):
             self._names[node] = {"ref": f"s{index}" if index < states else f"r{index - states}"}
@@ -202,18 +205,19 @@ class _Program:
                 results = [self._names[item]["ref"] for item in node.args[0]]
             elif node.op != "placeholder":
                 raise CaptureError(
-                    f"layer {self._layer.name!r} has a nested graph ({node.target}), which cannot be sent"
+                    f"layer {self._layer.name!r} has a nested graph ({node.target}), which cannot "
+                    "be sent; profile it where its code is"
                 )
         return operations, results
 
     def _operation(self, node: fx.Node, index: int) -> Operation:
         out = f"n{index}"
         self._names[node] = {"ref": out}
-        if node.target is enter:
+        if node.target is enter_region:
             return Operation(
                 op=ENTER, out=out, args=tuple(self._argument(item) for item in node.args[2:])
             )
-        if node.target is leave:
+        if node.target is leave_region:
             return Operation(op=LEAVE, out=out)
         kwargs = {name: self._argument(item) for name, item in node.kwargs.items()}
         return Operation(
@@ -230,7 +234,8 @@ class _Program:
         if target in _NAMES:
             return _NAMES[target]
         raise CaptureError(
-            f"layer {self._layer.name!r} calls {target}, which cannot be sent; profile it where its code is"
+            f"layer {self._layer.name!r} calls {target}, which cannot be sent; profile it where "
+            "its code is"
         )
 
     def _argument(self, item: Any) -> Any:

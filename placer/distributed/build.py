@@ -16,21 +16,20 @@ from torch.distributed.pipelining import PipelineStage
 
 from placer import devices
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import (
-    DEFAULT,
-    BatchLayout,
-    Parameters,
-    layout_of,
+from placer.capture.argument_checks import require_loss_function, require_module
+from placer.capture.batch_dims.batch_layout import BatchLayout, Parameters
+from placer.capture.batch_dims.batch_symbols import inputs_of_other_lengths
+from placer.capture.batch_dims.declared_layout import (
+    DEFAULT_OPTIONS,
+    input_layout,
     refuse_absent_outputs,
-    refuse_no_options,
+    require_batch_options,
 )
-from placer.capture.batch_dims.batch_symbols import beside_batch
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
 from placer.capture.layers import LayerGraph
 from placer.capture.loss_functions import LossFunction
 from placer.capture.pytrees import flatten_inputs, outline
-from placer.capture.user_objects import refuse_no_loss, refuse_no_module
 from placer.distributed import schedules
 from placer.distributed.collective_errors import gathered, gpus, together
 from placer.distributed.output_reach import Flows
@@ -113,20 +112,20 @@ def build(
             f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone"
         )
     with together(group, "build its part"):
-        refuse_no_module(model)
+        require_module(model)
         placed = _Placed.of(placement, chunks, schedule, recompute, batch_options)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
         loss = None if loss_fn is None else Weighing(loss_fn, merged(placed.options, weigh))
         refuse_unknown_layers(model, placed.layer_devices, layer_names(model, fine_grained=False))
-        layout = layout_of(model, example_inputs, placed.options, "example_inputs")
+        layout = input_layout(model, example_inputs, placed.options, "example_inputs")
         _refuse_lists(layout)
         exported = _captured(model, example_inputs, layout)
         if (
             batch_options is not None and loss_fn is None
         ):  # else the names may be values of the loss
             refuse_absent_outputs(batch_options, outline(exported.outputs))
-        beside = beside_batch(exported.module.graph, layout.dims)
+        beside = inputs_of_other_lengths(exported.module.graph, layout.dims)
         layout = layout.without(beside.intersection(layout.undeclared()))
         graph = _without_leftovers(
             layer_graph(exported, model, tuple(placed.layer_devices)), exported
@@ -208,7 +207,7 @@ class _Placed:
         options: BatchOptions | None,
     ) -> _Placed:
         if options is not None:
-            refuse_no_options(options)
+            require_batch_options(options)
         if not isinstance(given, Placement | Mapping):
             raise PlacementError(
                 f"the placement is {kind_of(given)}; give a Placement, which "
@@ -228,7 +227,7 @@ class _Placed:
                     )
             named = {name: str(place) for name, place in given.items()}
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
-            return cls(named, *how, options or DEFAULT)
+            return cls(named, *how, options or DEFAULT_OPTIONS)
         placement = placing(given)
         return cls(
             placement.layer_devices,
@@ -243,7 +242,7 @@ class _Placed:
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
         # without functions, which have another address in every process
-        usual = DEFAULT.model_dump()
+        usual = DEFAULT_OPTIONS.model_dump()
         shown = {
             name: value for name, value in self.options.model_dump().items() if value != usual[name]
         }
@@ -263,7 +262,7 @@ class _Placed:
 
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
     """What a training step needs beside a placement."""
-    refuse_no_loss(loss_fn)
+    require_loss_function(loss_fn)
     if not model.training:
         raise InputError(
             "the model is in eval mode: call model.train() to build a pipeline that trains"
@@ -299,7 +298,7 @@ def _joining(
     declared = Joining.of(options, "give build(..., chunks=1)")
     if not is_last or placed.chunks == 1 or is_meta or not options.verify:
         return declared
-    call = input_forms.split(example_inputs)
+    call = input_forms.call_arguments(example_inputs)
     tensors, inputs = flatten_inputs(*call)
     if layout.size == 1:  # the example twice
         each = zip(tensors, layout.dims, strict=True)
@@ -308,7 +307,7 @@ def _joining(
         )
         layout = replace(layout, size=2)
     sizes = [layout.size // 2] * 2
-    checks, parameters = BatchChecks(model), Parameters.of(model)
+    checks, parameters = BatchChecks(model), Parameters.from_module(model)
     found = checks.joining(
         call, parameters, layout, sizes, options, None, lambda some: model(*some[0], **some[1])
     )
@@ -316,7 +315,7 @@ def _joining(
 
 
 def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exported:
-    args, kwargs = input_forms.split(example_inputs, "example_inputs")
+    args, kwargs = input_forms.call_arguments(example_inputs, "example_inputs")
     try:
         return export(model, args, kwargs, layout.dims)
     except CaptureError as error:
@@ -519,7 +518,7 @@ def _shape(
         if layout.size > 1
         else {*cut[:1], *(place for place in cut if layout.declared[place])}
     )
-    args, kwargs = input_forms.split(example_inputs)
+    args, kwargs = input_forms.call_arguments(example_inputs)
     return Shape(
         positional=len(args),
         keywords=tuple(kwargs),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from placer.capture.export.inlining import REGIONS
-from placer.capture.grouping import storage_roots, written
+from placer.capture.grouping import storage_roots, written_arguments
 from placer.capture.layers import LayerGraph
-from placer.capture.pytrees import NUMBERS
+from placer.capture.pytrees import SYMBOLIC_NUMBERS
 
 _DETACH = (torch.ops.aten.detach, torch.ops.aten.detach_)
 
@@ -76,7 +76,7 @@ def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]
             # What is written goes on in everything that has the same storage.
             ways += [
                 other
-                for target in written(node)
+                for target in written_arguments(node)
                 for home in homes[target]
                 for other in shared[home]
             ]
@@ -91,7 +91,7 @@ def _differentiable(node: fx.Node) -> bool:
     example = node.meta.get("val")
     return (
         node.op == "call_function"
-        and not isinstance(example, NUMBERS)
+        and not isinstance(example, SYMBOLIC_NUMBERS)
         and (not isinstance(example, Tensor) or example.is_floating_point() or example.is_complex())
         and ("grad", False) not in node.meta.get(REGIONS, ())
         and getattr(node.target, "overloadpacket", None) not in _DETACH

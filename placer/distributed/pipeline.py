@@ -361,7 +361,7 @@ class Pipeline:
             raise InputError(
                 "this process has the first stage: give step(inputs, ...) the batch here"
             )
-        args, kwargs = input_forms.split(inputs)
+        args, kwargs = input_forms.call_arguments(inputs)
         # in any order
         given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs
         tensors, structure = flatten_inputs(args, given)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from placer.capture.batch_dims.batch_layout import refuse_absent_outputs
-from placer.capture.loss_functions import refuse_no_number, refuse_untrained
+from placer.capture.batch_dims.declared_layout import refuse_absent_outputs
+from placer.capture.loss_functions import require_gradient, require_real_number
 from placer.capture.pytrees import Structure, detached_nest
 from placer.distributed.tensor_codec import Parcel
 from placer.errors import InputError
@@ -107,8 +107,8 @@ class Head:
             loss, values = self._loss_fn(result, goal)
         except Exception as error:  # whatever a user's function raises
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
-        refuse_no_number(loss)
-        refuse_untrained(loss)
+        require_real_number(loss)
+        require_gradient(loss)
         self._refuse_elsewhere(loss)
         if self._made is not None:
             self._made.append((detached_nest(result), detached_nest(values)))

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from placer.capture.user_objects import refuse_no_chunks
+from placer.capture.argument_checks import require_chunks
 from placer.errors import InputError
 
 SCHEDULES = ("fill-drain", "1f1b", "interleaved", "zero-bubble")
@@ -82,7 +82,7 @@ def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
     """Raise an InputError for a schedule that is not known, or cannot have so many micro-batches."""
     if schedule not in SCHEDULES:
         raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
-    refuse_no_chunks(chunks)
+    require_chunks(chunks)
     if schedule == "interleaved" and rounds == 1:
         raise InputError(
             "schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'"

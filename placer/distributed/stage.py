@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture.layers import Layer, LayerGraph
-from placer.capture.weight_grads.deferred import Addition, DeferWeights, Queue
+from placer.capture.weight_grads.deferred import (
+    DeferredGradient,
+    DeferWeightGradients,
+    GradientQueue,
+)
 from placer.distributed.autograd_boundary import enter, leave
 from placer.distributed.output_reach import Flows
 from placer.distributed.recomputed_stage import StateTable, kept_apart, recomputed
@@ -28,7 +32,7 @@ MARK = torch.float32
 their default is."""
 
 
-class Deferred(Queue):
+class Deferred(GradientQueue):
     """Weight gradients for later, and whose they are.
 
     Attributes:
@@ -41,7 +45,7 @@ class Deferred(Queue):
         self.reached: set[int] = set()
         self.idle = False
 
-    def put(self, addition: Addition) -> None:
+    def put(self, addition: DeferredGradient) -> None:
         """Leave something for later."""
         super().put(addition)
         self.reached.update(map(id, addition.weights))
@@ -250,7 +254,9 @@ def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
     deferred = None if plan.recomputes else plan.deferred
     apart = torch.is_grad_enabled() and not plan.recomputes
     with (
-        DeferWeights(deferred) if deferred is not None and not deferred.idle else nullcontext(),
+        DeferWeightGradients(deferred)
+        if deferred is not None and not deferred.idle
+        else nullcontext(),
         kept_apart(plan.private) if apart else nullcontext(),
     ):
         for work in plan.works:

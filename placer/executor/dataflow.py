@@ -20,11 +20,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import DEFAULT, Call, Part
-from placer.capture.granularity import Granularity, as_named
+from placer.capture.argument_checks import optimizer_list, require_flags, require_module
+from placer.capture.batch_dims.batch_layout import Call, Part
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
+from placer.capture.granularity import Granularity, granularity_for_map
 from placer.capture.layers import LayerGraph
 from placer.capture.pytrees import flatten_inputs
-from placer.capture.user_objects import optimizers_of, refuse_no_flags, refuse_no_module
 from placer.devices import DeviceLike
 from placer.errors import InputError, PlacementError, kind_of
 from placer.executor.checks.batch_check import Weights
@@ -104,8 +105,8 @@ class DataFlow(PlacedCalls):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        refuse_no_module(module)
-        refuse_no_flags(
+        require_module(module)
+        require_flags(
             inference_only=inference_only,
             clear_cache=clear_cache,
             fine_grained=fine_grained,
@@ -125,7 +126,7 @@ class DataFlow(PlacedCalls):
         self.enable_clone = enable_clone
         self.deferred_batch_norm = deferred_batch_norm
         self.chunks = 1
-        self.batch_options = DEFAULT
+        self.batch_options = DEFAULT_OPTIONS
         self.schedule: Schedule = "1f1b"
         self.recompute: list[DeviceLike] = []
         self.in_flight: Sequence[int] = ()
@@ -175,7 +176,7 @@ class DataFlow(PlacedCalls):
                 there, or there is no room.
             InputError: ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
-        given = optimizers_of(optimizer)
+        given = optimizer_list(optimizer)
         for one in given:
             if not isinstance(one, torch.optim.Optimizer):
                 raise InputError(
@@ -231,7 +232,7 @@ class DataFlow(PlacedCalls):
         refuse_unknown_layers(self.module, places, list(self._default_map()))
         used = list(dict.fromkeys([*self._devices, *places.values()]))
         return settings | {
-            "_granularity": as_named(settings["_granularity"], places),
+            "_granularity": granularity_for_map(settings["_granularity"], places),
             "_devices": used,
             "device_ids": [device.index for device in used],
             "_assignment": Assignment(places, self.output_device),
@@ -272,7 +273,7 @@ class DataFlow(PlacedCalls):
         self._granularity = "fine" if self.fine_grained else "submodule"
         self.layer_gpus = self._default_map()
         self.chunks = 1
-        self.batch_options = DEFAULT
+        self.batch_options = DEFAULT_OPTIONS
         self.schedule = "1f1b"
         self.recompute = []
         self.in_flight = ()
@@ -458,7 +459,7 @@ class DataFlow(PlacedCalls):
             "chunks": placement.chunks,
             # What was declared here stays where the placement declares nothing.
             "batch_options": self.batch_options
-            if placement.batch_options == DEFAULT
+            if placement.batch_options == DEFAULT_OPTIONS
             else placement.batch_options,
             "schedule": placement.schedule,
             "recompute": list(placement.recompute),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from placer.capture.batch_dims.batch_layout import Part
-from placer.capture.hook_path.device_alignment import Alignment, Arrivals
+from placer.capture.hook_path.device_alignment import Alignment, ModuleHooks
 from placer.capture.hook_path.module_trace import refuse_scripts
 from placer.capture.pytrees import Structure, flatten
 from placer.errors import InputError
@@ -131,7 +131,7 @@ class HookPath:
         alignment = Alignment(
             renewal=partial(self._renewed, again or partial(self.standing, assignment))
         )
-        arrivals = Arrivals(self._places(assignment), alignment)
+        arrivals = ModuleHooks(self._places(assignment), alignment)
         self._standing, self._thread = alignment, get_ident()
         try:
             with alignment:

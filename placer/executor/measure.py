@@ -116,7 +116,10 @@ def measure_stream(
     if flow.assignment is None:
         raise InputError("the flow is not placed yet: call update_flow() before it is measured")
     found = flow.cut(
-        input_forms.split(inputs), options, partial(even_sizes, chunks=chunks), lambda size: None
+        input_forms.call_arguments(inputs),
+        options,
+        partial(even_sizes, chunks=chunks),
+        lambda size: None,
     )
     calls = [part.inputs.unflatten(part.tensors) for part in found.parts]
     batches = [kwargs if kwargs else args for args, kwargs in calls]

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from placer.capture import autocast
-from placer.capture.batch_dims.batch_layout import (
-    BatchLayout,
-    Call,
-    Parameters,
-    Part,
-    refuse_no_options,
-)
+from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, Part
+from placer.capture.batch_dims.declared_layout import require_batch_options
 from placer.capture.export import nested_ops
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError, kind_of
@@ -100,7 +95,7 @@ class Cutter:
             BatchError: micro-batches give something else than the batch.
             InputError: the options do not fit the call, or it cannot be cut.
         """
-        refuse_no_options(options)
+        require_batch_options(options)
         program = self._flow._program
         tensors, inputs = flatten_inputs(*call)
         layout = program.layout(call, tensors, inputs, options)
@@ -122,7 +117,7 @@ class Cutter:
         parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
         known = call, program.parameters, layout, sizes, options
         mode, can_be_run = (
-            (program.module.training, autocast.state()),
+            (program.module.training, autocast.current_dtypes()),
             partial(self._can_be_run, parts[0]),
         )
         joining = self._checks.joining(*known, mode, self._flow.run_compared, weigh, can_be_run)
@@ -137,7 +132,9 @@ class Cutter:
         # inside it, constants could not be trained with later
         with torch.inference_mode(False):
             captures = self._flow._program.captures([part], needed=False) or []
-        return not any(nested_ops.has_bodies(capture.exported.module) for capture in captures)
+        return not any(
+            nested_ops.has_nested_graphs(capture.exported.module) for capture in captures
+        )
 
     def _parts(
         self,

@@ -14,14 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import autocast
-from placer.capture.batch_dims.batch_layout import (
-    DEFAULT,
-    BatchLayout,
-    Parameters,
-    Part,
-    layout_of_inputs,
-)
-from placer.capture.batch_dims.batch_symbols import beside_batch
+from placer.capture.batch_dims.batch_layout import BatchLayout, Parameters, Part
+from placer.capture.batch_dims.batch_symbols import inputs_of_other_lengths
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layout
 from placer.capture.capture import layer_graph
 from placer.capture.export.export import Exported, export
 from placer.capture.granularity import Granularity
@@ -99,7 +94,7 @@ class Program:
 
     def _mode_in(self, census: Census) -> Hashable:
         # A number in its place: it would be hashed for every micro-batch, hundreds of modules long.
-        return autocast.state(), self._modes.setdefault(census.modes, len(self._modes))
+        return autocast.current_dtypes(), self._modes.setdefault(census.modes, len(self._modes))
 
     def state(self) -> list[Tensor]:
         """The model's parameters and buffers, as of the last look, or of one now if there was none."""
@@ -157,17 +152,21 @@ class Program:
             inputs: their structure.
             options: what was declared.
         """
-        key = inputs.key, shapes(tensors), None if options is DEFAULT else options.model_dump_json()
+        key = (
+            inputs.key,
+            shapes(tensors),
+            None if options is DEFAULT_OPTIONS else options.model_dump_json(),
+        )
         if key not in self._layouts:
             if len(self._layouts) >= _KNOWN_SHAPES:
                 self._layouts.clear()
-            self._layouts[key] = layout_of_inputs(call, tensors, inputs, options, self.parameters)
+            self._layouts[key] = call_layout(call, tensors, inputs, options, self.parameters)
         return self._layouts[key]
 
     @cached_property
     def parameters(self) -> Parameters:
         """The parameters of the model's forward method."""
-        return Parameters.of(self.module)
+        return Parameters.from_module(self.module)
 
     def narrowed(
         self, layout: BatchLayout, tensors: Sequence[Any], inputs: Structure, needed: bool = True
@@ -194,7 +193,7 @@ class Program:
                 return layout
             if len(self._whole) >= _KNOWN_SHAPES:
                 self._whole.clear()
-            self._whole[key] = beside_batch(found[0].exported.module.graph, layout.dims)
+            self._whole[key] = inputs_of_other_lengths(found[0].exported.module.graph, layout.dims)
         return layout.without(self._whole[key].intersection(layout.undeclared()))
 
     def captures_before(self, parts: Sequence[Part]) -> list[Capture] | None:
@@ -249,7 +248,7 @@ class Program:
                     return None
                 self.refused.pop(mode, None)
                 known.append(fitting)
-                self._attributes.add(fitting.exported.attributes, fitting.exported.looked_at)
+                self._attributes.add(fitting.exported.attributes, fitting.exported.values_read)
             # a cache that grows by a token a call has a shape for each
             if len(self._seen) >= _KNOWN_SHAPES:
                 self._seen.clear()
@@ -371,11 +370,11 @@ def _free(
     """For each input, the dimensions that were of several sizes so far: who gives two lengths will
     give more.
     """
-    if any(capture.exported.is_closed for capture in known):
+    if any(capture.exported.has_fixed_sizes for capture in known):
         return [set() for _ in tensors]
     free = list(map(set, more))
     for capture in known:
-        for dims, others in zip(free, capture.exported.other_sizes(tensors), strict=True):
+        for dims, others in zip(free, capture.exported.varying_dims(tensors), strict=True):
             dims |= others
     return free
 

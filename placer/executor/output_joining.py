@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import below
-from placer.capture.pytrees import flatten, parts_of
+from placer.capture.batch_dims.value_names import name_of_part
+from placer.capture.pytrees import container_parts, flatten
 from placer.errors import InputError
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Join, rule_for
@@ -170,7 +170,7 @@ class _Walk:
             and self.is_of_samples(nests, name, rule)
         ):
             return self.items(nests, name)
-        found = [parts_of(nest) for nest in nests]
+        found = [container_parts(nest) for nest in nests]
         if None in found:
             return self.constant(nests, name, in_object)
         labels = [one[0] for one in found if one is not None]
@@ -180,7 +180,9 @@ class _Walk:
             labels[0], zip(*(one[1] for one in found if one is not None), strict=True), strict=True
         )
         inside = not isinstance(first, (tuple, list, dict)) and not dataclasses.is_dataclass(first)
-        made = [self.over([*column], below(name, label), inside) for label, column in columns]
+        made = [
+            self.over([*column], name_of_part(name, label), inside) for label, column in columns
+        ]
         last = found[len(self._sizes) - 1]
         return last[2](made) if last is not None else None
 

@@ -9,9 +9,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from placer.capture.batch_dims.batch_layout import layout_of, refuse_no_options
+from placer.capture.argument_checks import require_chunks, require_samples_for_chunks
+from placer.capture.batch_dims.declared_layout import input_layout, require_batch_options
 from placer.capture.loss_functions import LossFunction
-from placer.capture.user_objects import refuse_more_chunks, refuse_no_chunks
 from placer.errors import InputError, kind_of
 from placer.executor.engine.compiled_segments import Backend, backend_of
 from placer.executor.engine.slot import Slot
@@ -212,7 +212,7 @@ class PipelinedRuns(nn.Module):
             )
         is_asked = chunks is not None
         chunks = self.chunks if chunks is None else chunks
-        refuse_no_chunks(chunks)
+        require_chunks(chunks)
         if profile is not None and not isinstance(profile, Profile):
             raise InputError(
                 f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
@@ -237,12 +237,12 @@ class PipelinedRuns(nn.Module):
                 "leave them out here"
             )
         options = self.batch_options if batch_options is None else batch_options
-        refuse_no_options(options)
-        samples = layout_of(
+        require_batch_options(options)
+        samples = input_layout(
             cast(nn.Module, self.module), inputs, options if step is None else step.loss_fn.options
         ).size
         if is_asked:
-            refuse_more_chunks(chunks, samples)
+            require_samples_for_chunks(chunks, samples)
         if step is not None:
             return measure_step(step, inputs, target, chunks, profile)
         return measure_stream(

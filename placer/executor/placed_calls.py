@@ -16,16 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import (
-    Call,
-    Part,
-    refuse_absent_outputs,
-    refuse_no_options,
-)
+from placer.capture.argument_checks import require_chunks
+from placer.capture.batch_dims.batch_layout import Call, Part
+from placer.capture.batch_dims.declared_layout import refuse_absent_outputs, require_batch_options
 from placer.capture.export import checkpoints
 from placer.capture.layers import LayerGraph
-from placer.capture.python_state.mutable_inputs import give_back
-from placer.capture.user_objects import refuse_no_chunks
+from placer.capture.python_state.mutable_inputs import write_back
 from placer.errors import InputError
 from placer.executor.calls import call_captured, calls_instead, joined
 from placer.executor.checks.capture_check import difference
@@ -131,8 +127,8 @@ class PlacedCalls(PipelinedRuns):
     ) -> tuple[Any, torch.device]:
         """Run the model; results go to a device, or to where the last layer runs if it is None."""
         args, kwargs = call
-        refuse_no_chunks(chunks)
-        refuse_no_options(options)
+        require_chunks(chunks)
+        require_batch_options(options)
         if self._assignment is None:
             self._tell_of_edits()
             return self.module(*args, **kwargs), self.output_device
@@ -163,8 +159,10 @@ class PlacedCalls(PipelinedRuns):
                     results = call_captured(plans, parts, place, deferred, returned)
         graphs = [capture.exported for capture in captures]
         result, left = joined(results, graphs, cut.sizes, cut.joining, weights)
-        if (found := graphs[0].left) is not None and not (cut.layout.lists and len(graphs) > 1):
-            found.give_back(call, cut.tensors, left)
+        if (found := graphs[0].input_changes) is not None and not (
+            cut.layout.lists and len(graphs) > 1
+        ):
+            found.write_back(call, cut.tensors, left)
         return result, place
 
     @staticmethod
@@ -346,7 +344,7 @@ class PlacedCalls(PipelinedRuns):
         try:
             result = self._through_hooks(call, cut, weights, target)
         except Exception as error:
-            if not checkpoints.is_over(error):
+            if not checkpoints.is_recompute_signal(error):
                 self._program.doubt_refusal()
             raise
         self._program.note_passed(perf_counter() - began)
@@ -364,7 +362,7 @@ class PlacedCalls(PipelinedRuns):
             return self._hooks.call(self._assignment, *call, target)
         results, structures, after, place = self._hooks.run(self._assignment, cut.parts, target)
         if len(cut.parts) == 1:
-            give_back(call, after)
+            write_back(call, after)
         nests = [
             structure.unflatten(leaves)
             for leaves, structure in zip(results, structures, strict=True)
@@ -395,8 +393,8 @@ class PlacedCalls(PipelinedRuns):
             tensors = self.laid_out(call).tensors
             (leaves,) = call_captured([self._plan(capture)], [tensors], self.output_device, False)
             result, made = joined([leaves], [capture.exported], [1], Joining())
-            if capture.exported.left is not None:
-                capture.exported.left.give_back(call, tensors, made)
+            if capture.exported.input_changes is not None:
+                capture.exported.input_changes.write_back(call, tensors, made)
             return result, call
 
         self._bring_back()

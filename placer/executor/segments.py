@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_counters import counted_together, counters
+from placer.capture.batch_counters import added_together, batch_counters
 from placer.capture.layers import Layer, LayerGraph
-from placer.capture.weight_grads.deferred import DeferWeights, Queue
+from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQueue
 from placer.executor.stage_errors import Trail
 
 StateLookup = Callable[[str, torch.device], Tensor]
@@ -104,7 +104,7 @@ class Step:
 
     def counters(self) -> list[Tensor]:
         """The counters of batches that it counts on where they are."""
-        return [] if self.foreign or self.private else counters(self.layer, self.state)
+        return [] if self.foreign or self.private else batch_counters(self.layer, self.state)
 
     def reads_state(self) -> list[Tensor]:
         """What of its state it does more with than to keep running statistics in it."""
@@ -137,17 +137,17 @@ class Segment:
     def _borrowing(self) -> list[Step]:
         return [step for step in self.steps if step.foreign]
 
-    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
+    def deferring(self, queue: GradientQueue) -> AbstractContextManager[Any]:
         """While it runs in this, its backward pass leaves what gradients of weights it can to a
         queue.
         """
-        return DeferWeights(queue)
+        return DeferWeightGradients(queue)
 
     def counting(self) -> AbstractContextManager[Any]:
         """While it runs in this, its counters of batches wait, and are counted on together at the
         end.
         """
-        return counted_together(self._counted)
+        return added_together(self._counted)
 
     @cached_property
     def _counted(self) -> list[Tensor]:

@@ -89,12 +89,12 @@ def explain(error: BaseException, place: Place) -> BaseException:
         error: what a pass raised. Interrupts and Placer's own errors stay what they are.
         place: which pass.
     """
-    if checkpoints.is_over(error):
+    if checkpoints.is_recompute_signal(error):
         return error
     if not isinstance(error, Exception) or isinstance(error, PlacerError):
         error.add_note(f"while {place.unit} {place.micro_batch} was in {place}")
         return error
-    kind, help = StageError, input_forms.advice(error)
+    kind, help = StageError, input_forms.input_advice(error)
     if isinstance(error, torch.OutOfMemoryError):
         kind = StageMemoryError
         help = "; place fewer layers there, or cut the batch into more micro-batches"

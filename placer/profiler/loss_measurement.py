@@ -20,17 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices, schema
-from placer.capture.batch_dims.batch_layout import DEFAULT, BatchLayout, layout_of_target
+from placer.capture.argument_checks import require_loss_function, require_loss_with_target
+from placer.capture.batch_dims.batch_layout import BatchLayout
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, target_layout
 from placer.capture.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.capture.loss_functions import (
     LossFunction,
     loss_and_values,
     refuse_arrays,
-    refuse_no_number,
-    refuse_untrained,
+    require_gradient,
+    require_real_number,
 )
 from placer.capture.pytrees import Structure, flatten, outline
-from placer.capture.user_objects import refuse_half_a_loss, refuse_no_loss
 from placer.errors import InputError, PlacerError, ProfilingError
 from placer.profiler import profile_inputs
 from placer.profiler.measure import measure_trial, ran_out
@@ -130,8 +131,8 @@ class Loss:
             loss, values = loss_and_values(
                 function(result.unflatten(reads), self.structure.unflatten(state))
             )
-            refuse_no_number(loss)
-            refuse_untrained(loss)
+            require_real_number(loss)
+            require_gradient(loss)
             self.values.update(outline(flatten(values)[1]))
             return (loss,)
 
@@ -143,7 +144,7 @@ def given_loss(
     target: Any,
     training: bool,
     batch: int,
-    options: BatchOptions = DEFAULT,
+    options: BatchOptions = DEFAULT_OPTIONS,
 ) -> Loss | None:
     """The loss that a user gives, or None.
 
@@ -158,17 +159,17 @@ def given_loss(
         InputError: one of the two is missing, or the loss has parameters, or no training step is
             measured, or the target is of another batch.
     """
-    refuse_half_a_loss(loss_fn, target)
+    require_loss_with_target(loss_fn, target)
     if loss_fn is None:
         return None
     if not training:
         raise InputError(
             "loss_fn and target belong to training; leave them out with training=False"
         )
-    refuse_no_loss(loss_fn)
+    require_loss_function(loss_fn)
     leaves, structure = flatten(target)
     refuse_arrays(target)
-    layout = layout_of_target(target, leaves, structure, options, batch)
+    layout = target_layout(target, leaves, structure, options, batch)
     return Loss(
         loss_fn,
         [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],

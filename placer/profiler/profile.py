@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from placer import schema
-from placer.capture.batch_dims.batch_layout import (
-    DEFAULT,
-    Parameters,
+from placer.capture.argument_checks import require_flags, require_module
+from placer.capture.batch_dims.batch_layout import Parameters
+from placer.capture.batch_dims.declared_layout import (
+    DEFAULT_OPTIONS,
     refuse_absent_outputs,
 )
 from placer.capture.capture import capture_graph
 from placer.capture.granularity import Granularity
 from placer.capture.layers import LayerGraph
 from placer.capture.pytrees import outline
-from placer.capture.user_objects import refuse_no_flags, refuse_no_module
 from placer.devices import (
     CPU,
     DeviceLike,
@@ -126,10 +126,14 @@ def profile(
         CaptureError: the model's layers cannot be captured.
         ProfilingError: a layer, a link or the loss could not be measured.
     """
-    refuse_no_module(model)
-    refuse_no_flags(training=training)
+    require_module(model)
+    require_flags(training=training)
     how = combined(ProfileOptions, options, fields)
-    batch_options, repeats, optimizer = how.batch_options or DEFAULT, how.repeats, how.optimizer
+    batch_options, repeats, optimizer = (
+        how.batch_options or DEFAULT_OPTIONS,
+        how.repeats,
+        how.optimizer,
+    )
     args, kwargs = profile_inputs.split(example_inputs)
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
@@ -147,7 +151,7 @@ def profile(
         profile_inputs.mode(model, training),
     ):
         tensors, structure, layout = profile_inputs.trackable(
-            args, kwargs, batch_options, Parameters.of(model)
+            args, kwargs, batch_options, Parameters.from_module(model)
         )
         given = (
             [tensors]
@@ -285,7 +289,7 @@ def capture_each(
     calls: Sequence[Any],
     granularity: Granularity,
     step: Step | None = None,
-    options: BatchOptions = DEFAULT,
+    options: BatchOptions = DEFAULT_OPTIONS,
 ) -> list[LayerGraph]:
     """The graph of each call, given as positional and keyword arguments; all have the layers of the
     first.

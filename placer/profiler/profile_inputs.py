@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import (
-    ANY,
-    DEFAULT,
-    BatchLayout,
-    Parameters,
-    layout_of_inputs,
-)
+from placer.capture.batch_dims.batch_layout import UNKNOWN_PARAMETERS, BatchLayout, Parameters
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layout
 from placer.capture.pytrees import Structure, flatten_inputs
 from placer.errors import InputError
 from placer.schema import BatchOptions
@@ -25,14 +20,14 @@ from placer.schema import BatchOptions
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model; see ``placer.capture.input_forms``."""
-    return input_forms.split(example_inputs, "example_inputs")
+    return input_forms.call_arguments(example_inputs, "example_inputs")
 
 
 def trackable(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: BatchOptions = DEFAULT,
-    parameters: Parameters = ANY,
+    options: BatchOptions = DEFAULT_OPTIONS,
+    parameters: Parameters = UNKNOWN_PARAMETERS,
 ) -> tuple[list[Any], Structure, BatchLayout]:
     """Return the arguments' tensors in order, what rebuilds the arguments from them, and where
     their samples lie.
@@ -49,7 +44,7 @@ def trackable(
         InputError: the batch is empty, or the options do not fit.
     """
     tensors, structure = flatten_inputs(args, kwargs)
-    layout = layout_of_inputs((args, kwargs), tensors, structure, options, parameters)
+    layout = call_layout((args, kwargs), tensors, structure, options, parameters)
     layout.refuse_misfit()
     if layout.size < 1:
         raise InputError(
@@ -79,8 +74,8 @@ def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -
 def sizes(
     example_inputs: Any,
     batch_sizes: Sequence[int] | None,
-    options: BatchOptions = DEFAULT,
-    parameters: Parameters = ANY,
+    options: BatchOptions = DEFAULT_OPTIONS,
+    parameters: Parameters = UNKNOWN_PARAMETERS,
 ) -> list[int]:
     """Return the number of samples in each micro-batch that will be measured, the smallest first.
 

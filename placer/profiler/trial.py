@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from placer import devices
-from placer.capture.batch_counters import counted_together, counters
+from placer.capture.batch_counters import added_together, batch_counters
 from placer.capture.layers import Layer, Value
-from placer.capture.weight_grads.deferred import AtOnce, DeferWeights, Queue
+from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQueue, ImmediateQueue
 from placer.devices.allocator.storage_watch import key_of
 
 
@@ -51,8 +51,8 @@ class Trial:
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
         self._function = layer.function
-        self._counters = counters(layer, self.state)
-        self.deferred = Queue()
+        self._counters = batch_counters(layer, self.state)
+        self.deferred = GradientQueue()
         self.arrived: dict[int, int] = {}
         self._training = training
         self._mutated = frozenset(mutated_reads)
@@ -81,21 +81,21 @@ class Trial:
         """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of
         weights can wait.
         """
-        with DeferWeights(self.deferred):
+        with DeferWeightGradients(self.deferred):
             self.forward()
 
     def forward_adding(self) -> None:
         """As ``forward``, so that ``accumulate`` adds products to the gradients of weights as it
         makes them.
         """
-        with DeferWeights(AtOnce()):
+        with DeferWeightGradients(ImmediateQueue()):
             self.forward()
 
     def forward(self) -> None:
         """Run the layer forwards; in training with what its backward pass needs."""
         self.writes = self.gradients = ()
         self.deferred.clear()
-        with torch.set_grad_enabled(self._training), counted_together(self._counters):
+        with torch.set_grad_enabled(self._training), added_together(self._counters):
             reads = [
                 _alias(read) if index in self._mutated and read.requires_grad else read
                 for index, read in enumerate(self.reads)

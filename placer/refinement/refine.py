@@ -13,10 +13,14 @@ from typing import Any
 from torch import nn
 
 from placer.capture import input_forms
-from placer.capture.batch_dims.batch_layout import layout_of
+from placer.capture.argument_checks import (
+    require_loss_function,
+    require_loss_with_target,
+    require_module,
+)
+from placer.capture.batch_dims.declared_layout import input_layout
 from placer.capture.loss_functions import LossFunction
 from placer.capture.pytrees import flatten
-from placer.capture.user_objects import refuse_half_a_loss, refuse_no_loss, refuse_no_module
 from placer.errors import InputError, kind_of
 from placer.executor.engine.compiled_segments import backend_of
 from placer.profiler import profile_inputs
@@ -80,10 +84,10 @@ def refine(
         )
     how = combined(RefineOptions, options, fields)
     loss_fn, target = how.loss_fn, how.target
-    refuse_no_module(model)
-    refuse_half_a_loss(loss_fn, target)
+    require_module(model)
+    require_loss_with_target(loss_fn, target)
     if loss_fn is not None:
-        refuse_no_loss(loss_fn)
+        require_loss_function(loss_fn)
     backend = backend_of(how.compile)
     _refuse_others(profile, request)
     if request is None:
@@ -138,8 +142,8 @@ def _refuse_unlike(
             f"the placement has a layer {unknown!r}, and the profile has none; give the profile that it was solved from"
         )
     leaves, _ = flatten(profile_inputs.split(example_inputs))
-    input_forms.refuse_no_tensor(example_inputs, leaves, "example_inputs")
-    samples = layout_of(model, example_inputs, profile.batch_options, "example_inputs").size
+    input_forms.require_tensors(example_inputs, leaves, "example_inputs")
+    samples = input_layout(model, example_inputs, profile.batch_options, "example_inputs").size
     # one that was written by hand need not say its batch
     if profile.graph_hash and profile.batch_size != samples:
         raise InputError(

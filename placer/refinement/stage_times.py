@@ -253,7 +253,7 @@ class Stages:
             flow(*self._args, chunks=1, **self._kwargs)
         except Exception as error:  # whatever the model's own code may raise
             text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
-            text += input_forms.advice(error, self._args)
+            text += input_forms.input_advice(error, self._args)
             raise InputError(f"{text}; give inputs such as it was profiled with") from error
 
 

@@ -103,7 +103,7 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
         == "optimal"
     )
     with pytest.raises(
-        CaptureError, match=r"keyword argument 'images'; a dict is .* give it as \(inputs,\)"
+        CaptureError, match=r"keyword argument 'images'; a dict gives .* give it as \(inputs,\)"
     ):
         suggest(TakesADict(), batch, devices=["cpu:0"], cache=False, progress=False)
 
@@ -116,7 +116,7 @@ def test_a_dict_that_the_model_takes_itself_is_given_in_a_tuple_which_the_error_
         (torch.Size([2, 8]), r"; give a tensor, not a shape, such as torch.randn\(2, 8\)$"),
         (
             torch.ones(2, 8).numpy(),
-            r"; give tensors, not numpy arrays, as torch.as_tensor\(x\) is$",
+            r"; give tensors, not numpy arrays: convert these by torch.as_tensor\(x\)$",
         ),
     ],
 )

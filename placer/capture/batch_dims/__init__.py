@@ -1,1 +1,1 @@
-"""Batch dimensions: where the samples of a batch lie in inputs, values and outputs."""
+"""Batch dimensions: where the samples of a batch are in inputs, values and outputs."""

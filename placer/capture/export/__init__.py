@@ -1,1 +1,1 @@
-"""The capture by torch.export: one flat graph of ATen operators, and what it must be told."""
+"""Capture by torch.export, and the environment that it needs."""

@@ -1,5 +1,6 @@
-"""Which modules a model runs under ``torch.utils.checkpoint``; a captured graph shows their
-operations and no more.
+"""Detection of the modules that a model runs under ``torch.utils.checkpoint``.
+
+A captured graph contains their operations, but not that they ran under a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from placer.capture.python_state.attribute_reads import identity
 
 
 @contextmanager
-def noticed(module: nn.Module) -> Iterator[list[str]]:
-    """Inside, the modules that run under a checkpoint are noticed; one around this is no business
-    of theirs.
+def recorded_checkpoints(module: nn.Module) -> Iterator[list[str]]:
+    """Record the modules that run under a checkpoint, ignoring checkpoints around this.
 
     Args:
         module: the model.
 
     Yields:
-        The paths of those modules, the outermost of each checkpoint.
+        The paths of those modules: the outermost ones of each checkpoint.
     """
     names = {identity(child): name for name, child in module.named_modules()}
     found: list[str] = []
 
     def look(child: nn.Module, _: Any) -> None:
-        # a branch of torch.cond, say, which is one operation
+        # torch.compile traces a branch of torch.cond here, which is one operation.
         if torch.compiler.is_dynamo_compiling():
             return
         name = names.get(identity(child))
@@ -45,31 +45,32 @@ def noticed(module: nn.Module) -> Iterator[list[str]]:
 
     handle = register_module_forward_pre_hook(look)
     try:
-        with unseen_by_hooks():
+        with without_saved_tensor_hooks():
             yield found
     finally:
         handle.remove()
 
 
-def is_over(error: BaseException) -> bool:
-    """Whether a checkpoint ends what it runs again, by an error, as it has all that it needs."""
+def is_recompute_signal(error: BaseException) -> bool:
+    """Return whether an error is a checkpoint's signal that it has recomputed all that it needs."""
     return isinstance(error, _StopRecomputationError)
 
 
 def _under_checkpoint() -> bool:
-    """A checkpoint that is not reentrant decides what autograd saves; a reentrant one is not
-    captured at all.
+    """Return whether a non-reentrant checkpoint decides what autograd saves.
+
+    A model with reentrant checkpoints is not captured.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def unseen_by_hooks() -> AbstractContextManager[Any]:
-    """In it the caller's hooks, a checkpoint's or others, see nothing of what autograd saves."""
+def without_saved_tensor_hooks() -> AbstractContextManager[Any]:
+    """Hide what autograd saves from the caller's hooks, such as a checkpoint's."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
 
 
-def _as_it_is(saved: Any) -> Any:
+def _identity(saved: Any) -> Any:
     return saved

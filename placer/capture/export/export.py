@@ -1,10 +1,13 @@
-"""torch.export, as Placer uses it: one flat graph of ATen operations over the user's own
-parameters.
+"""The capture by torch.export: one flat graph of ATen operations over the user's own parameters.
 
-    module, example inputs  ->  Exported(nodes with module stacks, structure of inputs and outputs)
+    module, example inputs
+       1. refuse what export would lose: hooks, tensors attached to weights   (export)
+       2. trace with example inputs, and watch the code             (_run_export, _FlatModel)
+       3. refuse what a graph would not repeat: random numbers ...  (_capture)
+       4. inline torch.no_grad() and torch.autocast; free strides   (_capture)
+    ->  Exported(graph whose nodes know their modules and regions, structure of inputs and results)
 
-Regions that export nests (``torch.no_grad()``, ``torch.autocast``) are laid flat again and every
-node is told in which it stands, so that a layer border may pass through a region.
+Each node notes the regions around it, so that a layer border may lie inside a region.
 """
 
 from __future__ import annotations
@@ -24,34 +27,39 @@ import torch
 from torch import Tensor, fx, nn
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import DEFAULT, Parameters, layout_of_inputs
+from placer.capture.batch_dims.batch_layout import Parameters
 from placer.capture.batch_dims.batch_symbols import Dims, batch_symbols
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS, call_layout
 from placer.capture.export import checkpoints, nested_ops
 from placer.capture.export.inlining import inline_regions
 from placer.capture.export.module_names import CalledNames
 from placer.capture.export.op_effects import has_effect
-from placer.capture.export.subclass_weights import define_functions, refuse_weights
-from placer.capture.export.trace_session import (
+from placer.capture.export.subclass_weights import refuse_weights, weights_override_functions
+from placer.capture.export.tracing_environment import (
+    capture_device,
+    trace_input,
+    tracing_environment,
+)
+from placer.capture.export.tracing_lock import with_tracing_lock
+from placer.capture.export.tracing_modes import (
     GradientMode,
     HiddenGradientMode,
     OneDevice,
-    Patience,
+    TraceTimeout,
     custom_functions,
 )
-from placer.capture.export.tracing_environment import capture_device, example, traceable
-from placer.capture.export.tracing_lock import alone
 from placer.capture.fingerprint import differs_later
-from placer.capture.grouping import storage_roots, written
+from placer.capture.grouping import storage_roots, written_arguments
 from placer.capture.python_state import attribute_reads, host_rng
-from placer.capture.python_state.global_variables import Variables, only_read
+from placer.capture.python_state.global_variables import Variables, unchanged_places
 from placer.capture.python_state.module_hooks import refuse_hooks
 from placer.capture.python_state.module_side_effects import (
-    Counted,
     KeptError,
-    put_back,
+    SetAttribute,
     read_before_written,
+    restored_modules,
 )
-from placer.capture.python_state.mutable_inputs import Left, left_in, written_inputs
+from placer.capture.python_state.mutable_inputs import InputChanges, input_changes, written_inputs
 from placer.capture.python_state.plain_tensors import PlainTensors, plain_names
 from placer.capture.pytrees import Structure, flatten, flatten_inputs, parts_of_inputs
 from placer.errors import CaptureError
@@ -59,13 +67,13 @@ from placer.errors import CaptureError
 _LIBRARIES = tuple(
     str(place) + os.sep for place in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
-"""Where code that is not the model's own lies."""
+"""Folders of code that is not the model's own: torch and Placer."""
 
-_Sizes: TypeAlias = dict[int, Any] | None
-"""The dimensions of a tensor whose sizes a graph leaves open."""
+_OpenSizes: TypeAlias = dict[int, Any] | None
+"""The sizes of a tensor that a graph leaves open: dimension to torch.export.Dim; None for none."""
 
 PREFIX = "module."
-"""The user's model is the attribute ``module`` of what is exported."""
+"""Start of the targets in the graph: the user's model is an attribute of ``_FlatModel``."""
 
 
 @dataclass
@@ -77,17 +85,15 @@ class Exported:
             constants.
         inputs: structure of ``(args, kwargs)``.
         outputs: structure of the result.
-        device: the device that the graph was captured on; other devices take its place when a layer
-            runs.
-        batch_symbols: those of the batch size; none where it is fixed.
-        batch_size: of the example.
-        checkpoints: the modules that ran under ``torch.utils.checkpoint``.
-        attributes: the modules and other objects, and names, of the attributes whose values the
-            graph holds.
-        looked_at: the plain tensors whose values Python code asked for, so that the graph holds
-            what followed.
-        left: what forward leaves in what it is given; None where that is nothing new.
-        is_closed: whether more sizes were to be open and could not be, or not in time.
+        device: the device of the capture; the device of a layer replaces it when the layer runs.
+        batch_symbols: symbols of the batch size; empty if it is fixed.
+        batch_size: number of samples in the example.
+        checkpoints: paths of the modules that ran under ``torch.utils.checkpoint``.
+        attributes: the holders (modules and other objects) and names of attributes whose values are
+            constants of the graph.
+        values_read: the plain tensors whose values Python code read; they are constants, too.
+        input_changes: what forward leaves in its inputs; None if it leaves nothing new.
+        has_fixed_sizes: whether the additional sizes could not be left open in the time limit.
         stops_gradients: whether the class of a weight stops gradients that the graph would let
             through.
     """
@@ -100,35 +106,45 @@ class Exported:
     batch_size: int
     checkpoints: tuple[str, ...] = ()
     attributes: tuple[tuple[Any, str], ...] = ()
-    looked_at: tuple[Tensor, ...] = ()
-    left: Left | None = None
-    is_closed: bool = False
+    values_read: tuple[Tensor, ...] = ()
+    input_changes: InputChanges | None = None
+    has_fixed_sizes: bool = False
     stops_gradients: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """One for each tensor of the inputs."""
+        """Return the input nodes, one for each tensor of the inputs."""
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
 
-    def other_sizes(self, tensors: Sequence[Any]) -> list[set[int]]:
-        """For each input the dimensions that are not of one size, here and in these tensors or by
-        the graph itself.
+    def varying_dims(self, tensors: Sequence[Any]) -> list[set[int]]:
+        """Return for each input the dimensions whose size varies.
+
+        A size varies if the graph leaves it open or if these tensors have another size than the
+        example.
+
+        Args:
+            tensors: one for each input.
         """
         return [
-            _other_sizes(node.meta["val"], tensor)
+            _varying_dims(node.meta["val"], tensor)
             for node, tensor in zip(self.placeholders, tensors, strict=True)
         ]
 
     def covers(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph holds for inputs of these shapes and dtypes."""
+        """Return whether the graph is valid for inputs of these shapes and dtypes.
+
+        Args:
+            tensors: one for each input.
+        """
         for node, tensor in zip(self.placeholders, tensors, strict=True):
             example = node.meta["val"]
             if example.dtype != tensor.dtype or example.dim() != tensor.dim():
                 return False
             for expected, given in zip(example.shape, tensor.shape, strict=True):
-                # torch has free sizes begin at 2
+                # torch.export specialises the sizes 0 and 1, so an open size begins at 2
                 if expected != given if isinstance(expected, int) else given < 2:
                     return False
+        # Conditions on open sizes that torch found while it traced, such as "divisible by 4".
         guards = getattr(self.module, "_guards_fn", None)
         try:
             if guards is not None:
@@ -138,18 +154,33 @@ class Exported:
         return True
 
 
-def _other_sizes(example: Any, tensor: Any) -> set[int]:
+def _varying_dims(example: Any, tensor: Any) -> set[int]:
     if not isinstance(tensor, Tensor) or example.dim() != tensor.dim():
         return set()
     pairs = enumerate(zip(example.shape, tensor.shape, strict=True))
     return {dim for dim, (known, size) in pairs if not isinstance(known, int) or known != size}
 
 
-class _Flat(nn.Module):
-    """Takes and returns flat tensors, so that no container of the user's has to be registered with
-    torch.
+class _FlatModel(nn.Module):
+    """The model with flat tensors as inputs and results.
 
-    What it learns is in sets: torch.export puts lists and dicts of a module back as they were.
+    So torch.export need not know the user's containers. What is learned while tracing goes into
+    sets, because torch.export restores the lists and dicts of a module afterwards.
+
+    Args:
+        module: the user's model.
+        plain: records the use of plain tensors.
+        inputs: structure of ``(args, kwargs)``.
+        outputs: receives the structure of each traced result, and what forward left in its inputs.
+        copied: positions of inputs that forward writes to, which are cloned first.
+        patience: maximum seconds for the trace.
+
+    Attributes:
+        custom: descriptions of code whose backward pass the graph would lose.
+        hidden: descriptions of gradient modes inside the class of a weight.
+        kept: descriptions of attributes that keep a tensor of the pass.
+        set_attributes: attributes that forward sets.
+        replaced: names of buffers that forward replaces.
     """
 
     def __init__(
@@ -157,7 +188,7 @@ class _Flat(nn.Module):
         module: nn.Module,
         plain: PlainTensors,
         inputs: Structure,
-        outputs: list[tuple[Structure, Left | None]],
+        outputs: list[tuple[Structure, InputChanges | None]],
         copied: set[int],
         patience: float,
     ) -> None:
@@ -166,44 +197,52 @@ class _Flat(nn.Module):
         self.training = module.training
         self._plain, self._inputs, self._outputs, self._copied = plain, inputs, outputs, copied
         self._patience = patience
-        # now: while it is traced others stand in for its weights
-        self._defines_functions = define_functions(module)
+        # Decided now: during the trace, plain tensors replace the weights.
+        self._overrides_functions = weights_override_functions(module)
         self.custom: set[str] = set()
         self.hidden: set[str] = set()
         self.kept: set[str] = set()
-        self.counted: set[Counted] = set()
+        self.set_attributes: set[SetAttribute] = set()
         self.replaced: set[str] = set()
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        # Writes to a clone become a result; writes to the traced input itself would be lost.
         given = [
             tensor.clone() if place in self._copied else tensor
             for place, tensor in enumerate(tensors)
         ]
         args, kwargs = self._inputs.unflatten(given)
         one_device = OneDevice(tensors[0].device if tensors else None)
-        mode = GradientMode()
-        hidden = HiddenGradientMode(mode, self.hidden) if self._defines_functions else nullcontext()
+        gradients = GradientMode()
+        hidden = (
+            HiddenGradientMode(gradients, self.hidden)
+            if self._overrides_functions
+            else nullcontext()
+        )
         with (
-            put_back(self.module) as left,
+            restored_modules(self.module) as effects,
             self._plain,
-            Patience(self._patience),
-            mode,
+            TraceTimeout(self._patience),
+            gradients,
             hidden,
             one_device,
         ):
+            # Inside the modes; they see nothing of the bookkeeping below.
             result = self.module(*args, **kwargs)
-            leaves, structure = flatten(result, anew=parts_of_inputs(args, kwargs))
-            left.write_buffers()
-        made, in_inputs = left_in((args, kwargs), given, self._inputs, self._copied)
-        self._outputs.append((structure, in_inputs))
-        self.kept.update(left.tensors)
-        self.counted.update(left.counted)
-        self.replaced.update(left.replaced)
-        self.custom.update(custom_functions(leaves) or mode.custom)
+            leaves, structure = flatten(result, copied=parts_of_inputs(args, kwargs))
+            effects.write_buffers()
+        made, changes = input_changes((args, kwargs), given, self._inputs, self._copied)
+        # Last one wins: torch.export may call forward more than once.
+        self._outputs.append((structure, changes))
+        self.kept.update(effects.tensors)
+        self.set_attributes.update(effects.set_attributes)
+        self.replaced.update(effects.replaced)
+        self.custom.update(custom_functions(leaves) or gradients.custom)
+        # The tensors that forward left in its inputs follow the results.
         return (*leaves, *made)
 
 
-@alone
+@with_tracing_lock
 def export(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -218,66 +257,72 @@ def export(
         module: any module, its state on any devices.
         args: example positional arguments.
         kwargs: example keyword arguments.
-        dims: for each tensor in them the batch dimension, or None if it has none; by convention,
-            without options, if None.
-        free: for each tensor in them, the dimensions whose size is to be left open where the model
-            allows it, as that of the batch always is.
-        patience: for how many seconds the model may be traced with these dimensions open; longer,
-            and they are not.
+        dims: for each tensor in them the batch dimension, or None without one. By default dimension
+            0, by the convention for models without options.
+        free: for each tensor in them, additional dimensions whose size to leave open if the model
+            allows it.
+        patience: maximum seconds to trace with the additional dimensions open; afterwards they are
+            fixed.
+
+    Returns:
+        The captured model.
 
     Raises:
-        CaptureError: torch.export refuses the model, or it has hooks whose side effects a graph
-            would not run.
+        CaptureError: torch.export refuses the model, or a graph would lose an effect of its code.
     """
     refuse_hooks(module)
     refuse_weights(module)
     tensors, inputs = flatten_inputs(args, kwargs)
     if dims is None:
-        dims = layout_of_inputs((args, kwargs), tensors, inputs, DEFAULT, Parameters()).dims
-    first, *others = _open_sizes(tensors, dims, free)
+        dims = call_layout((args, kwargs), tensors, inputs, DEFAULT_OPTIONS, Parameters()).dims
+    first, *others = _sizes_to_try(tensors, dims, free)
     if not any(free) or not others:
-        return _exported(module, args, kwargs, dims, [first, *others])
+        return _capture(module, args, kwargs, dims, [first, *others])
     try:
-        return _exported(module, args, kwargs, dims, [first], patience)
+        return _capture(module, args, kwargs, dims, [first], patience)
     except CaptureError:
-        # early or late: where a size is a number the model may do what it cannot where it is open
-        return replace(_exported(module, args, kwargs, dims, others), is_closed=True)
+        # Whether the error came early or late: code may fail with an open size and work with a
+        # number.
+        return replace(_capture(module, args, kwargs, dims, others), has_fixed_sizes=True)
 
 
-def _exported(
+def _capture(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dims: Dims,
-    open_sizes: Sequence[Sequence[_Sizes]],
+    open_sizes: Sequence[Sequence[_OpenSizes]],
     patience: float = math.inf,
 ) -> Exported:
-    """A capture that leaves open the first of these sizes that torch.export allows."""
+    """Capture with the first of these sets of open sizes that torch.export allows."""
     tensors, inputs = flatten_inputs(args, kwargs)
     device, before = capture_device(module, tensors), Variables(module).read()
-    traced = _traced(module, device, inputs, tensors, open_sizes, patience)
-    # it may have been another thread that drew
+    traced = _trace(module, device, inputs, tensors, open_sizes, patience)
+    # Another thread may have drawn the numbers: trace again and watch this thread alone.
     if traced.drawn and threading.active_count() > 1:
-        traced = _traced(module, device, inputs, tensors, open_sizes, patience, among_threads=True)
-    graph_module, counted = traced.module, traced.counted
+        traced = _trace(module, device, inputs, tensors, open_sizes, patience, among_threads=True)
+    # What the trace saw and a graph would not repeat.
+    graph_module, attributes_set = traced.module, traced.set_attributes
     if traced.drawn:
         raise CaptureError(
-            f"forward {' and '.join(traced.drawn)}, and a graph would keep what came of it"
+            f"forward {' and '.join(traced.drawn)}, and a graph would repeat the outcome"
         )
-    if counted and differs_later(module, args, kwargs, counted):
-        names = ", ".join(sorted({repr(one.name) for one in counted}))
+    if attributes_set and differs_later(module, args, kwargs, attributes_set):
+        names = ", ".join(sorted({repr(one.name) for one in attributes_set}))
         raise CaptureError(
-            f"forward sets {names} and does something else in later calls, which a graph would not"
+            f"forward sets {names} and behaves differently in later calls, which a graph would not"
         )
+    # What the graph itself contains and a layer could not run.
     _refuse_generators(graph_module)
     _refuse_shapes_from_values(graph_module.graph)
     inline_regions(graph_module)
-    if nested_ops.has_bodies(graph_module):
-        traced.notes.read_all()
-    _free_strides(graph_module.graph)
+    # Code inside a nested graph reads attributes unseen, so all of them count as read.
+    if nested_ops.has_nested_graphs(graph_module):
+        traced.notes.count_all_as_read()
+    _views_to_reshapes(graph_module.graph)
     graph_module.graph.eliminate_dead_code(is_impure_node=has_effect)
     symbols = batch_symbols(graph_module.graph, dims)
-    checkpointed, read = tuple(traced.checkpointed), (*traced.notes.only_read(), *only_read(before))
+    # Without a batch dimension anywhere, the example counts as one sample.
     batch = next(
         (int(one.shape[dim]) for one, dim in zip(tensors, dims, strict=True) if dim is not None), 1
     )
@@ -288,157 +333,177 @@ def _exported(
         device=device,
         batch_symbols=symbols,
         batch_size=batch,
-        checkpoints=checkpointed,
-        attributes=read,
-        looked_at=traced.looked_at,
-        left=traced.left,
+        checkpoints=tuple(traced.checkpointed),
+        attributes=(*traced.notes.only_read(), *unchanged_places(before)),
+        values_read=traced.values_read,
+        input_changes=traced.input_changes,
         stops_gradients=traced.stops_gradients,
     )
 
 
-class _Traced(NamedTuple):
-    """A graph as torch.export makes it, and what was seen meanwhile.
+class _Trace(NamedTuple):
+    """A graph as torch.export produces it, and what was observed during the trace.
 
     Attributes:
         module: the graph.
         outputs: structure of the result.
-        left: what forward leaves in its inputs.
-        looked_at: the plain tensors whose values Python code asked for.
-        counted: the attributes that it sets.
+        input_changes: what forward leaves in its inputs.
+        values_read: the plain tensors whose values Python code read.
+        set_attributes: the attributes that forward sets.
         stops_gradients: whether the class of a weight stops gradients that the graph would let
             through.
-        drawn: the host's generators that were drawn from, in words.
-        checkpointed: the modules that run under checkpoints.
+        drawn: descriptions of the host's generators that the code drew from.
+        checkpointed: paths of the modules that run under checkpoints.
         notes: the attributes that were read and written.
     """
 
     module: fx.GraphModule
     outputs: Structure
-    left: Left | None
-    looked_at: tuple[Tensor, ...]
-    counted: set[Counted]
+    input_changes: InputChanges | None
+    values_read: tuple[Tensor, ...]
+    set_attributes: set[SetAttribute]
     stops_gradients: bool
     drawn: list[str]
     checkpointed: list[str]
-    notes: attribute_reads.Notes
+    notes: attribute_reads.AttributeUse
 
 
-def _traced(
+def _trace(
     module: nn.Module,
     device: torch.device,
     inputs: Structure,
     tensors: Sequence[Any],
-    open_sizes: Sequence[Sequence[_Sizes]],
+    open_sizes: Sequence[Sequence[_OpenSizes]],
     patience: float,
     among_threads: bool = False,
-) -> _Traced:
+) -> _Trace:
     with (
-        traceable(module, device),
-        checkpoints.noticed(module) as checkpointed,
-        attribute_reads.noted(module) as notes,
+        tracing_environment(module, device),
+        checkpoints.recorded_checkpoints(module) as checkpointed,
+        attribute_reads.recorded_attributes(module) as notes,
     ):
-        examples = tuple(_distinct(example(tensor, device) for tensor in tensors))
-        with host_rng.given_back(among_threads) as drawn:
-            found = _export(module, device, inputs, tensors, examples, open_sizes, patience)
-    return _Traced(*found, drawn, checkpointed, notes)
+        examples = tuple(_distinct_inputs(trace_input(tensor, device) for tensor in tensors))
+        with host_rng.restored_generators(among_threads) as drawn:
+            found = _run_export(module, device, inputs, tensors, examples, open_sizes, patience)
+    return _Trace(*found, drawn, checkpointed, notes)
 
 
-def _distinct(examples: Iterable[Any]) -> Iterator[Any]:
-    """Each tensor once: of one that is given twice a graph would be made that takes the second for
-    the first.
+def _distinct_inputs(examples: Iterable[Any]) -> Iterator[Any]:
+    """Yield each tensor once, and no views or inference tensors.
 
-    And none a view, as a part of a batch is: torch allows no writes to one that was made without
-    gradients. Nor one made in inference mode, which autograd refuses.
+    torch.export would take two inputs that are the same tensor for one input. torch refuses writes
+    to a view that was made without gradients, such as a slice of a batch. Autograd refuses tensors
+    of inference mode.
     """
     seen: set[int] = set()
     for item in examples:
-        again = isinstance(item, Tensor) and (
+        needs_copy = isinstance(item, Tensor) and (
             id(item) in seen or item._is_view() or item.is_inference()
         )
         seen.add(id(item))
-        if not again:
+        if not needs_copy:
             yield item
         else:
             copy = item.detach().clone()
-            # a transform of torch.func allows no such call
+            # Only for True: a transform of torch.func does not allow the call with False.
             yield copy.requires_grad_() if item.requires_grad else copy
 
 
-def _export(
+def _run_export(
     module: nn.Module,
     device: torch.device,
     inputs: Structure,
     tensors: Sequence[Any],
     examples: tuple[Any, ...],
-    open_sizes: Sequence[Sequence[_Sizes]],
+    open_sizes: Sequence[Sequence[_OpenSizes]],
     patience: float,
-) -> tuple[fx.GraphModule, Structure, Left | None, tuple[Tensor, ...], set[Counted], bool]:
+) -> tuple[
+    fx.GraphModule, Structure, InputChanges | None, tuple[Tensor, ...], set[SetAttribute], bool
+]:
+    """Trace the model until torch.export succeeds.
+
+    Each pass of the loop is one trace. It is repeated with fewer open sizes if torch.export fails,
+    and with copies of the inputs that forward writes to.
+    """
     failure: Exception | None = None
     copied: set[int] = set()
-    ways = list(open_sizes)
-    while ways:
-        structures: list[tuple[Structure, Left | None]] = []
+    to_try = list(open_sizes)
+    while to_try:
+        structures: list[tuple[Structure, InputChanges | None]] = []
         plain = PlainTensors(device)
-        flat = _Flat(module, plain, inputs, structures, copied, patience)
+        flat = _FlatModel(module, plain, inputs, structures, copied, patience)
         called = CalledNames(flat)
         try:
-            # torch.export gives each module a copy of a list that two of them share
-            with put_back(module), called.watched():
+            # torch.export gives each of two modules that share a list its own copy; put that back
+            # too.
+            with restored_modules(module), called.watched():
                 program = torch.export.export(
-                    flat, examples, strict=False, dynamic_shapes=(tuple(ways[0]),)
+                    flat, examples, strict=False, dynamic_shapes=(tuple(to_try[0]),)
                 )
         except Exception as error:
-            # whatever the model's own code may raise while it is traced
-            _release_frames(error)
+            # The model's code may raise anything while it is traced.
+            _clear_frames(error)
+            # The first error concerns the wanted sizes, so it is the one to report.
             failure = failure or error
-            # where no fixed shape would help
-            ways = [] if "data-dependent" in str(error).lower() else ways[1:]
+            # The model asks for a tensor's value, so fixed sizes would not help.
+            to_try = [] if "data-dependent" in str(error).lower() else to_try[1:]
             continue
         finally:
-            plain.put_back()
-        hidden = bool(flat.hidden)
-        if hidden and module.training:
-            flat.custom.update(flat.hidden)
-        if flat.custom:
-            raise CaptureError(
-                f"{', '.join(sorted(flat.custom))}: a graph would lose the backward pass that it defines"
-            )
-        if plain.untracked:
-            raise CaptureError(
-                f"forward computes with a tensor of shape {min(plain.untracked)} that requires a gradient and is not a "
-                "parameter of the model; a graph would lose its gradient: register it as an nn.Parameter"
-            )
-        if flat.kept:
-            raise KeptError(
-                f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, which a graph would not leave there"
-            )
+            plain.restore()
+        _refuse_lost_effects(flat, plain)
         graph_module = program.module()
         called.rename(graph_module.graph)
         written_to = written_inputs(graph_module.graph)
-        _refuse_shared(tensors, written_to)
-        # once more, on copies, whose values are then results
+        _refuse_shared_inputs(tensors, written_to)
+        # Trace again on copies, so that the written values are results.
         if not written_to <= copied:
             copied = written_to
             continue
         read_before_written(graph_module.graph, {f"{PREFIX}{name}" for name in flat.replaced})
         plain.replace_aliases(graph_module)
-        changed = _one_node_a_tensor(graph_module, module)
-        if changed.intersection(plain.looked_at):
+        changed = _merge_tied_nodes(graph_module, module)
+        if changed.intersection(plain.values_read):
             raise CaptureError(
-                "forward asks for the values of a tensor that it writes to, and a graph would keep the first ones"
+                "forward reads the values of a tensor that it also writes to, and a graph would "
+                "keep the first values"
             )
-        return graph_module, *structures[-1], tuple(plain.looked_at.values()), flat.counted, hidden
+        return (
+            graph_module,
+            *structures[-1],
+            tuple(plain.values_read.values()),
+            flat.set_attributes,
+            bool(flat.hidden),
+        )
     assert failure is not None
-    raise CaptureError(_reason(failure)) from failure
+    raise CaptureError(_failure_reason(failure)) from failure
 
 
-def _release_frames(error: BaseException) -> None:
-    """Let go of the local variables of the frames in which tracing failed.
+def _refuse_lost_effects(flat: _FlatModel, plain: PlainTensors) -> None:
+    """Raise a CaptureError if the traced code has effects that the graph lacks."""
+    # In evaluation mode, the caller checks ``stops_gradients`` if it wants gradients.
+    custom = flat.custom | (flat.hidden if flat.training else set())
+    if custom:
+        raise CaptureError(f"{', '.join(sorted(custom))}: a graph would lose its backward pass")
+    if plain.untracked:
+        raise CaptureError(
+            f"forward computes with a tensor of shape {min(plain.untracked)} that requires a "
+            "gradient and is not a parameter of the model; a graph would lose its gradient: "
+            "register it as an nn.Parameter"
+        )
+    if flat.kept:
+        raise KeptError(
+            f"forward keeps a tensor in {', '.join(sorted(flat.kept))}, where a graph would "
+            "not leave it"
+        )
 
-    Some of them are guards of torch, which set what the dispatcher does in this thread until they
-    are destroyed. Left to Python's garbage collector, they set it back in the middle of any later
-    operation.
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables of the frames in which tracing failed.
+
+    Some of them are guards of torch that change the dispatcher's state in this thread until they
+    are destroyed. Python's garbage collector would destroy them in the middle of a later operation.
     """
+    # An exception's cause and context hold frames too.
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -449,28 +514,30 @@ def _release_frames(error: BaseException) -> None:
             waiting += [one.__cause__, one.__context__]
 
 
-def _refuse_shared(tensors: Sequence[Any], written_to: set[int]) -> None:
-    """Raise a CaptureError if forward writes to an input whose memory another one shares: a graph
-    has copies.
+def _refuse_shared_inputs(tensors: Sequence[Any], written_to: set[int]) -> None:
+    """Raise a CaptureError if forward writes to an input that shares memory with another input.
+
+    In the graph, the two inputs are separate copies.
     """
-    places = [_memory(tensor) for tensor in tensors]
+    places = [_memory_id(tensor) for tensor in tensors]
     if any(places.count(places[place]) > 1 for place in written_to if places[place] is not None):
         raise CaptureError(
-            "forward writes to an input whose memory another input shares, which would not see it"
+            "forward writes to an input that shares memory with another input; in a graph the "
+            "other input would not change"
         )
 
 
-def _one_node_a_tensor(graph_module: fx.GraphModule, module: nn.Module) -> set[int]:
-    """Let a tensor that the model knows by several names be one node, so that writes by one name
-    are seen by all.
+def _merge_tied_nodes(graph_module: fx.GraphModule, module: nn.Module) -> set[int]:
+    """Give a tensor that the model knows by several names one node.
+
+    So a write by one name is visible under every name.
 
     Returns:
         The identities of the tensors that the graph writes to.
 
     Raises:
-        CaptureError: forward writes to a tensor that shares memory with another one. On another
-            device each would have a copy of its own, and the write to the one would not be seen in
-            the other.
+        CaptureError: forward writes to a tensor that shares memory with another tensor. On another
+            device, each has a copy of its own, and the other would not see the write.
     """
     first: dict[int, fx.Node] = {}
     sharing: dict[int, set[fx.Node]] = {}
@@ -484,14 +551,14 @@ def _one_node_a_tensor(graph_module: fx.GraphModule, module: nn.Module) -> set[i
         if first.setdefault(id(value), node) is not node:
             node.replace_all_uses_with(first[id(value)])
             graph.erase_node(node)
-        elif (memory := _memory(value)) is not None:
+        elif (memory := _memory_id(value)) is not None:
             sharing.setdefault(memory, set()).add(node)
     operations = [node for node in graph.nodes if node.op == "call_function"]
     roots = storage_roots(operations)
     changed = {
         root
         for node in operations
-        for target in written(node)
+        for target in written_arguments(node)
         for root in roots.get(target, {target})
     }
     for nodes in sharing.values():
@@ -501,52 +568,55 @@ def _one_node_a_tensor(graph_module: fx.GraphModule, module: nn.Module) -> set[i
                 plain.get(id(values[node]), str(node.target).removeprefix(PREFIX)) for node in nodes
             )
             raise CaptureError(
-                f"forward writes to memory that {', '.join(map(repr, names))} share; the copies of these on other "
-                "devices would not see it"
+                f"forward writes to memory that {', '.join(map(repr, names))} share; on other "
+                "devices these have separate copies, of which one would change"
             )
     return {id(values[node]) for node in changed if node in values}
 
 
-def _memory(tensor: Any) -> int | None:
-    """What tells the memory of a tensor from others'; None of what has none of its own: a sparse
-    one, or no tensor.
-    """
+def _memory_id(tensor: Any) -> int | None:
+    """Return an identifier of a tensor's memory; None for a sparse tensor or a non-tensor."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         return None
     return int(devices.unwrapped(tensor).untyped_storage()._cdata)
 
 
 def _refuse_shapes_from_values(graph: fx.Graph) -> None:
-    """Raise a CaptureError if a result is as large as the values of tensors say: nothing could be
-    laid out before.
+    """Raise a CaptureError if the size of a result depends on values of tensors.
+
+    Its memory could not be planned.
     """
     for node in graph.nodes:
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else ():
             if isinstance(size, torch.SymInt) and not size.node.has_hint():
                 raise CaptureError(
-                    f"the shape that {node.target} gives depends on values of tensors"
+                    f"the shape of the result of {node.target} depends on values of tensors"
                 )
 
 
 def _refuse_generators(module: fx.GraphModule) -> None:
-    """Raise a CaptureError if random numbers come from a generator of the model's own: a graph
-    would not seed it.
+    """Raise a CaptureError if the model draws from its own torch.Generator.
+
+    A graph would not seed it.
     """
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(
             operator.attrgetter(node.target)(module), torch.Generator
         ):
             raise CaptureError(
-                "forward draws from a torch.Generator of its own, which a graph would not seed"
+                "forward draws from its own torch.Generator, which a graph would not seed"
             )
 
 
-def _open_sizes(
+def _sizes_to_try(
     tensors: Sequence[Any], dims: Dims, free: Sequence[Collection[int]]
-) -> list[list[_Sizes]]:
-    """Which sizes a graph is to leave open, for each tensor; then what to try where the model
-    allows no such graph.
+) -> list[list[_OpenSizes]]:
+    """Return which sizes to leave open for each tensor: the wish first, then the alternatives.
+
+    1. the batch and the additional dimensions     (only if ``free`` is given)
+    2. the batch
+    3. nothing: a graph for this batch size only
     """
     each = zip(tensors, dims, strict=True)
     batched = [
@@ -562,10 +632,8 @@ def _open_sizes(
     ]
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what torch.export says, and the line of the model's code that it says it
-    of.
-    """
+def _failure_reason(error: Exception) -> str:
+    """Return the first line of torch.export's message and the model's line that it concerns."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     own = [
         frame
@@ -578,11 +646,11 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _free_strides(graph: fx.Graph) -> None:
-    """Let views become reshapes: an operation may lay its result out otherwise on the device where
-    it will run.
+def _views_to_reshapes(graph: fx.Graph) -> None:
+    """Turn views into reshapes.
 
-    Where the strides are those of the capture, a reshape is the view.
+    On another device, an operation may return other strides than in the capture, and a view would
+    fail. With the same strides, a reshape is a view.
     """
     for node in graph.nodes:
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):

@@ -1,5 +1,7 @@
-"""A function mode that sees more than torch's: what custom functions are given and what checkpoints
-will run again.
+"""A function mode that also sees custom autograd functions and checkpoints.
+
+torch's own TorchFunctionMode misses two things: the arguments of ``autograd.Function.apply``, and
+functions that ``torch.utils.checkpoint`` runs again in the backward pass.
 """
 
 from __future__ import annotations
@@ -16,20 +18,28 @@ from torch.utils import checkpoint
 Function = Callable[..., Any]
 
 
-class WideMode(TorchFunctionMode):
-    """Functions of torch pass by here, as by any mode, and two things that are none of these."""
+class ExtendedFunctionMode(TorchFunctionMode):
+    """A mode for functions of torch, arguments of custom functions, and checkpoints."""
 
-    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a custom function takes instead of this."""
+    def custom_function_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a custom function receives instead of these arguments.
+
+        Args:
+            args: the positional arguments.
+        """
         raise NotImplementedError
 
-    def kept(self, function: Function) -> Function:
-        """What a checkpoint runs in the backward pass instead of the function that it ran before."""
+    def recomputed_function(self, function: Function) -> Function:
+        """Return what a checkpoint runs again in the backward pass instead of this function.
+
+        Args:
+            function: what the checkpoint ran in the forward pass.
+        """
         raise NotImplementedError
 
     @property
-    def is_here(self) -> bool:
-        """Whether what this thread calls passes by here."""
+    def is_active(self) -> bool:
+        """Return whether the calls of this thread pass through this mode."""
         return self in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
@@ -41,21 +51,21 @@ class WideMode(TorchFunctionMode):
         _replacements.end()
 
 
-def _latest() -> WideMode | None:
-    """The mode that what this thread calls passes by first; none while a graph is made."""
+def _innermost_mode() -> ExtendedFunctionMode | None:
+    """Return the innermost of these modes in this thread; None while torch.compile traces."""
     if torch.compiler.is_dynamo_compiling():
         return None
     modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    return next((mode for mode in modes if isinstance(mode, WideMode)), None)
+    return next((mode for mode in modes if isinstance(mode, ExtendedFunctionMode)), None)
 
 
 class _Replacements:
-    """Functions inside torch that are others while any thread has such a mode; in other threads
-    they do what they did.
+    """Functions inside torch that are replaced while any thread has such a mode.
 
-    What ``apply`` of custom functions calls first on its arguments is one (``apply`` itself may be
-    known by other
-    names: ``product = Product.apply``), what ``checkpoint`` hands its function to are the others.
+    In threads without the mode, the replacements do what torch's functions do.
+    ``autograd.Function.apply`` calls ``unwrap_dead_wrappers`` on its arguments first. ``apply``
+    itself cannot be replaced, because user code may hold it under another name: ``product =
+    Product.apply``.
     """
 
     def __init__(self) -> None:
@@ -66,11 +76,12 @@ class _Replacements:
         with self._lock:
             self._count += 1
             if self._count == 1:
-                self._replace(functorch, "unwrap_dead_wrappers", _instead_of_unwrapping)
+                # For custom functions; the others are for checkpoints, non-reentrant and reentrant.
+                self._replace(functorch, "unwrap_dead_wrappers", _replace_unwrapping)
                 self._replace(
-                    checkpoint, "_checkpoint_without_reentrant_generator", _instead_of_keeping
+                    checkpoint, "_checkpoint_without_reentrant_generator", _replace_checkpoint
                 )
-                self._replace(checkpoint.CheckpointFunction, "apply", _instead_of_keeping)
+                self._replace(checkpoint.CheckpointFunction, "apply", _replace_checkpoint)
 
     def end(self) -> None:
         with self._lock:
@@ -80,22 +91,25 @@ class _Replacements:
 
     def _replace(self, owner: Any, name: str, instead: Callable[[Function], Function]) -> None:
         was, is_own = getattr(owner, name), name in vars(owner)
+        # A name that the class only inherits is deleted again, not set.
         self._undo.append(lambda: setattr(owner, name, was) if is_own else delattr(owner, name))
         setattr(owner, name, instead(was))
 
 
-def _instead_of_unwrapping(was: Function) -> Function:
+def _replace_unwrapping(was: Function) -> Function:
     def unwrap(args: tuple[Any, ...]) -> Any:
-        mode = _latest()
-        return was(args if mode is None else mode.given(args))
+        mode = _innermost_mode()
+        return was(args if mode is None else mode.custom_function_arguments(args))
 
     return unwrap
 
 
-def _instead_of_keeping(was: Function) -> Function:
+def _replace_checkpoint(was: Function) -> Function:
     def keep(function: Function, *args: Any, **kwargs: Any) -> Any:
-        mode = _latest()
-        return was(function if mode is None else mode.kept(function), *args, **kwargs)
+        mode = _innermost_mode()
+        return was(
+            function if mode is None else mode.recomputed_function(function), *args, **kwargs
+        )
 
     return keep
 

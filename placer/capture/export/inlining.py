@@ -1,5 +1,10 @@
-"""Laying flat what torch.export nests: ``torch.no_grad()`` and ``torch.autocast`` become notes on
-the nodes inside.
+"""Inlining of the regions that torch.export nests.
+
+    wrap_with_set_grad_enabled(False, body, x)      ->   the nodes of body, each with
+                                                         meta[REGIONS] = (("grad", False),)
+    wrap_with_autocast("cuda", dtype, ..., body, x) ->   ... (("autocast", "cuda", dtype, ...),)
+
+With notes instead of nested graphs, a layer border may lie inside a region.
 """
 
 from __future__ import annotations
@@ -12,14 +17,22 @@ import torch
 from torch import fx
 
 REGIONS = "placer_regions"
-"""Key in ``node.meta``: the regions around a node, outermost first: ``("grad", False)`` or ``("autocast", dtype,
-...)``."""
+"""Key in ``node.meta``: the regions around a node, outermost first.
+
+A region is ``("grad", enabled)`` or ``("autocast", device type, dtype, enabled, cache)``.
+"""
 
 
 def inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> None:
-    """Lay the nested regions of a graph flat, and note on every node which regions it stands in."""
+    """Inline the nested regions of a graph, and note on every node the regions around it.
+
+    Args:
+        module: the graph; it is changed.
+        regions: the regions around the whole graph, outermost first.
+    """
     graph = module.graph
     for node in list(graph.nodes):
+        # ``Exported.covers`` runs the shape guards of torch.export instead.
         if node.op == "call_module" and node.target == "_guards_fn":
             graph.erase_node(node)
             continue
@@ -27,10 +40,12 @@ def inline_regions(module: fx.GraphModule, regions: tuple[Any, ...] = ()) -> Non
         if region is None:
             node.meta.setdefault(REGIONS, regions)
             continue
+        # The settings of the region come before its body: one for gradients, four for autocast.
         body_index = 1 if region[0] == "grad" else 4
         body = getattr(module, str(node.args[body_index].target))
         inline_regions(body, (*regions, region))
-        _splice(module, node, body, node.args[body_index + 1 :])
+        _inline_body(module, node, body, node.args[body_index + 1 :])
+    # Nobody uses the nodes that named the bodies any more.
     for node in reversed(list(graph.nodes)):
         if (
             node.op == "get_attr"
@@ -48,11 +63,12 @@ def _region(node: fx.Node) -> tuple[Any, ...] | None:
     return None
 
 
-def _splice(
+def _inline_body(
     module: fx.GraphModule, call: fx.Node, body: fx.GraphModule, arguments: Sequence[Any]
 ) -> None:
-    """Put a copy of ``body``'s nodes where ``call`` stands, and what they name beside what the
-    graph's nodes name.
+    """Replace ``call`` by a copy of ``body``'s nodes.
+
+    The attributes that these refer to become attributes of ``module`` under new names.
     """
     graph = module.graph
     env: dict[fx.Node, Any] = {}
@@ -69,6 +85,7 @@ def _splice(
                 if node.op == "get_attr":
                     env[node].target = f"{call.name}_{node.name}"
                     setattr(module, env[node].target, operator.attrgetter(str(node.target))(body))
+    # A region returns a tuple, and each user takes one item of it.
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)

@@ -1,5 +1,7 @@
-"""The regions of a model's code that change how operations behave: ``torch.no_grad()`` and
-``torch.autocast``.
+"""Regions of a model's code that change how operations behave.
+
+They are ``torch.no_grad()`` and ``torch.autocast``. The function of a layer enters and leaves them
+itself.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ Region = tuple[Any, ...]
 
 
 class Regions:
-    """The regions that are open while a layer runs; leaving it closes what an exception left open,
-    torch.func's too.
+    """The regions that are open while a layer runs.
+
+    Leaving it after an exception closes the regions that are still open, and transforms of
+    torch.func.
+
+    Args:
+        captured_on: the type of the capture's device.
     """
 
     def __init__(self, captured_on: str) -> None:
@@ -36,13 +43,13 @@ class Regions:
         trace: TracebackType | None,
     ) -> None:
         while self._open:
-            leave(self)
+            leave_region(self)
         if kind is not None:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self._depth)
 
     def push(self, device: torch.device, region: Region) -> None:
-        """Open a region; one of the device type that was captured becomes one of ``device``'s type."""
-        # By functions that torch.compile takes into its graph: it breaks where a context is entered
+        """Open a region; autocast for the capture's device type uses ``device``'s type."""
+        # torch.compile can trace these functions; it breaks the graph where code enters a context
         # by hand.
         if region[0] == "grad":
             self._open.append(torch.is_grad_enabled())
@@ -60,11 +67,11 @@ class Regions:
             _exit_autocast(item)  # type: ignore[no-untyped-call]
 
 
-def enter(regions: Regions, device: torch.device, *region: Any) -> None:
+def enter_region(regions: Regions, device: torch.device, *region: Any) -> None:
     """Open a region from inside a layer's code."""
     regions.push(device, region)
 
 
-def leave(regions: Regions) -> None:
+def leave_region(regions: Regions) -> None:
     """Close the innermost region from inside a layer's code."""
     regions.pop()

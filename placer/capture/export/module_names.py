@@ -1,11 +1,11 @@
 """The real names of the modules that a traced model calls.
 
-torch.export names a call by the way that code took to the module. Where a module has two names,
-that way is not always a name: ``self.layers[:4]`` gives ``layers.slice(None, 4, None).0``. So
-modules are matched by identity instead:
+torch.export names a call by the path that the code took to the module. If a module has two names,
+the path may be no name at all: ``self.layers[:4]`` gives ``layers.slice(None, 4, None).0``. So
+modules are matched by identity:
 
-    forward pre-hook: module that runs   ──▶  its first name in named_modules(), and which of its calls this is
-    tracer: name and number of the call  ──▶  written over in the nodes
+    forward pre-hook   module that runs   ->  its first name in named_modules(), number of the call
+    tracer             name, call number  ->  replaced in the nodes by the above
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from placer.capture.python_state.attribute_reads import identity
 
-STACK = "nn_module_stack"
-"""The entry of a node's metadata that has the calls around it: key -> (name, class)."""
+MODULE_STACK = "nn_module_stack"
+"""Key in a node's metadata of the calls around it: call -> (name, class)."""
 
 
 class CalledNames:
-    """The names of calls in a trace, and the modules that they mean.
+    """The names of calls in a trace, and the modules that they refer to.
 
     Args:
         root: the module that is traced.
@@ -43,13 +43,14 @@ class CalledNames:
         self._real: dict[tuple[str, int], tuple[str, int] | None] = {}
         self._calls: Counter[str] = Counter()
         self._root = identity(root)
-        # the tracer's name of the root, which names in the finished graph leave out
+        # The tracer's name of the root, which names in the finished graph omit.
         self._above = ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the calls of the code inside."""
-        if not self._is_ambiguous:  # the tracer's names are right
+        """Record the module calls of the code inside."""
+        # Every module has one name, so the tracer's names are right.
+        if not self._is_ambiguous:
             yield
             return
         handle = register_module_forward_pre_hook(self._note)
@@ -59,11 +60,15 @@ class CalledNames:
             handle.remove()
 
     def rename(self, graph: fx.Graph) -> None:
-        """Give the calls around each node the real names; calls of modules that are no part of the
-        root go away.
+        """Replace the tracer's names of the calls around each node by the real names.
+
+        Calls of modules outside of the root are removed.
+
+        Args:
+            graph: the traced graph; its metadata is changed.
         """
         for node in graph.nodes if self._real else ():
-            stack: dict[str, tuple[str, Any]] = node.meta.get(STACK) or {}
+            stack: dict[str, tuple[str, Any]] = node.meta.get(MODULE_STACK) or {}
             renamed: dict[str, tuple[str, Any]] = {}
             for key, (name, *rest) in stack.items():
                 call = name, call_number(key)
@@ -71,10 +76,10 @@ class CalledNames:
                 if real is not None:
                     renamed[f"{real[0]}@{real[1]}" if real[1] else real[0]] = (real[0], *rest)
             if stack:
-                node.meta[STACK] = renamed
+                node.meta[MODULE_STACK] = renamed
 
     def _note(self, module: nn.Module, _: object) -> None:
-        # a branch of torch.cond, which is one operation
+        # torch.compile traces a branch of torch.cond here, which is one operation.
         if torch.compiler.is_dynamo_compiling():
             return
         mode = get_proxy_mode()
@@ -82,7 +87,8 @@ class CalledNames:
         if not stack:
             return
         key, (name, *_) = next(reversed(stack.items()))
-        if identity(module) == self._root:  # the code may be traced more than once
+        # The code may be traced more than once; only the last trace counts.
+        if identity(module) == self._root:
             self._above = f"{name}." if name else ""
             self._calls.clear()
         real = self._names.get(identity(module))
@@ -93,8 +99,10 @@ class CalledNames:
 
 
 def call_number(key: str) -> int:
-    """Return which call of a module an entry of the stack is, counted from 0: its key ends in
-    ``@1`` for the second.
+    """Return the number of a module's call, from 0: the key of the second call ends in ``@1``.
+
+    Args:
+        key: key of an entry in the stack of calls.
     """
     number = key.rpartition("@")[2] if "@" in key else "0"
     return int(number) if number.isdecimal() else 0

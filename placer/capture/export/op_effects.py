@@ -1,8 +1,7 @@
-"""What an operation of a captured graph does beside giving its result: it draws random numbers, or
-writes in place.
+"""Effects of operations in addition to their result: random numbers and writes in place.
 
-Torch tells some of it, in schemas and tags; what it does not tell, of batch norm and dropouts, is
-known here.
+torch's schemas and tags declare most of them. Batch norm and dropout do not, so their rules are
+here.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ _DROPOUTS = {
     for kind in ("", "alpha_", "feature_", "feature_alpha_")
     for end in ("", "_")
 }
-"""Those that hand on what they were given where they drop nothing."""
+"""Operations that return their input unchanged if they drop nothing."""
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node without users must stay: it writes in place, draws random numbers, or is a
-    border.
+    """Return whether a node must stay in the graph even without users.
+
+    It writes in place, draws random numbers, or is a border of the graph.
     """
     if (
         node.op in ("placeholder", "output")
@@ -34,45 +34,46 @@ def has_effect(node: fx.Node) -> bool:
     ):
         return True
     return isinstance(node.target, torch._ops.OpOverload) and (
-        node.target._schema.is_mutable or draws_random(node)
+        node.target._schema.is_mutable or node_draws_random(node)
     )
 
 
 def updates_running_statistics(node: fx.Node) -> bool:
-    """Batch norm changes its running statistics without saying so in its schema."""
+    """Return whether a normalisation changes running statistics, undeclared in its schema."""
     name = getattr(node.target, "_schema", None)
     return (
         name is not None
         and name.name in ("aten::batch_norm", "aten::instance_norm")
+        # Argument 5 is ``training`` or ``use_input_stats``.
         and node.args[5] is True
     )
 
 
-def draws_random(node: fx.Node) -> bool:
-    """Whether the node, or a graph of its own, draws from the device's random number generator.
+def node_draws_random(node: fx.Node) -> bool:
+    """Return whether a node, or a graph of its own, draws from the device's generator.
 
-    A dropout of an evaluated model does not.
+    Dropout in evaluation mode does not.
     """
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         module = node.graph.owning_module
         bodies = (
-            [nested_ops.body(module, source) for source in node.all_input_nodes]
+            [nested_ops.nested_graph(module, source) for source in node.all_input_nodes]
             if module is not None
             else []
         )
         return any(
-            draws_random(inner)
+            node_draws_random(inner)
             for found in bodies
             if found is not None
             for inner in found.graph.nodes
         )
-    return draws(node.target, node.args, node.kwargs)
+    return operation_draws_random(node.target, node.args, node.kwargs)
 
 
-def draws(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+def operation_draws_random(operation: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation with these arguments draws random numbers.
 
-    Attention and recurrent networks, which may have dropout, do not without any.
+    Attention and recurrent networks have a dropout argument and draw only if it is positive.
 
     Args:
         operation: an overload of torch.ops; anything else draws nothing.

@@ -1,8 +1,7 @@
-"""What a model's code is looked at in: all of its state on one device, under the caller's autocast
-and nothing else.
+"""The environment in which a model's code is traced.
 
-A model's code may ask of what type a result is, and do otherwise for another; of what type it is
-autocast decides.
+All state is on one device, under the caller's autocast and no other mode. Code may test the dtype
+of a result and branch on it, and autocast decides that dtype.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from placer.capture import autocast
 
 
 def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
-    """Where the state is, if it is in one place; else the CPU, or, for an autocast of GPUs, one of
-    them.
+    """Return the device to trace on.
+
+    It is the device of the state if all of it is on one device; otherwise the CPU, or, if autocast
+    is on for GPUs, a GPU.
     """
     places = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if not places:
@@ -39,19 +40,19 @@ def capture_device(module: nn.Module, tensors: Sequence[Any]) -> torch.device:
     return place
 
 
-def example(tensor: Any, device: torch.device) -> Any:
-    """An input as the capture takes it: a tensor of its shape on the device of the capture."""
+def trace_input(tensor: Any, device: torch.device) -> Any:
+    """Return an input for the trace: a tensor of the same shape on the device of the capture."""
     if not isinstance(tensor, Tensor) or tensor.device == device:
         return tensor
     return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
 
 
 @contextmanager
-def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """State in one place, gradients on, the caller's autocast where it is one of this kind of
-    device.
-    """
+def tracing_environment(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Trace inside with state on one device, gradients, and the caller's autocast."""
     with ExitStack() as stack:
+        # The executor's observers, other modes and inference mode would all become part of the
+        # graph.
         stack.enter_context(devices.unobserved())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.inference_mode(False))
@@ -65,15 +66,15 @@ def traceable(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_quiet())
-        stack.enter_context(_no_stacks())
+        stack.enter_context(_without_python_stacks())
         stack.enter_context(_unchecked_distributions())
-        stack.enter_context(_gathered(module, device))
+        stack.enter_context(_state_on_device(module, device))
         yield
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export prints the whole graph of a model that it refuses; the reason alone is kept."""
+    """Silence torch.export, which prints the whole graph of a model that it refuses."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -85,13 +86,15 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _no_stacks() -> Iterator[None]:
-    """Operations do not note where in the code they stand: nobody reads it, and it takes a tenth of
-    the time.
+def _without_python_stacks() -> Iterator[None]:
+    """Turn off the recording of Python stacks for operations.
+
+    Nobody reads them, and they take a tenth of the time.
     """
     option = "do_not_emit_stack_traces"
     before = getattr(fx_config, option, None)
-    if before is None:  # a torch without it
+    # A version of torch without the option.
+    if before is None:
         yield
         return
     setattr(fx_config, option, True)
@@ -103,8 +106,9 @@ def _no_stacks() -> Iterator[None]:
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """``torch.distributions`` does not look at the values of what it is given, as it would in every
-    call otherwise.
+    """Turn off the value checks of ``torch.distributions``.
+
+    They read tensor values in every call, which a graph cannot repeat.
     """
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -115,11 +119,13 @@ def _unchecked_distributions() -> Iterator[None]:
 
 
 @contextmanager
-def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Stand uninitialised twins in for state that is elsewhere: export needs shapes, and all on one
-    device.
+def _state_on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Replace state on other devices by uninitialised tensors on ``device`` while inside.
+
+    torch.export needs shapes, and all of them on one device.
     """
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
+    # By identity, so that a tied parameter stays one tensor.
     twins: dict[int, Tensor] = {}
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
@@ -129,9 +135,9 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
                     continue
                 if id(tensor) not in twins:
                     twin_of = partial(
-                        torch.empty_like if device.type == "cpu" else _bare, device=device
+                        torch.empty_like if device.type == "cpu" else _without_memory, device=device
                     )
-                    # Of a sparse tensor, one without elements is enough.
+                    # A sparse tensor without elements is enough.
                     twin = (
                         devices.rebuilt(tensor, twin_of)
                         if tensor.layout == torch.strided
@@ -151,9 +157,10 @@ def _gathered(module: nn.Module, device: torch.device) -> Iterator[None]:
             table[name] = tensor
 
 
-def _bare(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and strides that takes no memory of a GPU if it is strided; it
-    cannot be read.
+def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the same shape and strides without memory; it cannot be read.
+
+    Tensors that are not strided keep their memory.
     """
     twin = torch.empty_like(tensor, device=device)
     if twin.layout == torch.strided:

@@ -1,5 +1,6 @@
-"""One look at a model's code at a time: tracing stands on classes, hooks and generators that all
-threads share.
+"""A lock under which one thread at a time traces or inspects a model's code.
+
+Tracing changes classes, hooks and random number generators, which all threads share.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+P = ParamSpec("P")
+R = TypeVar("R")
 
+# Reentrant: a capture runs other traced functions, such as ``differs_later``.
 _TRACING = threading.RLock()
 
 
-def alone(look: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Let no other thread of this process be in a function of this kind."""
+def with_tracing_lock(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function hold the tracing lock while it runs."""
 
-    @wraps(look)
-    def in_turn(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+    @wraps(function)
+    def in_turn(*args: P.args, **kwargs: P.kwargs) -> R:
         with _TRACING:
-            return look(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return in_turn

@@ -1,8 +1,12 @@
-"""Running a model that cannot be captured: modules on their devices, functional operations aligned
-between them.
+"""Execution of a model that cannot be captured, through hooks.
 
-A module that has a device gets its inputs moved there. An operation between modules whose tensors
-are on several devices runs where its parameters are, else where the latest module ran.
+    module with a device      its inputs move to that device before it runs         (Arrival)
+    operation between modules its tensors move to one device if they are on several  (Alignment)
+                              - the tensor that it writes to stays where it is
+                              - else to its parameters' device
+                              - else to the latest module's device
+
+The model's own code stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from placer import devices
-from placer.capture.export.function_modes import Function, WideMode
-from placer.capture.hook_path.packed_sequences import lengths_of
-from placer.capture.python_state.mutable_inputs import Exchange
+from placer.capture.export.function_modes import ExtendedFunctionMode, Function
+from placer.capture.hook_path.packed_sequences import lengths_position
+from placer.capture.python_state.mutable_inputs import TemporaryMove
 from placer.capture.pytrees import CONSTANTS, flatten
 
-_KEEPS_ITS_PLACE = {
+# Names of functions that name their own device, or act on one tensor where it is.
+_NOT_ALIGNED = {
     "to",
     "cpu",
     "cuda",
@@ -36,47 +41,46 @@ _KEEPS_ITS_PLACE = {
     "register_hook",
 }
 
-_OF_LISTS = "_foreach_"
-"""How names begin of what takes lists, whose tensors are each with their own of the other lists,
-not all together."""
+_LIST_PREFIX = "_foreach_"
+"""Prefix of functions over lists, whose n-th tensors belong together, not all tensors."""
 
-_OF_GROUPS = ("_fused_", "_amp_foreach_")
-"""The same, where the caller has sorted them by device: several of the lists are written to."""
+_SORTED_LIST_PREFIXES = ("_fused_", "_amp_foreach_")
+"""Prefixes of functions over lists that the caller sorted by device; several are written to."""
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
 
-_AT_A_GLANCE = frozenset({*CONSTANTS, type(...)})
-"""What holds no tensor."""
+_TYPES_WITHOUT_TENSORS = frozenset({*CONSTANTS, type(...)})
+"""Types that contain no tensor."""
 
-_WRITES = {
+_INPLACE_OPERATORS = {
     "__setitem__",
     *(
         f"__i{name}__"
         for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
     ),
 }
-"""What writes to its first argument, beside what is named so: ``add_``."""
+"""Names of functions that write to their first argument, in addition to names like ``add_``."""
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Called after every function with (function, args, kwargs, result)."""
 
-Renewal = Callable[[], AbstractContextManager["Alignment"]]
-"""What is entered where a backward pass runs something again: in it operations are aligned."""
+AlignAgain = Callable[[], AbstractContextManager["Alignment"]]
+"""A context in which a checkpoint's second run in the backward pass aligns its operations."""
 
 
-class Alignment(WideMode):
-    """Moves the tensors of one operation to one device.
+class Alignment(ExtendedFunctionMode):
+    """A mode that moves the tensors of each operation to one device.
 
     Args:
-        observer: sees every function.
-        renewal: where operations are to be aligned too that a checkpoint runs again in the backward
-            pass.
+        observer: called after every function; None by default.
+        renewal: aligns operations that a checkpoint runs again in the backward pass; None leaves
+            them.
 
     Attributes:
         place: the device of the latest module; None before the first.
     """
 
-    def __init__(self, observer: Observer | None = None, renewal: Renewal | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, renewal: AlignAgain | None = None) -> None:
         super().__init__()
         self.place: torch.device | None = None
         self._observer = observer
@@ -85,8 +89,9 @@ class Alignment(WideMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In it operations are not aligned; where no other mode was entered since, they do not pass
-        by here at all.
+        """Stop aligning operations inside.
+
+        If no other mode was entered since, operations inside do not pass through this mode at all.
         """
         is_latest = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         was, self._is_paused = self._is_paused, True
@@ -101,8 +106,8 @@ class Alignment(WideMode):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """In it, inside ``paused`` or where another thread entered this, they are."""
-        is_away = not self.is_here
+        """Align operations inside ``paused``, or in a thread that did not enter this mode."""
+        is_away = not self.is_active
         was, self._is_paused = self._is_paused, False
         if is_away:
             self.__enter__()
@@ -115,44 +120,52 @@ class Alignment(WideMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # What is compiled, a branch of torch.cond, say, is given what is aligned.
+        # torch.compile traces code whose inputs are aligned already, such as a branch of
+        # torch.cond.
         if self._is_paused or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith(_OF_LISTS):
-            args, kwargs = _beside_the_first(args, kwargs)
-        elif name not in _KEEPS_ITS_PLACE and not name.startswith(_OF_GROUPS):
+        if name.startswith(_LIST_PREFIX):
+            args, kwargs = _align_lists(args, kwargs)
+        elif name not in _NOT_ALIGNED and not name.startswith(_SORTED_LIST_PREFIXES):
             args, kwargs = self._aligned(name, args, kwargs)
         result = func(*args, **kwargs)
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
 
-    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a custom function is given, all of it on one device: it may keep it for its backward
-        pass.
+    def custom_function_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a custom function's arguments on one device: it may save them for backward.
 
-        What is given a function is a checkpoint of somebody's own, and what that runs is aligned
-        when it runs.
+        A function among the arguments means a checkpoint written by the user. Its operations are
+        aligned when it runs.
+
+        Args:
+            args: the positional arguments.
         """
         if self._is_paused:
             return args
         if any(isinstance(one, _FUNCTIONS) for one in args):
-            return tuple(self.kept(one) if isinstance(one, _FUNCTIONS) else one for one in args)
+            return tuple(
+                self.recomputed_function(one) if isinstance(one, _FUNCTIONS) else one
+                for one in args
+            )
         aligned: tuple[Any, ...] = self._aligned("", args, {})[0]
         return aligned
 
-    def kept(self, function: Function) -> Function:
-        """The function as a checkpoint runs it again: aligned, and on the same devices, so that it
-        does the same.
+    def recomputed_function(self, function: Function) -> Function:
+        """Return the function so that a checkpoint runs it again on the same devices.
+
+        Args:
+            function: what the checkpoint ran in the forward pass.
         """
         renewal, place = self._renewal, self.place
         if renewal is None or self._is_paused:
             return function
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            # the pass before, which a reentrant checkpoint begins with this, too
-            if self.is_here:
+            # A reentrant checkpoint begins its forward pass with this function, too.
+            if self.is_active:
                 return function(*args, **kwargs)
             with devices.answering(), renewal() as alignment, alignment.resumed():
                 latest, alignment.place = alignment.place, place
@@ -164,22 +177,25 @@ class Alignment(WideMode):
         return again
 
     def _aligned(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        position = lengths_of(name, args)
+        # torch requires the lengths of packed sequences on the host.
+        position = lengths_position(name, args)
         if position is not None:
             lengths = devices.move(args[position], devices.HOST)
             rest, kwargs = self._aligned("", (*args[:position], *args[position + 1 :]), kwargs)
             return (*rest[:position], lengths, *rest[position:]), kwargs
-        if _are_together(args, kwargs):
+        # The common case, without flattening.
+        if _are_on_one_device(args, kwargs):
             return args, kwargs
         tensors, structure = flatten((args, kwargs))
         tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         places = [devices.location(tensor) for tensor in tensors]
         if all(devices.same(place, places[0]) for place in places):
             return args, kwargs
-        written, _ = flatten(_written_beside(name, args, kwargs))
+        written, _ = flatten(_written_argument(name, args, kwargs))
         target = devices.location(written[0]) if written else self._target(name, tensors, places)
         moved = [
             tensor
+            # torch combines a scalar on the host with tensors on any device.
             if tensor.dim() == 0 and devices.same(place, devices.HOST)
             else devices.move(tensor, target)
             for tensor, place in zip(tensors, places, strict=True)
@@ -188,7 +204,7 @@ class Alignment(WideMode):
         return aligned
 
     def _target(self, name: str, tensors: list[Tensor], places: list[torch.device]) -> torch.device:
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        if name in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
             return places[0]
         owners = [
             place
@@ -205,17 +221,17 @@ class Alignment(WideMode):
         )
 
 
-def _written_beside(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation writes to, where that is not what its name says."""
+def _written_argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that an operation writes to, if its name does not show it."""
     if name in ("batch_norm", "instance_norm"):
         return kwargs.get("running_mean", args[1:2])
     return kwargs.get("out")
 
 
-def _beside_the_first(
+def _align_lists(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Lists of tensors, each tensor where the one at its place in the first list is."""
+    """Move each tensor in lists to the device of its counterpart in the first list."""
     first = next(nest for nest in (*args, *kwargs.values()) if isinstance(nest, (list, tuple)))
     places = [devices.location(tensor) for tensor in first]
 
@@ -230,8 +246,8 @@ def _beside_the_first(
     return tuple(map(beside, args)), {name: beside(nest) for name, nest in kwargs.items()}
 
 
-def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is seen at a glance, as of most operations, that all tensors are on one device."""
+def _are_on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether all tensors are on one device; False for nested arguments."""
     place: torch.device | None = None
     for one in (*args, *kwargs.values()):
         for item in one if type(one) in (list, tuple) else (one,):
@@ -240,29 +256,30 @@ def _are_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
                 place = place or here
                 if not devices.same(here, place):
                     return False
-            elif type(item) not in _AT_A_GLANCE:
+            elif type(item) not in _TYPES_WITHOUT_TENSORS:
                 return False
     return True
 
 
 class Arrival:
-    """A forward pre-hook: moves what a module is given to the device that its state is on, for as
-    long as it runs.
+    """A forward pre-hook that moves a module's inputs to its device while it runs.
 
-    A copy of the module is no part of the flow, so in a copy the hook does nothing.
+    A copy of the module does not belong to the flow, so in a copy the hook does nothing.
+
+    Args:
+        arrivals: the modules on their devices; None in a copy.
+        device: the module's device.
     """
 
-    def __init__(self, arrivals: Arrivals | None, device: torch.device) -> None:
+    def __init__(self, arrivals: ModuleHooks | None, device: torch.device) -> None:
         self._arrivals = arrivals
         self._device = device
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Arguments and keyword arguments on the device; None, as they are, in a copy and while a
-        graph is made.
-        """
+        """Return the arguments on the device; None in a copy and in torch.compile."""
         if torch.compiler.is_dynamo_compiling() or self._arrivals is None or not devices.observed():
             return None
-        return self._arrivals.enter(self._device).made((args, kwargs))
+        return self._arrivals.enter(self._device).moved((args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arrival:
         return Arrival(None, self._device)
@@ -272,13 +289,17 @@ class Arrival:
 
 
 class Departure:
-    """A forward hook, the other end of ``Arrival``."""
+    """A forward hook that ends what ``Arrival`` began.
 
-    def __init__(self, arrivals: Arrivals | None) -> None:
+    Args:
+        arrivals: the modules on their devices; None in a copy.
+    """
+
+    def __init__(self, arrivals: ModuleHooks | None) -> None:
         self._arrivals = arrivals
 
     def __call__(self, *_: Any) -> None:
-        """Put back what the module was given; nothing in a copy and while a graph is made."""
+        """Restore the module's inputs; do nothing in a copy and in torch.compile."""
         if (
             not torch.compiler.is_dynamo_compiling()
             and self._arrivals is not None
@@ -293,8 +314,13 @@ class Departure:
         return Departure, (None,)
 
 
-class Arrivals:
-    """The modules of a model on their devices, while it runs through hooks."""
+class ModuleHooks:
+    """The modules of a model on their devices, while the model runs through hooks.
+
+    Args:
+        modules: the device of each module.
+        alignment: the mode that aligns operations between the modules.
+    """
 
     def __init__(self, modules: Mapping[nn.Module, torch.device], alignment: Alignment) -> None:
         self._alignment = alignment
@@ -308,22 +334,26 @@ class Arrivals:
                 module.register_forward_hook(Departure(self), always_call=True),
             )
         ]
-        self._inside: list[Exchange] = []
+        # A stack: modules run inside modules.
+        self._inside: list[TemporaryMove] = []
 
-    def enter(self, device: torch.device) -> Exchange:
-        """A module on this device is entered; what moves the tensors that it is given."""
+    def enter(self, device: torch.device) -> TemporaryMove:
+        """Note that a module on this device runs, and return the exchange that moves its inputs.
+
+        Args:
+            device: the module's device.
+        """
         self._alignment.place = device
-        self._inside.append(Exchange(device))
+        self._inside.append(TemporaryMove(device))
         return self._inside[-1]
 
     def leave(self) -> None:
-        """The module is left: lists, dicts and objects that it was given have their own tensors
-        back.
-        """
-        if self._inside:  # not where a hook before ``Arrival`` failed
-            self._inside.pop().put_back()
+        """Note that the module has finished, and restore its lists, dicts and objects."""
+        # Empty if a hook before ``Arrival`` failed.
+        if self._inside:
+            self._inside.pop().restore()
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the hooks from the modules."""
         for handle in self._handles:
             handle.remove()

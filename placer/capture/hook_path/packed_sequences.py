@@ -1,6 +1,4 @@
-"""Packed sequences, whose lengths torch wants in the host's memory, wherever the rest of an
-operation is.
-"""
+"""Packed sequences: torch requires their lengths on the host, wherever their data is."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ _PACKING = ("_pack_padded_sequence", "_pad_packed_sequence")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def lengths_of(name: str, args: Any) -> int | None:
-    """Which argument of a function must be on the host; None where there is none.
+def lengths_position(name: str, args: Any) -> int | None:
+    """Return the position of the argument that must be on the host; None without such an argument.
 
     Args:
         name: of the function.
-        args: its positional arguments. Of a packed sequence, a recurrent layer takes the state
-            third; else the weights.
+        args: its positional arguments. With a packed sequence, a recurrent layer takes the state as
+            third argument; otherwise the weights.
     """
     packed = (
         name in _RECURRENT
@@ -33,10 +31,10 @@ def lengths_of(name: str, args: Any) -> int | None:
 
 
 class LengthsOnHost(TorchFunctionMode):
-    """Inside, the lengths of packed sequences that are on a device are brought back to the host."""
+    """A mode that moves the lengths of packed sequences to the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        position = lengths_of(getattr(func, "__name__", ""), args)
+        position = lengths_position(getattr(func, "__name__", ""), args)
         if position is not None:
             args = (
                 *args[:position],
@@ -46,4 +44,4 @@ class LengthsOnHost(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-__all__ = ["LengthsOnHost", "lengths_of"]
+__all__ = ["LengthsOnHost", "lengths_position"]

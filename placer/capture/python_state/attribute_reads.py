@@ -1,14 +1,14 @@
-"""Which attributes of its own a model's code reads while it is traced: a captured graph holds their
-values.
+"""Recording of the attributes that a model's code reads while it is traced.
 
-    self.temperature = 1.0                              # in __init__
-    return self.head(x) / self.temperature              # in forward: read
-    self.calls += 1                                     # in forward: written, so its value is forward's own affair
-    self.config.scale                                   # of an object that a module has: read of both
+A captured graph contains their values, so a changed value requires another capture.
 
-Every attribute could be looked at instead. But many are never read by ``forward``, and some of
-these change between all
-calls: a trainer's count of steps, an epoch.
+    self.temperature = 1.0                   # in __init__
+    return self.head(x) / self.temperature   # in forward: read, so the graph depends on it
+    self.calls += 1                          # in forward: written, so forward maintains it itself
+    self.config.scale                        # attribute of a module's object: both are read
+
+Comparing all attributes instead would capture too often. ``forward`` never reads many of them, and
+some of those change between calls: a trainer's step count, an epoch.
 """
 
 from __future__ import annotations
@@ -22,69 +22,84 @@ from torch import Tensor, nn
 
 from placer.utils.python_objects import is_object, is_torchs, own
 
-_PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
-_NONE = object()
-# this one module.compile() adds
-_OF_EVERY_MODULE = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
-_DEEPEST = 3
-"""So many objects inside one another are looked into: a module's configuration may have one for
-each of its parts."""
+_PLAIN_TYPES = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
+_MISSING = object()
+# ``module.compile()`` adds the last name.
+_MODULE_FIELDS = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
+_MAX_DEPTH = 3
+"""Maximum depth of objects in objects, such as configurations of a configuration's parts."""
 
 
-class Notes:
-    """What a model's code did with attributes of the model's modules, and of objects that these
-    have.
+class AttributeUse:
+    """The attributes of a model's modules, and of their objects, that code read or wrote.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        holders: modules and objects by identity.
+        observed: (identity of the holder, name) of the attributes that can be observed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = [child for child in model.modules() if not is_torchs(type(child))]
         self.holders: dict[int, Any] = {
-            identity(holder): holder for holder in (*modules, *objects_of(modules))
+            identity(holder): holder for holder in (*modules, *nested_objects(modules))
         }
-        self.noted = {
-            (key, name) for key, holder in self.holders.items() for name in _names(holder)
+        self.observed = {
+            (key, name)
+            for key, holder in self.holders.items()
+            for name in _observable_names(holder)
         }
         self._read: dict[tuple[int, str], None] = {}
         self._written: set[tuple[int, str]] = set()
 
     def read(self, holder: Any, name: str) -> None:
-        """The code reads an attribute."""
+        """Note that the code reads an attribute."""
         self._read[identity(holder), name] = None
 
     def write(self, holder: Any, name: str) -> None:
-        """The code sets an attribute, or takes it away."""
+        """Note that the code sets or deletes an attribute."""
         self._written.add((identity(holder), name))
 
-    def read_unseen(self, kind: type, name: str) -> None:
-        """Take an attribute for read of all objects of a class, where that is not seen."""
+    def count_as_read(self, kind: type, name: str) -> None:
+        """Count an attribute as read on all objects of a class, where reads cannot be observed."""
         of_kind = ((key, name) for key, holder in self.holders.items() if type(holder) is kind)
-        self._read |= dict.fromkeys(place for place in of_kind if place in self.noted)
+        self._read |= dict.fromkeys(place for place in of_kind if place in self.observed)
 
-    def read_all(self) -> None:
-        """Take all attributes for read: the code ran where reads are not seen, as in a branch of
-        torch.cond.
+    def count_all_as_read(self) -> None:
+        """Count all attributes as read.
+
+        torch.compile traces a branch of torch.cond, where reads cannot be observed.
         """
-        self._read |= dict.fromkeys(sorted(self.noted))
+        self._read |= dict.fromkeys(sorted(self.observed))
 
     def only_read(self) -> tuple[tuple[Any, str], ...]:
-        """The attributes that were read and never written, as holders and names."""
+        """Return the holders and names of attributes that were read and never written."""
         read = (key for key in self._read if key not in self._written)
         return tuple((self.holders[key], name) for key, name in read if key in self.holders)
 
 
-class _Noting:
-    """Stands on a class in the place of an attribute of its objects, and notes what becomes of it."""
+class _RecordingDescriptor:
+    """A descriptor that replaces an attribute on a class and notes its use by objects.
 
-    def __init__(self, name: str, default: Any, notes: Notes) -> None:
+    Args:
+        name: of the attribute.
+        default: the value on the class, for objects without a value of their own.
+        notes: receives the reads and writes.
+    """
+
+    def __init__(self, name: str, default: Any, notes: AttributeUse) -> None:
         self._name, self._default, self._notes = name, default, notes
 
     def __get__(self, holder: Any, owner: type | None = None) -> Any:
         default = self._default
-        # a method, where another object has its own
+        # The class attribute is a method here, and another object of the class has its own value.
         if owner is not None and hasattr(type(default), "__get__"):
             default = default.__get__(holder, owner)
         value = default if holder is None else own(holder).get(self._name, default)
-        if value is _NONE:  # a parameter or a module has the name here
+        # A parameter or module has this name; nn.Module.__getattr__ will find it.
+        if value is _MISSING:
             raise AttributeError(self._name)
         if holder is not None and not torch.compiler.is_dynamo_compiling():
             self._notes.read(holder, self._name)
@@ -101,11 +116,15 @@ class _Noting:
         del own(holder)[self._name]
 
 
-def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The objects that modules have, configurations say, and those that these have."""
+def nested_objects(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the objects that modules hold, such as configurations, and objects in these.
+
+    Args:
+        modules: modules, or other objects.
+    """
     known: dict[int, Any] = {}
     found: list[Any] = list(modules)
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         inside = [value for holder in found for value in own(holder).values() if is_object(value)]
         found = [*{id(value): value for value in inside if id(value) not in known}.values()]
         known |= {id(value): value for value in found}
@@ -113,62 +132,73 @@ def objects_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def identity(holder: Any) -> int:
-    """Return a number that tells an object from all others that live now.
+    """Return a number that identifies an object among all living objects.
 
-    While torch.export traces a model in which a module has two names, code meets each module as a
-    stand-in object, a new one for each access. A stand-in shares the attribute dictionary of its
-    module, so that dictionary counts.
+    While torch.export traces a model in which a module has two names, code meets a new stand-in
+    object at each access. The stand-in shares the attribute dictionary of the module, so the
+    dictionary identifies it.
+
+    Args:
+        holder: a module or another object.
     """
     return id(own(holder))
 
 
 @contextmanager
-def noted(model: nn.Module) -> Iterator[Notes]:
-    """Note which attributes code reads and writes; those of torch's own modules and classes are
-    left out.
+def recorded_attributes(model: nn.Module) -> Iterator[AttributeUse]:
+    """Note which attributes code reads and writes inside.
+
+    Attributes of torch's own modules and classes are left out.
+
+    Args:
+        model: the model whose code runs inside.
+
+    Yields:
+        The notes, which grow while the code runs.
     """
-    notes = Notes(model)
+    notes = AttributeUse(model)
     before: dict[tuple[type, str], Any] = {}
     try:
-        places = {(type(notes.holders[key]), name) for key, name in notes.noted}
-        # all before any is another
-        for cls, name, default in [(*place, _default(*place)) for place in places]:
-            was = vars(cls).get(name, _NONE)
+        places = {(type(notes.holders[key]), name) for key, name in notes.observed}
+        # Collect all defaults before the first descriptor hides one.
+        for cls, name, default in [(*place, _class_attribute(*place)) for place in places]:
+            was = vars(cls).get(name, _MISSING)
             try:
-                setattr(cls, name, _Noting(name, default, notes))
+                setattr(cls, name, _RecordingDescriptor(name, default, notes))
                 before[cls, name] = was
             except Exception:
-                # a class may allow nothing else in its place, and say so as it likes
-                notes.read_unseen(cls, name)
+                # A class may refuse to be changed, with any exception.
+                notes.count_as_read(cls, name)
         yield notes
     finally:
         for (cls, name), was in before.items():
-            if was is not _NONE:
+            if was is not _MISSING:
                 setattr(cls, name, was)
             elif name in vars(cls):
                 delattr(cls, name)
 
 
-def _names(holder: Any) -> set[str]:
-    """The attributes of a module or another object, plain ones of its class too; what a property
-    gives is none.
+def _observable_names(holder: Any) -> set[str]:
+    """Return the names of an object's own attributes and of plain ones on its class.
+
+    Names of properties are left out.
     """
     kind = type(holder)
     inherited = {name for cls in kind.__mro__ if not is_torchs(cls) for name in vars(cls)}
     names = {name for name in (*vars(holder), *inherited) if not name.startswith("__")}
     if isinstance(holder, nn.Module):
-        # which has a place of its own among what calls look at
-        names -= {*_OF_EVERY_MODULE, "forward"}
-    defaults = {name: _default(kind, name) for name in names}
-    # no property, say
+        # Compared in every call already: instances with a forward of their own.
+        names -= {*_MODULE_FIELDS, "forward"}
+    defaults = {name: _class_attribute(kind, name) for name in names}
+    # Leave out properties and other data descriptors.
     free = {name for name, default in defaults.items() if not hasattr(type(default), "__set__")}
     return {name for name in free if name in vars(holder) or _is_plain(defaults[name])}
 
 
-def _default(cls: type, name: str) -> Any:
-    """What a class has under a name, as it is written there."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _NONE)
+def _class_attribute(cls: type, name: str) -> Any:
+    """Return a class attribute without calling descriptors."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN
+    return type(value) in _PLAIN_TYPES

@@ -1,12 +1,13 @@
-"""Runs of a model's code whose results can be compared: no dropout, no batch statistics, the same
-random numbers.
+"""Runs of a model's code with comparable results: no dropout, no batch statistics, equal draws.
 
-    with evaluated(), draws.first():  whole = model(batch)
-    with evaluated(), draws.again():  parts = [model(part) for part in halves(batch)]
+    with evaluated(), draws.recorded():
+        whole = model(batch)
+    with evaluated(), draws.replayed():
+        parts = [model(part) for part in halves(batch)]
 
-The modules keep their modes, so that code which asks for ``self.training`` takes the same branch as
-in a real run. The operations below act as in evaluation mode, and what is drawn at random is drawn
-once: later runs get the same numbers, or their slice of them.
+The modules keep their modes, so that code which reads ``self.training`` takes the same branch as in
+a real run. Only operations act as in evaluation mode. Later runs draw the same random numbers as
+the first, or their slice of them.
 """
 
 from __future__ import annotations
@@ -23,29 +24,31 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from placer.capture.export.op_effects import draws
+from placer.capture.export.op_effects import operation_draws_random
 
-_FLAGS: dict[str, bool | float] = {"training": False, "train": False, "dropout_p": 0.0}
-"""Arguments that tell an operation to train, by name, and their values in evaluation."""
+_TRAINING_FLAGS: dict[str, bool | float] = {"training": False, "train": False, "dropout_p": 0.0}
+"""Arguments that make an operation train, and their values in evaluation."""
 
 
 @contextmanager
-def evaluated() -> Iterator[None]:
-    """Let operations inside drop nothing and normalise by running statistics; float32 products are
-    exact (no TF32).
-    """
-    with _exact(torch.backends.cuda.matmul), _exact(torch.backends.cudnn), _Evaluated():
+def operations_in_eval_mode() -> Iterator[None]:
+    """Run operations inside as in evaluation mode, with exact float32 products (no TF32)."""
+    with (
+        _without_tf32(torch.backends.cuda.matmul),
+        _without_tf32(torch.backends.cudnn),
+        _EvalMode(),
+    ):
         yield
 
 
 @contextmanager
-def _exact(library: Any) -> Iterator[None]:
-    """Let a library of CUDA compute in float32 where it may use TF32."""
+def _without_tf32(library: Any) -> Iterator[None]:
+    """Forbid a CUDA library to use TF32 for float32 inside."""
     try:
         before = library.allow_tf32
         library.allow_tf32 = False
     except RuntimeError:
-        # set by torch's newer name for it, beside which this one is refused
+        # The user set torch's newer option, and torch refuses to mix both.
         yield
         return
     try:
@@ -54,14 +57,14 @@ def _exact(library: Any) -> Iterator[None]:
         library.allow_tf32 = before
 
 
-class _Evaluated(TorchFunctionMode):
+class _EvalMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        for names in _parameters(func):
-            if not _fits(names, args, kwargs):
+        for names in _overload_parameters(func):
+            if not _fits_overload(names, args, kwargs):
                 continue
             args = list(args)
-            for name, value in _FLAGS.items():
+            for name, value in _TRAINING_FLAGS.items():
                 if name in kwargs:
                     kwargs[name] = value
                 elif name in names and names.index(name) < len(args):
@@ -72,8 +75,8 @@ class _Evaluated(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _fits(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether arguments may be those of an overload with these names: its flags are flags."""
+def _fits_overload(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether arguments fit an overload with these names: its flags are booleans."""
     if len(args) > len(names):
         return False
     places = [names.index(name) for name in ("training", "train") if name in names]
@@ -81,7 +84,7 @@ def _fits(names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _give_statistics(names: tuple[str, ...], args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Give a batch normalisation without running statistics the mean 0 and the variance 1."""
+    """Give a batch normalisation without running statistics mean 0 and variance 1."""
     given = args[0] if args else kwargs[names[0]]
     for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
         place = names.index(name)
@@ -95,54 +98,53 @@ def _give_statistics(names: tuple[str, ...], args: list[Any], kwargs: dict[str, 
 
 
 @cache
-def _parameters(func: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the names of an operation's parameters, by overload, where it has flags of training;
-    else nothing.
-    """
+def _overload_parameters(func: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the parameter names of an operation's overloads that have flags of training."""
     if isinstance(func, torch._ops.OpOverload):
-        names = [_names(func)]
+        names = [_schema_names(func)]
     elif inspect.isfunction(func):
         names = [tuple(inspect.signature(func).parameters)]
     else:
+        # A builtin such as torch.dropout shows no signature, but the ATen operator of its name
+        # does.
         packet: Any = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
         is_packet = isinstance(packet, torch._ops.OpOverloadPacket)
         names = [
-            _names(getattr(packet, overload))
+            _schema_names(getattr(packet, overload))
             for overload in (packet.overloads() if is_packet else ())
         ]
-    return tuple(one for one in names if not _FLAGS.keys().isdisjoint(one))
+    return tuple(one for one in names if not _TRAINING_FLAGS.keys().isdisjoint(one))
 
 
-def _names(operation: torch._ops.OpOverload) -> tuple[str, ...]:
+def _schema_names(operation: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in operation._schema.arguments)
 
 
-class Draws:
-    """The random numbers of a run, for others that are to have the same.
+class RandomNumbers:
+    """The random numbers of a first run, for later runs.
 
-    A tensor that a later run draws in another size along one dimension is taken for the same
-    numbers of a part of the
-    samples: it has those of the next part.
+    If a later run draws a tensor that is smaller along one dimension, it is taken to draw for a
+    part of the samples. It receives the numbers of that part.
     """
 
     def __init__(self) -> None:
         self._drawn: list[Tensor] = []
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """Note what is drawn inside."""
+    def recorded(self) -> Iterator[None]:
+        """Record the numbers that are drawn inside."""
         self._drawn = []
-        with _Drawing(self._note):
+        with _RandomMode(self._note):
             yield
 
     @contextmanager
-    def again(self, start: int = 0, size: int = 1, total: int = 1) -> Iterator[None]:
-        """Draw the same numbers inside.
+    def replayed(self, start: int = 0, size: int = 1, total: int = 1) -> Iterator[None]:
+        """Draw the recorded numbers inside.
 
         Args:
-            start: number of samples before those that run.
-            size: number of samples that run.
-            total: number of samples in the first run.
+            start: number of samples before those that run; 0 by default.
+            size: number of samples that run; 1 by default.
+            total: number of samples in the first run; 1 by default.
         """
         left = iter(self._drawn)
 
@@ -151,21 +153,21 @@ class Draws:
             if known is not None:
                 _copy_part(known, made, start, size, total)
 
-        with _Drawing(give):
+        with _RandomMode(give):
             yield
 
     def _note(self, made: Tensor) -> None:
         self._drawn.append(made.detach().clone())
 
 
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, look: Callable[[Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if draws(func, args, kwargs or {}):
+        if operation_draws_random(func, args, kwargs or {}):
             for leaf in tree_leaves(made):
                 if isinstance(leaf, Tensor):
                     self._look(leaf)
@@ -173,11 +175,15 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _copy_part(known: Tensor, made: Tensor, start: int, size: int, total: int) -> None:
-    """Write the numbers that were drawn before into a tensor that was drawn now, as far as they are
-    the same.
+    """Overwrite a drawn tensor with the recorded one, or with its slice for these samples.
+
+        recorded (8, 3), drawn (2, 3), start 4, size 2, total 8   ->   rows 4 and 5 of the recorded
+
+    If the shapes differ in another way, the drawn numbers stay.
     """
     if known.dim() != made.dim() or known.dtype != made.dtype:
         return
+    # At most one dimension may differ, in the proportion of the samples.
     unlike = [
         dim
         for dim, (one, other) in enumerate(zip(known.shape, made.shape, strict=True))

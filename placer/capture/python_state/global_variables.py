@@ -1,12 +1,11 @@
-"""What a model's code reads and keeps outside of its modules: variables of its files, and
-attributes of its classes.
+"""Variables of files and attributes of classes that a model's code reads or keeps tensors in.
 
-    SCALE = 0.5                       # read in forward: a captured graph holds its value
-    args = parser.parse_args()        # likewise args.temperature
-    AUX = []                          # AUX.append(loss) in forward: a tensor of the pass, which a graph would not leave
+    SCALE = 0.5                  # read in forward: the captured graph contains its value
+    args = parser.parse_args()   # likewise args.temperature
+    AUX = []                     # AUX.append(loss) in forward: the graph would not append it
 
-Told by the names in the code of ``forward``, of the methods and the functions of the same files
-that it names, and of what these close over: names that are never reached count, too.
+They are found by the names in the code of ``forward``, of the methods and functions of the same
+files that it names, and in their closures. Names in code that never runs count, too.
 """
 
 from __future__ import annotations
@@ -23,19 +22,21 @@ from torch import Tensor, nn
 from placer.capture.pytrees import flatten
 from placer.utils.python_objects import is_object, is_torchs
 
-_PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
-_FILLED = (list, dict, OrderedDict, set, deque)
-_NONE = object()
+# Types whose values can be compared by identity and items.
+_PLAIN_TYPES = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
+# Containers that forward may fill; they are compared with a copy.
+_CONTAINERS = (list, dict, OrderedDict, set, deque)
+_MISSING = object()
 
 Place = tuple[Any, str]
-"""A holder, and the name of a variable or an attribute that it has, or may have."""
+"""A holder, and the name of a variable or attribute that it has or may have."""
 
-Held = tuple[Place, Any, Any]
-"""A place, what was there, and a copy of it where it can be filled."""
+Snapshot = tuple[Place, Any, Any]
+"""A place, its value, and a copy of the value if it is a container."""
 
 
 class Variables:
-    """Those that the code of a model's own classes names.
+    """The variables that the code of a model's own classes names.
 
     Args:
         model: the model.
@@ -43,10 +44,10 @@ class Variables:
 
     def __init__(self, model: nn.Module) -> None:
         kinds = dict.fromkeys(base for child in model.modules() for base in type(child).__mro__)
-        self._classes = [kind for kind in kinds if not _is_known(kind)]
+        self._classes = [kind for kind in kinds if not _is_library_class(kind)]
 
-    def read(self) -> list[Held]:
-        """The plain ones, with what is there now."""
+    def read(self) -> list[Snapshot]:
+        """Return the variables with plain values, and their present values."""
         attributes = [
             (one, name)
             for one in (*self.objects, *self._kinds)
@@ -63,29 +64,33 @@ class Variables:
             for holder, name in (*self._variables, *attributes, *cells)
         }
         held = [(place, getattr(*place, None)) for place in places.values()]
-        return [_held(place, value) for place, value in held if type(value) in _PLAIN]
+        return [_snapshot(place, value) for place, value in held if type(value) in _PLAIN_TYPES]
 
-    def contents(self) -> list[Held]:
-        """What tensors may be left in, with what is there now."""
+    def contents(self) -> list[Snapshot]:
+        """Return the variables that tensors may be left in, and their present values."""
         attributes = [(kind, name) for kind in self._classes for name in self._named]
         return [
-            _held(place, vars(place[0]).get(place[1], _NONE))
+            _snapshot(place, vars(place[0]).get(place[1], _MISSING))
             for place in (*self._variables, *attributes)
         ]
 
     @cached_property
     def objects(self) -> list[Any]:
-        """The objects that variables hold, settings or records of somebody's own."""
+        """Return the objects that variables hold, such as settings."""
         values = [getattr(*place) for place in self._variables]
         return [value for value in values if is_object(value)]
 
     @cached_property
     def _kinds(self) -> list[type]:
-        """The model's own classes, and those that variables hold."""
+        """Return the model's own classes and the classes that variables hold."""
         values = [getattr(*place) for place in self._variables]
         return [
             *self._classes,
-            *(value for value in values if isinstance(value, type) and not _is_known(value)),
+            *(
+                value
+                for value in values
+                if isinstance(value, type) and not _is_library_class(value)
+            ),
         ]
 
     @cached_property
@@ -94,8 +99,12 @@ class Variables:
 
     @cached_property
     def _code(self) -> list[types.FunctionType]:
-        """``forward`` of each class, and what it names: methods of these classes, and functions of
-        their files.
+        """Return ``forward`` of each class, and the code that it reaches by name.
+
+            forward ──▶ names in its code ──▶ methods of the model's classes ──▶ their names ...
+                                          └─▶ functions of the same files
+
+        Names that lead to other libraries are not followed.
         """
         files = {kind.__module__ for kind in self._classes}
         methods: dict[str, list[types.FunctionType]] = defaultdict(list)
@@ -117,41 +126,45 @@ class Variables:
 
     @cached_property
     def _variables(self) -> list[Place]:
-        """Those of the files that the code is in."""
+        """Return the variables of the files that the code is in."""
         found: dict[tuple[int, str], Place] = {}
         for function in self._code:
             file = sys.modules.get(function.__module__)
+            # The module may have been reloaded or created by exec.
             if file is not None and vars(file) is function.__globals__:
                 named = _names(function.__code__).intersection(vars(file))
                 found |= {(id(file), name): (file, name) for name in named}
         return list(found.values())
 
 
-def only_read(before: Iterable[Held]) -> tuple[Place, ...]:
-    """The places where nothing has changed since: what ``forward`` itself changes is its own
-    affair.
+def unchanged_places(before: Iterable[Snapshot]) -> tuple[Place, ...]:
+    """Return the places whose values have not changed since.
+
+    ``forward`` maintains the other places itself.
 
     Args:
-        before: from ``Variables.read``, before it ran.
+        before: from ``Variables.read``, before the code ran.
     """
     return tuple(
-        place for place, value, copy in before if _is_as_it_was(getattr(*place, _NONE), value, copy)
+        place
+        for place, value, copy in before
+        if _is_unchanged(getattr(*place, _MISSING), value, copy)
     )
 
 
-def put_back(before: Iterable[Held]) -> list[str]:
-    """Take tensors away again that were left in variables since; their places, in words.
+def remove_tensors(before: Iterable[Snapshot]) -> list[str]:
+    """Remove tensors that were left in variables since, and return descriptions of their places.
 
     Args:
         before: from ``Variables.contents``.
     """
     found = []
     for (holder, name), value, copy in before:
-        now = vars(holder).get(name, _NONE)
-        if _is_as_it_was(now, value, copy) or not _has_tensors(now):
+        now = vars(holder).get(name, _MISSING)
+        if _is_unchanged(now, value, copy) or not _has_tensors(now):
             continue
         if now is not value:
-            delattr(holder, name) if value is _NONE else setattr(holder, name, value)
+            delattr(holder, name) if value is _MISSING else setattr(holder, name, value)
         else:
             now.clear()
             (now.extend if isinstance(now, list | deque) else now.update)(copy)
@@ -162,11 +175,11 @@ def put_back(before: Iterable[Held]) -> list[str]:
     return found
 
 
-def _held(place: Place, value: Any) -> Held:
-    return place, value, value.copy() if type(value) in _FILLED else None
+def _snapshot(place: Place, value: Any) -> Snapshot:
+    return place, value, value.copy() if type(value) in _CONTAINERS else None
 
 
-def _is_as_it_was(now: Any, value: Any, copy: Any) -> bool:
+def _is_unchanged(now: Any, value: Any, copy: Any) -> bool:
     return now is value and (copy is None or [*map(id, _items(now))] == [*map(id, _items(copy))])
 
 
@@ -179,26 +192,28 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
-def _is_known(kind: type) -> bool:
-    """Whether a class is torch's, or of Python's own library."""
+def _is_library_class(kind: type) -> bool:
+    """Return whether a class belongs to torch or to Python's standard library."""
     return is_torchs(kind) or kind.__module__.split(".")[0] in sys.stdlib_module_names
 
 
 def _function(value: Any) -> types.FunctionType | None:
-    """The function behind a method, a property, or a function that another one wraps."""
+    """Return the Python function behind a method, a property or a wrapper; else None."""
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     value = getattr(value, "__wrapped__", value)
     return value if isinstance(value, types.FunctionType) else None
 
 
 def _names(code: types.CodeType) -> set[str]:
-    return {name for one in _inner(code) for name in one.co_names if not name.startswith("__")}
+    return {
+        name for one in _nested_code(code) for name in one.co_names if not name.startswith("__")
+    }
 
 
-def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions in it."""
+def _nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object and the code objects of functions defined in it."""
     yield code
     inside: Iterable[Any] = code.co_consts
     for constant in inside:
         if isinstance(constant, types.CodeType):
-            yield from _inner(constant)
+            yield from _nested_code(constant)

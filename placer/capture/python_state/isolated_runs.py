@@ -1,5 +1,6 @@
-"""Runs of a model beside its real ones, which leave no trace: to see what it does, or to compare
-two ways to run it.
+"""Trial runs of a model that leave no trace.
+
+They find out what a model does, or compare two ways to run it.
 """
 
 from __future__ import annotations
@@ -13,35 +14,41 @@ from torch import Tensor, nn
 from placer import devices
 from placer.capture.export import checkpoints
 from placer.capture.python_state import host_rng
-from placer.capture.python_state.module_side_effects import put_back
-from placer.capture.python_state.tensor_writes import written_back
+from placer.capture.python_state.module_side_effects import restored_modules
+from placer.capture.python_state.tensor_writes import restored_tensors
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give parameters, buffers, plain tensors, attributes, and random number generators their
-    values back afterwards.
+def isolated_run(model: nn.Module) -> Iterator[None]:
+    """Restore tensors, attributes and random number generators after the code inside.
 
-    Hooks of the caller on what autograd saves, such as a checkpoint's, see nothing of what runs
-    inside.
+    The tensors are parameters, buffers and plain tensors. Hooks of the caller on saved tensors,
+    such as a checkpoint's, do not see the run.
 
     Args:
         model: the model that runs inside.
     """
+    # Buffers are copied in advance: a training run writes to most of them. Parameters are copied
+    # only when something writes to them, because they are large.
     buffers = BufferValues(model)
     held = [*buffers.tensors, *model.parameters()]
     places = {tensor.device.index or 0 for tensor in held if tensor.device.type == "cuda"}
     drawn = torch.random.fork_rng(sorted(places))
-    with put_back(model) as left, host_rng.given_back(), drawn, checkpoints.unseen_by_hooks():
+    with (
+        restored_modules(model) as left,
+        host_rng.restored_generators(),
+        drawn,
+        checkpoints.without_saved_tensor_hooks(),
+    ):
         try:
-            with written_back([*model.parameters(), *left.plain_tensors()]):
+            with restored_tensors([*model.parameters(), *left.plain_tensors()]):
                 yield
         finally:
-            buffers.put_back()
+            buffers.restore()
 
 
 class BufferValues:
-    """The values of a model's buffers.
+    """Copies of a model's buffers.
 
     Args:
         model: the model.
@@ -54,11 +61,11 @@ class BufferValues:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The buffers, or what they consist of."""
+        """Return the buffers, or the tensors that they consist of."""
         return list(self._kept)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Give the buffers these values again."""
+    def restore(self) -> None:
+        """Write the copied values back into the buffers."""
         for buffer, value in self._kept.items():
             buffer.copy_(value)

@@ -1,6 +1,4 @@
-"""Hooks of modules: a captured graph would not run what they do beside the tensors that they
-change.
-"""
+"""Hooks of modules, whose side effects a captured graph would lose."""
 
 from __future__ import annotations
 
@@ -14,30 +12,30 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from placer.errors import CaptureError
 
+# Class names of hooks that only compute weights, and of Placer's own hooks.
 _SAFE_HOOKS = ("WeightNorm", "SpectralNorm", "RecomputeNorm", "Arrival", "Departure", "Again")
 _SAFE_FUNCTIONS = ("output_capturing_hook", "make_inputs_require_grads")
-"""Hooks of transformers: what the one collects is a part of the result, and the other serves
-checkpoints."""
+"""Hooks of transformers: one collects a part of the result, the other prepares for checkpoints."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_EVERY_MODULE = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
-"""Those that ``torch.nn.modules.module.register_module_forward_hook`` and its like put on every
-module there is."""
+_GLOBAL_HOOKS = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS]
+"""Hooks that ``register_module_forward_hook`` and similar functions put on every module."""
 
-_OURS = frozenset(
+_PLACER_FILES = frozenset(
     {
         "placer.capture.export.checkpoints",
         "placer.capture.fingerprint",
         "placer.capture.export.module_names",
     }
 )
-"""Where hooks on every module come from that keep to the modules of one model."""
+"""Files of Placer whose hooks on every module ignore the modules of other models."""
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise a CaptureError if a module has hooks whose effects outside the graph would be lost."""
-    if on_every_module():
+    """Raise a CaptureError if a module has hooks with side effects that a graph would lose."""
+    if has_global_hooks():
         raise CaptureError(
-            "every module has hooks (register_module_forward_hook), which a captured graph would not run"
+            "every module has hooks (register_module_forward_hook), which a captured graph would "
+            "not run"
         )
     for name, child in module.named_modules():
         for kind in _unsafe_hooks(child.__dict__):
@@ -49,9 +47,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Take the hooks away whose effects outside the graph nobody knows, and give them back
-    afterwards.
-    """
+    """Remove hooks with side effects while inside."""
     taken = [
         (hooks, dict(hooks))
         for child in module.modules()
@@ -70,35 +66,35 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(was)
 
 
-def on_every_module() -> bool:
-    """Whether there are hooks on all modules of this process, beside those by which another thread
-    is looking now.
-    """
+def has_global_hooks() -> bool:
+    """Return whether hooks other than Placer's own are on all modules of this process."""
     return any(
-        getattr(hook, "__module__", "") not in _OURS
-        for hooks in _OF_EVERY_MODULE
+        getattr(hook, "__module__", "") not in _PLACER_FILES
+        for hooks in _GLOBAL_HOOKS
         for hook in tuple(hooks.values())
     )
 
 
-def modes(module: nn.Module) -> list[tuple[bool, bool]]:
-    """Of every module, whether it trains, and whether it has hooks whose effects outside the graph
-    would be lost.
+def module_modes(module: nn.Module) -> list[tuple[bool, bool]]:
+    """Return for every module whether it trains and whether it has hooks that a graph would lose.
 
-    The last one is of no module, and says whether all have hooks. Every call of a flow asks for it,
-    so it costs as little as can be: a module that is used twice is listed twice.
+    The last entry belongs to no module: whether every module has hooks. Each call of a flow asks
+    for this, so it must be fast: a module that is used twice is listed twice.
+
+    Args:
+        module: the model.
     """
     found, waiting = [], [module]
     while waiting:
         child = waiting.pop()
         fields = child.__dict__
         hooked = any(map(fields.get, _HOOKS)) and next(_unsafe_hooks(fields), None) is not None
-        # Wrappers (torch.compile, torch.jit) have these as properties.
+        # torch.compile's and torch.jit's wrappers have properties instead of these fields.
         found.append((fields["training"] if "training" in fields else child.training, hooked))
         inner = fields["_modules"] if "_modules" in fields else child._modules
         if inner:
             waiting += [module for module in inner.values() if module is not None]
-    return [*found, (False, on_every_module())]
+    return [*found, (False, has_global_hooks())]
 
 
 def _unsafe_hooks(fields: Mapping[str, Any]) -> Iterator[str]:

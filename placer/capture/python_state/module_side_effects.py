@@ -1,9 +1,10 @@
-"""What a model's code leaves on its modules beside its result, while it is looked at: all of it is
-taken away again.
+"""Side effects of a model's code on its modules while it is traced; all of them are undone.
 
-self.calls += 1                            # a look is no call
-self.average = 0.9 * self.average + mean   # a buffer that is replaced: its value is written into the buffer
-self.attention = weights                   # a tensor of the pass: a graph would not leave it
+    self.calls += 1                            # a trace does not count as a call
+    self.average = 0.9 * self.average + mean   # replaced buffer: write its value into the buffer
+    self.attention = weights                   # tensor of the pass: refuse to capture the model
+
+So a capture leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -19,56 +20,61 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from placer.capture.python_state.attribute_reads import objects_of
+from placer.capture.python_state.attribute_reads import nested_objects
 from placer.capture.python_state.global_variables import Variables
-from placer.capture.python_state.global_variables import put_back as put_back_variables
+from placer.capture.python_state.global_variables import remove_tensors as put_back_variables
 from placer.capture.pytrees import flatten
 from placer.errors import CaptureError
 from placer.utils.python_objects import is_torchs, own
 
 
 class KeptError(CaptureError):
-    """Forward keeps tensors on modules. In later calls it may not: what it keeps is then there, as
-    in a cache.
+    """An error: forward keeps tensors on modules.
+
+    A later call may not keep them again, if the kept tensor is a cache.
     """
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
-    """An attribute of a module, or of an object, that forward set to another number, flag or word,
-    or put items in.
-    """
+class SetAttribute:
+    """An attribute with another number, flag or string after forward, or other items."""
 
     holder: Any
     name: str
 
 
+_NUMBERS_AND_WORDS = (bool, int, float, str)
+# nn.Module's own dicts; their items, not the dicts, are the module's attributes.
 _STATE = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, deque, Counter)
-_NONE = object()
+_MISSING = object()
 
 
-class Leftovers:
-    """What has changed on a model's modules, and on objects that these have, since this was made.
+class SideEffects:
+    """The changes on a model's modules, and on objects that these hold, since this was made.
+
+    Args:
+        model: the model.
 
     Attributes:
-        changed: whether anything had, when it was put back.
-        tensors: the attributes and variables that tensors of the pass were left in, in words.
-        counted: the holders and names of the attributes that another number, flag or word was left
-            in, or other items.
-        replaced: the names of the buffers whose new values were written into them.
+        changed: whether anything had changed when it was put back.
+        tensors: descriptions of the attributes and variables that tensors of the pass were left in.
+        set_attributes: attributes that were set to another number, flag or string, or whose items
+            changed.
+        replaced: names of the buffers whose new values were written into them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.changed = False
         self.tensors: list[str] = []
-        self.counted: list[Counted] = []
+        self.set_attributes: list[SetAttribute] = []
         self.replaced: set[str] = set()
-        # While a graph is made, a module that has several names is another proxy by each; they
-        # share its attributes.
+        # During a trace, a module with several names is another proxy by each name. The proxies
+        # share its attributes, so all of them are restored.
         self._named = list(model.named_modules(remove_duplicate=False))
         self._before = {
-            child: (dict(child.__dict__), _contents(child.__dict__)) for _, child in self._named
+            child: (dict(child.__dict__), _copy_containers(child.__dict__))
+            for _, child in self._named
         }
         variables = Variables(model)
         self._variables, self._read = variables.contents(), variables.read()
@@ -76,13 +82,11 @@ class Leftovers:
             *(child for child in self._before if not is_torchs(type(child))),
             *variables.objects,
         ]
-        objects = {id(one): one for one in (*variables.objects, *objects_of(holders))}.values()
-        self._objects = [(one, dict(own(one)), _contents(own(one))) for one in objects]
+        objects = {id(one): one for one in (*variables.objects, *nested_objects(holders))}.values()
+        self._objects = [(one, dict(own(one)), _copy_containers(own(one))) for one in objects]
 
     def plain_tensors(self) -> list[Tensor]:
-        """The tensors among attributes, variables, and what these hold, that are neither parameters
-        nor buffers.
-        """
+        """Return the unregistered tensors in attributes, variables and their containers."""
         held = [
             value
             for child in self._before
@@ -91,6 +95,7 @@ class Leftovers:
         ]
         held += [value for one, fields, _ in self._objects for value in fields.values()]
         held += [value for _, value, _ in (*self._variables, *self._read)]
+        # A function kept as an attribute may have tensors in its closure.
         functions = [value for value in held if isinstance(value, types.FunctionType)]
         held += [
             value
@@ -101,13 +106,11 @@ class Leftovers:
         return list({id(tensor): tensor for tensor in found}.values())
 
     def write_buffers(self) -> None:
-        """Write the values of buffers that were replaced by others like them into those that were
-        there before.
-        """
+        """Write the values of replaced buffers into the original buffers, if they fit."""
         for name, child in self._named:
             for key, before in self._before[child][1].get("_buffers", {}).items():
                 now = child._buffers.get(key)
-                if now is before or before is None or now is None or not _is_like(now, before):
+                if now is before or before is None or now is None or not _fits_buffer(now, before):
                     continue
                 before.copy_(now)
                 child._buffers[key] = before
@@ -117,40 +120,37 @@ class Leftovers:
         others = {other for other, module in self._named if module is child}
         return {f"{other}.{key}".lstrip(".") for other in (name, *others)}
 
-    def put_back(self) -> None:
-        """Leave the modules as they were."""
+    def restore(self) -> None:
+        """Restore the modules, and record what had changed."""
         names = {child: name for name, child in reversed(self._named)}
         self.tensors += put_back_variables(self._variables)
         for one, fields, contents in self._objects:
-            for key, value in self._put_back(own(one), fields, contents).items():
-                if isinstance(value, bool | int | float | str):
-                    self.counted.append(Counted(one, key))
-                elif _has_tensors(value):
+            for key, value in self._restore_one(own(one), fields, contents).items():
+                if not isinstance(value, _NUMBERS_AND_WORDS) and _has_tensors(value):
                     self.tensors.append(f"{key!r} of a {type(one).__name__}")
-                elif key in contents:
-                    self.counted.append(Counted(one, key))
+                elif isinstance(value, _NUMBERS_AND_WORDS) or key in contents:
+                    self.set_attributes.append(SetAttribute(one, key))
         for child, (fields, contents) in self._before.items():
-            for key, value in self._put_back(child.__dict__, fields, contents).items():
-                if isinstance(value, bool | int | float | str):
-                    self.counted.append(Counted(child, key))
-                elif (
-                    key not in fields["_parameters"]
-                    and not _is_torchs_own(child, key)
-                    and _has_tensors(value)
-                ):
+            for key, value in self._restore_one(child.__dict__, fields, contents).items():
+                if isinstance(value, _NUMBERS_AND_WORDS):
+                    self.set_attributes.append(SetAttribute(child, key))
+                elif _is_kept_tensor(child, key, value, fields):
                     self.tensors.append(f"{key!r} of {names.get(child) or 'the model'!r}")
+                # A container whose items changed, such as a list of lengths.
                 elif key in contents and not is_torchs(type(child)):
-                    self.counted.append(Counted(child, key))
+                    self.set_attributes.append(SetAttribute(child, key))
 
-    def _put_back(
+    def _restore_one(
         self, now: dict[str, Any], fields: dict[str, Any], contents: dict[str, Any]
     ) -> dict[str, Any]:
-        """Leave one as it was; what there was to put back."""
-        left = _differing(fields, now)
+        """Restore one object's attributes, and return those that had changed."""
+        left = _changed_items(fields, now)
         for key, was in contents.items():
             value = fields[key]
-            if _items(value) != _items(was):
-                inside = _differing(was, value) if isinstance(value, dict) else {key: list(value)}
+            if _item_ids(value) != _item_ids(was):
+                inside = (
+                    _changed_items(was, value) if isinstance(value, dict) else {key: list(value)}
+                )
                 left |= inside if key in _STATE else {key: inside}
                 _refill(value, was)
         if left:
@@ -161,28 +161,30 @@ class Leftovers:
 
 
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[Leftovers]:
-    """Give modules the attributes back that code inside sets on them, lists and dicts their items.
+def restored_modules(model: nn.Module) -> Iterator[SideEffects]:
+    """Restore the attributes that code inside sets on modules, and the items of lists and dicts.
 
     Args:
-        model: whose modules are meant.
+        model: the model whose modules to restore.
 
     Yields:
-        What there was to put back; complete afterwards.
+        What has changed; complete afterwards.
     """
-    left = Leftovers(model)
+    effects = SideEffects(model)
     try:
-        yield left
+        yield effects
     finally:
-        left.put_back()
+        effects.restore()
 
 
 def read_before_written(graph: fx.Graph, names: set[str]) -> None:
-    """Let what reads these buffers read a copy: the model kept the tensor that it had read, for its
-    backward pass too.
+    """Make readers of these buffers read a copy taken before the write.
+
+    In the model, a replaced buffer leaves the old tensor intact for its readers and their backward
+    pass. In the graph, the new value is written into the old tensor.
 
     Args:
-        graph: writes to the buffers.
+        graph: a graph that writes to the buffers.
         names: the targets of their nodes.
     """
     for node in list(graph.nodes):
@@ -200,14 +202,22 @@ def _writes(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.copy_.default
 
 
-def _is_like(now: Tensor, before: Tensor) -> bool:
-    """Whether a buffer may take the other's value: no graph of gradients goes on from call to call."""
+def _fits_buffer(now: Tensor, before: Tensor) -> bool:
+    """Return whether a buffer can take this value: no graph of gradients spans several calls."""
     return now.shape == before.shape and now.dtype == before.dtype and not now.requires_grad
 
 
-def _is_torchs_own(child: nn.Module, key: str) -> bool:
-    """Whether torch itself sets an attribute: for itself in a module of its own, or in hooks of
-    norms or pruning.
+def _is_kept_tensor(child: nn.Module, key: str, value: Any, before: dict[str, Any]) -> bool:
+    """Return whether an attribute keeps a tensor that neither torch nor the user registered."""
+    if key in before["_parameters"] or _is_set_by_torch(child, key):
+        return False
+    return _has_tensors(value)
+
+
+def _is_set_by_torch(child: nn.Module, key: str) -> bool:
+    """Return whether torch itself sets an attribute.
+
+    torch's own modules set private ones, and hooks for weight norms and pruning set the weight.
     """
     hooks = child._forward_pre_hooks.values()
     names = {getattr(hook, name, "") for hook in hooks for name in ("name", "_tensor_name")}
@@ -216,21 +226,23 @@ def _is_torchs_own(child: nn.Module, key: str) -> bool:
     )
 
 
-def _contents(fields: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the lists, dicts and the like among attributes, a module's hooks among them."""
+def _copy_containers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of the containers among attributes, including a module's hooks."""
     return {key: value.copy() for key, value in fields.items() if type(value) in _CONTAINERS}
 
 
-def _differing(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What there is now under names that had something else, or nothing; and None for what is gone."""
+def _changed_items(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the present values of changed names; None for deleted ones."""
     names = (*was, *(name for name in now if name not in was))
     return {
-        name: now.get(name) for name in names if was.get(name, _NONE) is not now.get(name, _NONE)
+        name: now.get(name)
+        for name in names
+        if was.get(name, _MISSING) is not now.get(name, _MISSING)
     }
 
 
-def _items(value: Any) -> list[int]:
-    """The identities of what a list, dict or the like holds."""
+def _item_ids(value: Any) -> list[int]:
+    """Return the identities of a container's items."""
     if isinstance(value, set):
         return sorted(map(id, value))
     return [id(part) for part in ([*value, *value.values()] if isinstance(value, dict) else value)]

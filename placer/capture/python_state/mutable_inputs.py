@@ -1,8 +1,10 @@
-"""What a model's code is given by a caller, whose lists, dicts and objects it may write into.
+"""Inputs whose lists, dicts, objects and tensors a model's code writes to.
 
-cache.update(keys)          # an object takes other tensors: a graph returns them, and the call puts them there
-kept[:, place] = x          # a tensor takes other values: the graph works on a copy, and returns that
-states.append(x)            # on the way through hooks the list is the caller's own, with its tensors moved for a while
+    cache.update(keys)     # graph: it returns the new tensors; the call stores them in the object
+    kept[:, place] = x     # graph: it works on a copy and returns that; the call writes it back
+    states.append(x)       # hooks: forward gets the caller's list, with its tensors moved meanwhile
+
+In each case the caller finds what an eager call would have left.
 """
 
 from __future__ import annotations
@@ -18,29 +20,28 @@ import torch
 from torch import Tensor, fx
 
 from placer import devices
-from placer.capture.grouping import storage_roots, written
+from placer.capture.grouping import storage_roots, written_arguments
 from placer.capture.pytrees import (
     CONSTANTS,
-    NUMBERS,
+    SYMBOLIC_NUMBERS,
     Structure,
     attributes_of,
+    container_parts,
     flatten_inputs,
-    holds_nothing,
-    parts_of,
+    is_constant,
 )
 
 
 @dataclass(frozen=True)
-class Left:
-    """What forward left in what it was given, where that is something else: its tensors come behind
-    the results.
+class InputChanges:
+    """What forward left in its inputs; the new tensors follow the graph's results.
 
     Attributes:
-        structure: of ``(args, kwargs)`` afterwards.
-        sources: for each tensor in it, its place among those given and then those made.
-        written: places of tensors that were given and written to, with the places of their values
-            among those made.
-        paths: where each that was made stands, for messages.
+        structure: structure of ``(args, kwargs)`` afterwards.
+        sources: for each tensor in it, its index among the given tensors followed by the made ones.
+        written: pairs (index of a given tensor that is written to, index of its value among the
+            made ones).
+        paths: where each made tensor is, for messages.
     """
 
     structure: Structure
@@ -48,33 +49,33 @@ class Left:
     written: tuple[tuple[int, int], ...]
     paths: tuple[str, ...]
 
-    def give_back(self, nest: Any, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """Write it into what the caller gave.
+    def write_back(self, nest: Any, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Write the new tensors and values into the caller's objects.
 
         Args:
             nest: ``(args, kwargs)``.
             given: the tensors in it.
-            made: what the graph gave behind the results.
+            made: the tensors that follow the graph's results.
         """
         for place, value in self.written:
             _write(given[place], made[value])
         tensors = [*given, *made]
-        give_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
+        write_back(nest, self.structure.unflatten([tensors[place] for place in self.sources]))
 
 
-def left_in(
+def input_changes(
     nest: Any, given: Sequence[Any], inputs: Structure, copied: set[int]
-) -> tuple[list[Any], Left | None]:
-    """What forward made and left in what it was given.
+) -> tuple[list[Any], InputChanges | None]:
+    """Return the tensors that forward made and left in its inputs.
 
     Args:
-        nest: ``(args, kwargs)``, as forward left them.
-        given: the tensors that were in them.
-        inputs: their structure before.
-        copied: the places of those that were copies, as forward writes to them.
+        nest: ``(args, kwargs)`` after forward.
+        given: the tensors that were in it before.
+        inputs: its structure before.
+        copied: indices of the tensors that were copied, because forward writes to them.
 
     Returns:
-        What it made, and where that goes; nothing and None if it left all as it was.
+        The made tensors and where they belong; ([], None) if forward changed nothing.
     """
     leaves, after = flatten_inputs(*nest)
     places = {id(tensor): place for place, tensor in enumerate(given)}
@@ -82,6 +83,7 @@ def left_in(
     if after.key == inputs.key and as_before and not copied:
         return [], None
     written = tuple((place, index) for index, place in enumerate(sorted(copied)))
+    # The new values of written tensors come first, then the new tensors.
     made, paths = (
         [given[place] for place, _ in written],
         [inputs.paths[place] for place, _ in written],
@@ -93,13 +95,17 @@ def left_in(
             made.append(leaf)
             paths.append(path)
         sources.append(places[id(leaf)])
-    return made, Left(after, tuple(sources), written, tuple(paths))
+    return made, InputChanges(after, tuple(sources), written, tuple(paths))
 
 
 def written_inputs(graph: fx.Graph) -> set[int]:
-    """The places of the inputs that the graph writes to."""
+    """Return the indices of the inputs that the graph writes to.
+
+    Args:
+        graph: a captured graph.
+    """
     operations = [node for node in graph.nodes if node.op == "call_function"]
-    writes = [target for node in operations for target in written(node)]
+    writes = [target for node in operations for target in written_arguments(node)]
     if not writes:
         return set()
     roots = storage_roots(operations)
@@ -108,63 +114,75 @@ def written_inputs(graph: fx.Graph) -> set[int]:
     return {place for place, node in enumerate(inputs) if node in family}
 
 
-def give_back(nest: Any, after: Any) -> Any:
-    """Let the lists, dicts and objects of a nest hold what those of another one in their places
-    hold.
+def write_back(nest: Any, after: Any) -> Any:
+    """Make lists, dicts and objects of a nest hold what their counterparts in another nest hold.
 
     Args:
         nest: what a caller gave.
-        after: a copy of it, into which forward may have written.
+        after: a copy of it that forward may have written to.
 
     Returns:
-        The nest, or what stands for it: of tuples another one, of anything else what is there
-        after.
+        The nest itself if it is mutable; a new tuple if a part of a tuple changed; otherwise
+        ``after``.
     """
     if (
         nest is after
         or type(nest) is not type(after)
-        or isinstance(nest, (Tensor, *CONSTANTS, *NUMBERS))
+        or isinstance(nest, (Tensor, *CONSTANTS, *SYMBOLIC_NUMBERS))
     ):
         return after
-    if holds_nothing(nest):
+    if is_constant(nest):
         return after
     if isinstance(nest, tuple):
-        _, children, assemble = parts_of(nest) or ([], [], tuple)
-        items = list(map(give_back, children, after))
+        _, children, assemble = container_parts(nest) or ([], [], tuple)
+        items = list(map(write_back, children, after))
         return (
             nest if len(nest) == len(after) and all(map(is_, items, children)) else assemble(items)
         )
     if isinstance(nest, list):
-        items = [*map(give_back, nest, after), *after[len(nest) :]]
+        items = [*map(write_back, nest, after), *after[len(nest) :]]
         if len(items) != len(nest) or not all(map(is_, items, nest)):
             nest[:] = items
     elif isinstance(nest, dict):
-        for key in [key for key in nest if key not in after]:
-            del nest[key]
-        for key, value in after.items():
-            held = give_back(nest[key], value) if key in nest else value
-            if key not in nest or held is not nest[key]:
-                nest[key] = held
+        _write_back_items(nest, after)
     else:
-        had, has = dict(attributes_of(nest) or {}), attributes_of(after) or {}
-        for name in had.keys() - has.keys():
-            object.__delattr__(nest, name)
-        for name, value in has.items():
-            held = give_back(had[name], value) if name in had else value
-            if name not in had or held is not had[name]:
-                object.__setattr__(nest, name, held)
+        _write_back_attributes(nest, after)
     return nest
 
 
-class Exchange:
-    """Tensors on one device take the places of others, for a while.
+def _write_back_items(nest: dict[Any, Any], after: dict[Any, Any]) -> None:
+    for key in [key for key in nest if key not in after]:
+        del nest[key]
+    for key, value in after.items():
+        held = write_back(nest[key], value) if key in nest else value
+        # Only changed items: a dict's own __setitem__ may do more than store a value.
+        if key not in nest or held is not nest[key]:
+            nest[key] = held
 
-    Tuples are made anew; lists and dicts stay the same ones, so that what is written to them stays
-    there. What objects of other classes hold stays where it is: a cache has the tensors of all
-    layers, of which one needs its own.
+
+def _write_back_attributes(nest: Any, after: Any) -> None:
+    had, has = dict(attributes_of(nest) or {}), attributes_of(after) or {}
+    for name in had.keys() - has.keys():
+        object.__delattr__(nest, name)
+    for name, value in has.items():
+        held = write_back(had[name], value) if name in had else value
+        # Through object: the class may be a frozen dataclass.
+        if name not in had or held is not had[name]:
+            object.__setattr__(nest, name, held)
+
+
+class TemporaryMove:
+    """Temporary replacement of tensors in nested inputs by copies on one device.
+
+    Tuples are replaced. Lists and dicts stay, so that they keep what forward writes to them.
+    Tensors in objects of other classes are not moved: a cache has the tensors of all layers, and
+    each layer needs only its own.
+
+        made():      list [a on host, b on gpu:0]   ->   the same list [a', b] on gpu:0
+        restore():   the same list [a, b]; written values of a' are copied to a
 
     Args:
-        device: where all that is handed on is to be.
+        device: the device to which the tensors move.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,40 +191,44 @@ class Exchange:
         self._moved: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._wholes: dict[int, Tensor] = {}
 
-    def made(self, nest: Any) -> Any:
-        """The nest, or, of tuples, another one with the same parts."""
+    def moved(self, nest: Any) -> Any:
+        """Return the nest with moved tensors: itself, or a new tuple.
+
+        Args:
+            nest: nested inputs.
+        """
         tensors = list(_tensors_of(nest, ()))
         if all(devices.same(devices.location(tensor), self._device) for tensor in tensors):
             return nest
-        self._wholes.update(_wholes(tensors))
-        return self._made(nest, ())
+        self._wholes.update(_containing_tensors(tensors))
+        return self._replace(nest, ())
 
-    def _made(self, nest: Any, above: tuple[int, ...]) -> Any:
+    def _replace(self, nest: Any, above: tuple[int, ...]) -> Any:
         if isinstance(nest, Tensor):
             return self._tensor(nest)
         if not isinstance(nest, (tuple, list, dict)) or id(nest) in above:
             return nest
         above = (*above, id(nest))
         if isinstance(nest, tuple):
-            _, children, assemble = parts_of(nest) or ([], [], tuple)
-            items = [self._made(child, above) for child in children]
+            _, children, assemble = container_parts(nest) or ([], [], tuple)
+            items = [self._replace(child, above) for child in children]
             return nest if all(map(is_, items, children)) else assemble(items)
         for place, was in list(enumerate(nest) if isinstance(nest, list) else nest.items()):
             self._put(was, above, partial(_item, nest, place), partial(nest.__setitem__, place))
         return nest
 
     def _tensor(self, was: Tensor) -> Tensor:
-        """The one that takes its place, the same wherever it is."""
+        """Return the moved tensor, the same one for every occurrence."""
         if id(was) not in self._moved:
             whole = self._wholes.get(id(was), was)
             now = (
                 devices.move(was, self._device)
                 if whole is was
-                else _part(was, whole, self._tensor(whole))
+                else _moved_part(was, whole, self._tensor(whole))
             )
             if now is was:
                 return was
-            self._moved[id(was)] = was, now, _writes(now)
+            self._moved[id(was)] = was, now, _write_count(now)
         return self._moved[id(was)][1]
 
     def _put(
@@ -216,17 +238,15 @@ class Exchange:
         read: Callable[[], Any],
         write: Callable[[Any], None],
     ) -> None:
-        now = self._made(was, above)
+        now = self._replace(was, above)
         if now is not was:
             write(now)
             self._done.append((read, write, was, now))
 
-    def put_back(self) -> None:
-        """Give every tensor that is still in another's place that place back, with what was written
-        to the other.
-        """
+    def restore(self) -> None:
+        """Restore the original tensors in place of the moved ones, with written values."""
         for was, now, writes in self._moved.values():
-            if _writes(now) != writes:
+            if _write_count(now) != writes:
                 _write(was, now)
         self._moved.clear()
         while self._done:
@@ -236,7 +256,7 @@ class Exchange:
 
 
 def _tensors_of(nest: Any, above: tuple[int, ...]) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and dicts."""
+    """Yield the tensors in tuples, lists and dicts."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, (tuple, list, dict)) and id(nest) not in above:
@@ -244,11 +264,12 @@ def _tensors_of(nest: Any, above: tuple[int, ...]) -> Iterator[Tensor]:
             yield from _tensors_of(item, (*above, id(nest)))
 
 
-def _wholes(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
-    """For each tensor that lies in another one, or in what both are parts of: which that is.
+def _containing_tensors(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (identity of a tensor, the tensor that contains it) for tensors with common memory.
 
-    What is written to the one is then seen in the other. That is itself one of the tensors, or no
-    larger than they are together, so that no more is moved than without it.
+    Views must stay views of one moved tensor, so that a write to one is seen in the others. The
+    containing tensor is one of the tensors or their base. It is no larger than all of them
+    together, so that no additional memory is moved.
     """
     together: dict[int, dict[int, Tensor]] = defaultdict(dict)
     for tensor in tensors:
@@ -259,16 +280,17 @@ def _wholes(tensors: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
         ):
             together[tensor.untyped_storage()._cdata][id(tensor)] = tensor
     for parts in (list(found.values()) for found in together.values() if len(found) > 1):
+        # The largest tensor is the only candidate to contain the others.
         bases = [part._base for part in parts if part._base is not None]
         whole = max([*parts, *bases], key=Tensor.numel)
         if whole.numel() <= sum(map(Tensor.numel, parts)) and all(
-            _lies_in(part, whole) for part in parts
+            _is_contained(part, whole) for part in parts
         ):
             yield from ((id(part), whole) for part in parts)
 
 
-def _lies_in(part: Tensor, whole: Tensor) -> bool:
-    """Whether the elements of the one are elements of the other, which has no gaps."""
+def _is_contained(part: Tensor, whole: Tensor) -> bool:
+    """Return whether all elements of a tensor are elements of another one without gaps."""
     first = part.storage_offset() - whole.storage_offset()
     last = first + sum(
         (size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)
@@ -278,33 +300,41 @@ def _lies_in(part: Tensor, whole: Tensor) -> bool:
     )
 
 
-def _part(part: Tensor, whole: Tensor, moved: Tensor) -> Tensor:
-    """What a tensor is to another one that it lies in, of a copy of that."""
+def _moved_part(part: Tensor, whole: Tensor, moved: Tensor) -> Tensor:
+    """Return the part of a moved tensor that corresponds to a part of the original.
+
+    Args:
+        part: the part.
+        whole: the tensor that contains it.
+        moved: the copy of ``whole``.
+    """
     if moved is whole:
         return part
     related = part._base is not None and (part._base is whole or part._base is whole._base)
     if not related or part.requires_grad != whole.requires_grad:
-        moved = moved.detach()  # no gradient flows from the one to the other
+        # No gradient flows between the two originals.
+        moved = moved.detach()
     return moved.as_strided(
         part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
     )
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values, and their gradients; none to a leaf that has one, as torch lets
-    no forward do.
+    """Write a tensor's new value and gradient.
+
+    Leaves that require a gradient are left alone: torch forbids forward to write to them.
     """
     if not (tensor.is_leaf and tensor.requires_grad):
         tensor.copy_(devices.move(value, devices.location(tensor)))
 
 
-def _writes(tensor: Tensor) -> int:
-    """How often a tensor was written to; of one of inference mode nobody counts that."""
+def _write_count(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; torch does not count it for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _item(nest: Any, place: Any) -> Any:
-    """What is there; None where it is gone."""
+    """Return the item; None if it is gone."""
     try:
         return nest[place]
     except (IndexError, KeyError):

@@ -1,8 +1,7 @@
-"""Tensors that forward itself changes: they are given back what they had after the model ran for a
-look.
+"""Restoration of tensors that forward itself changes, after a trial run.
 
-A teacher that follows a student is written to. A library replaces the data of a quantised weight by
-the layout that its kernels want, and what is attached to the weight with them.
+A teacher model that follows a student is written to. Some libraries replace the data of a quantised
+weight by the layout that their kernels need, and the tensors attached to it.
 """
 
 from __future__ import annotations
@@ -18,39 +17,45 @@ from torch.utils._pytree import tree_leaves
 
 from placer import devices
 
-_NONE = object()
-_OPERATORS = {
+_MISSING = object()
+_INPLACE_OPERATORS = {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
-_OF_ITSELF = {"requires_grad_", "detach_"}
+_FLAG_METHODS = {"requires_grad_", "detach_"}
 
 
 @contextmanager
-def written_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Give these tensors back the values that functions inside write to, and the data and
-    attributes that they replace.
+def restored_tensors(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore these tensors' values, data and attributes after the code inside.
 
     A tensor is copied only if a function writes to it.
+
+    Args:
+        tensors: the tensors to restore.
     """
-    replaced = [_Held(tensor) for tensor in tensors]
-    writes = _Writes(tensors)
+    replaced = [_TensorContents(tensor) for tensor in tensors]
+    writes = _CopyBeforeWrite(tensors)
     try:
         with writes:
             yield
     finally:
         for held in replaced:
-            held.put_back()
+            held.restore()
         for tensor, value in writes.before.values():
             tensor.data.copy_(value)
 
 
-class _Held:
-    """What a tensor had: its data, and what its attributes and the objects among them held."""
+class _TensorContents:
+    """A tensor's data, and the contents of its attributes and of the objects among them.
+
+    Args:
+        tensor: the tensor.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        # A wrapper has no data of its own: what it wraps is in its attributes.
+        # A wrapper has no data of its own; the wrapped tensors are among its attributes.
         self._data = tensor.detach() if devices.has_own_memory(tensor) else None
         self._contents: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._note(vars(tensor))
@@ -64,16 +69,17 @@ class _Held:
         for item in inside.values():
             self._note(item, depth + 1)
 
-    def put_back(self) -> None:
-        """Give the tensor back what it had."""
+    def restore(self) -> None:
+        """Restore the tensor's data and attributes."""
         for holder, inside in self._contents.values():
             if isinstance(holder, list):
                 holder[:] = inside.values()
                 continue
             now = devices.contents(holder)
             for key, item in inside.items():
-                if now.get(key, _NONE) is not item:
+                if now.get(key, _MISSING) is not item:
                     devices.put(holder, key, item)
+            # Names that forward added.
             fields = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
             for key in (now.keys() - inside.keys()) & fields.keys():
                 del fields[key]
@@ -83,48 +89,59 @@ class _Held:
             self._tensor.data = self._data
 
 
-class _Writes(TorchFunctionMode):
-    """Copies a tensor before the first function that writes to it.
+class _CopyBeforeWrite(TorchFunctionMode):
+    """A mode that copies a tensor before the first function that writes to it.
+
+    Args:
+        tensors: the tensors to copy when needed.
 
     Attributes:
-        before: by storage, the tensor and its values.
+        before: the tensor and its values, by storage.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        # Of several views of one storage the largest.
-        self._tensors = {storage_of(tensor): tensor for tensor in sorted(tensors, key=Tensor.numel)}
+        # Sorted by size, so that the largest of several views of one storage remains.
+        self._tensors = {storage_id(tensor): tensor for tensor in sorted(tensors, key=Tensor.numel)}
         self.before: dict[int | None, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():
-            if args and writes_to_its_first(getattr(func, "__name__", "")):
+            if args and writes_to_first_argument(getattr(func, "__name__", "")):
                 self._keep(args[0])
             self._keep(kwargs.get("out"))
         return func(*args, **kwargs)
 
     def _keep(self, given: Any) -> None:
         for tensor in tree_leaves(given):
-            key = storage_of(tensor) if isinstance(tensor, Tensor) else None
+            key = storage_id(tensor) if isinstance(tensor, Tensor) else None
             if key is not None and key in self._tensors and key not in self.before:
                 kept = self._tensors[key]
                 self.before[key] = kept, kept.detach().clone()
 
 
-def writes_to_its_first(name: str) -> bool:
-    """Whether a function of this name writes to its first argument: ``add_``, ``+=`` and ``x[0] =
-    y`` do.
+def writes_to_first_argument(name: str) -> bool:
+    """Return whether functions of this name write to their first argument.
+
+    ``add_``, ``+=`` and ``x[0] = y`` do.
+
+    Args:
+        name: of a function.
     """
     if name.endswith("__"):
-        return name == "__setitem__" or name in _OPERATORS
-    return name.endswith("_") and name not in _OF_ITSELF
+        return name == "__setitem__" or name in _INPLACE_OPERATORS
+    return name.endswith("_") and name not in _FLAG_METHODS
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """What tells the memory of a tensor from others'; None if it has no memory of its own."""
+def storage_id(tensor: Tensor) -> int | None:
+    """Return an identifier of a tensor's memory; None if it has none of its own.
+
+    Args:
+        tensor: any tensor.
+    """
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):
-        # it has none: a sparse one, or one of a lazy module
+        # Sparse tensors and tensors of lazy modules have no memory of their own.
         return None

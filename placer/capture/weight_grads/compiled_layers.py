@@ -1,11 +1,14 @@
-"""Layers whose weight gradients can be left for later where a compiler traces them.
+"""Deferred weight gradients in layers that a compiler traces.
 
-A compiler sees no queue. So each product, a linear layer or a convolution, has an opening: zeros of the shape of its
-result, as if they were added to it. The gradient of an opening is that of the result, so that the backward pass which
-the compiler makes computes what earlier layers wait for and hands the gradients of products out::
+A compiler cannot trace a queue. So each product, a linear layer or a convolution, has an opening:
+zeros in the shape of its result, as if they were added to it. The gradient of the opening equals
+the gradient of the result. So the compiled backward pass computes the gradients that earlier layers
+need, and returns the gradients of all products:
 
-    result = product(x, weight) + opening          backward:  gradient of x, gradient of the opening
-                                                   later:     gradient of the weight, from the latter and x
+    result = product(x, weight) + opening
+
+    backward pass         gradient of x, gradient of the opening
+    weight-gradient pass  gradient of the weight, from x and the gradient of the opening
 """
 
 from __future__ import annotations
@@ -20,29 +23,28 @@ from torch import Tensor, fx
 
 from placer.capture.layers import Layer
 from placer.capture.weight_grads.deferred import (
-    Addition,
+    DeferredGradient,
     convolution_backward,
-    left_for_later,
-    shape_of,
+    convolution_shape,
+    deferred_gradient,
 )
-from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_wait
+from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_defer
 
 OpenedFunction = Callable[
     [torch.device, Sequence[Tensor], Sequence[Any], Sequence[Any]], tuple[Any, Any]
 ]
-"""``function(device, state, reads, openings) -> (writes, given)``, the latter what each product was
-given."""
+"""``function(device, state, reads, openings) -> (writes, given)``; ``given``: each product's x."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a layer.
+    """A linear layer or convolution in a layer.
 
     Attributes:
         function: the operation.
-        weight: position in the layer's state.
-        bias: likewise; None for none.
-        rest: what follows the bias: stride, padding, dilation and groups of a convolution.
+        weight: position of the weight in the layer's state.
+        bias: position of the bias; None without one.
+        rest: the arguments after the bias: stride, padding, dilation and groups of a convolution.
     """
 
     function: Any
@@ -51,35 +53,52 @@ class Product:
     rest: tuple[Any, ...]
 
     def shape(self, x: Tensor, state: Sequence[Tensor]) -> torch.Size:
-        """Of the result."""
+        """Return the shape of the result.
+
+        Args:
+            x: the input.
+            state: the layer's state.
+        """
         x, weight = (torch.empty_like(tensor, device="meta") for tensor in (x, state[self.weight]))
         result: Tensor = self.function(x, weight, None, *self.rest)
         return result.shape
 
-    def left(self, x: Tensor, gradient: Tensor, state: Sequence[Tensor]) -> Addition:
-        """What is left for later when the gradient of the result is there."""
+    def deferred_gradient(
+        self, x: Tensor, gradient: Tensor, state: Sequence[Tensor]
+    ) -> DeferredGradient:
+        """Return the weight-gradient computation for a given gradient of the result.
+
+        Args:
+            x: the input.
+            gradient: the gradient of the result.
+            state: the layer's state.
+        """
         bias = None if self.bias is None else state[self.bias]
-        return left_for_later(self.function, x, gradient, state[self.weight], bias, self.rest)
+        return deferred_gradient(self.function, x, gradient, state[self.weight], bias, self.rest)
 
 
-def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple[Product, ...]]:
-    """A layer as a function with an opening for each of its products.
+def with_openings(
+    layer: Layer, state: Sequence[Tensor]
+) -> tuple[OpenedFunction, tuple[Product, ...]]:
+    """Return a layer as a function with an opening for each of its products.
+
+    A layer stays unchanged, without products, if it calls modules or has regions (no_grad,
+    autocast).
 
     Args:
-        layer: one whose weight gradients are computed at once is as it was, without products: one
-            that calls modules, or has regions without gradients or under an autocast of its own.
-        state: what it is to use; which of it is trained decides.
+        layer: the layer.
+        state: the tensors that it will use; only trained weights get openings.
     """
     products: list[Product] = []
     if layer.program is None or any(
-        node.op == "get_attr" or _is_border(node) for node in layer.program.nodes
+        node.op == "get_attr" or _changes_region(node) for node in layer.program.nodes
     ):
-        return _closed(layer), ()
+        return _without_openings(layer), ()
     graph = fx.Graph()
     places = [node for node in layer.program.nodes if node.op == "placeholder"]
     env: dict[fx.Node, Any] = {node: graph.node_copy(node) for node in places}
     openings = graph.placeholder("openings")
-    # behind device and regions
+    # State comes after device and regions.
     position = {node: index for index, node in enumerate(places[2 : 2 + len(layer.state)])}
     given = []
     for node in layer.program.nodes:
@@ -90,7 +109,7 @@ def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple
                 None if item is None else env[item] for item in [*node.args, None][:3]
             )
             env[node] = graph.call_function(
-                _open, (product.function, x, weight, bias, opening, *product.rest)
+                _apply_with_opening, (product.function, x, weight, bias, opening, *product.rest)
             )
             products.append(product)
             given.append(graph.call_method("detach", (x,)))
@@ -108,7 +127,7 @@ def opened(layer: Layer, state: Sequence[Tensor]) -> tuple[OpenedFunction, tuple
     return run, tuple(products)
 
 
-def _closed(layer: Layer) -> OpenedFunction:
+def _without_openings(layer: Layer) -> OpenedFunction:
     def run(
         device: torch.device, state: Sequence[Tensor], reads: Sequence[Any], openings: Sequence[Any]
     ) -> Any:
@@ -117,16 +136,18 @@ def _closed(layer: Layer) -> OpenedFunction:
     return run
 
 
-def _is_border(node: fx.Node) -> bool:
+def _changes_region(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == "placer.capture.export.mode_regions"
 
 
 def _product(
     node: fx.Node, position: Mapping[fx.Node, int], state: Sequence[Tensor]
 ) -> Product | None:
-    """What a node is, if the gradients of its weights can wait."""
+    """Return the product that a node is, or None if its weight gradients cannot be deferred."""
     if node.target is not LINEAR and node.target not in CONVOLUTIONS:
         return None
+    # The weight must be the layer's own state: the gradient of a computed weight must flow further
+    # back.
     weight, bias = (
         cast(fx.Node, node.args[1]),
         cast(fx.Node | None, node.args[2] if len(node.args) > 2 else None),
@@ -136,11 +157,11 @@ def _product(
     where = position[weight], None if bias is None else position[bias]
     tensors = [None if index is None else state[index] for index in where]
     with torch.enable_grad():
-        waits = can_wait(node.target, (tensors[0], *tensors), node.kwargs)
+        waits = can_defer(node.target, (tensors[0], *tensors), node.kwargs)
     return Product(node.target, *where, node.args[3:]) if waits else None
 
 
-def _open(
+def _apply_with_opening(
     function: Any,
     x: Tensor,
     weight: Tensor,
@@ -155,7 +176,7 @@ def _open(
 
 
 class _OpenLinear(torch.autograd.Function):
-    """``x @ weight.T + bias``, and its opening."""
+    """``x @ weight.T + bias`` with an opening."""
 
     @staticmethod
     def forward(
@@ -172,7 +193,7 @@ class _OpenLinear(torch.autograd.Function):
 
 
 class _OpenConvolution(torch.autograd.Function):
-    """A convolution, and its opening."""
+    """A convolution with an opening."""
 
     @staticmethod
     def forward(
@@ -194,7 +215,7 @@ class _OpenConvolution(torch.autograd.Function):
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         into_x = None
         if ctx.needs_input_grad[0]:
-            shape = shape_of(ctx.function, ctx.rest)
+            shape = convolution_shape(ctx.function, ctx.rest)
             into_x = convolution_backward(gradient, x, weight, None, shape, (True, False, False))[0]
         nothing: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         return (into_x, None, None, gradient, *nothing)

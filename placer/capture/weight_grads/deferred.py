@@ -1,10 +1,12 @@
 """Weight gradients apart from input gradients, so that a schedule can fill its bubbles with them.
 
-    backward pass      gradient of the output  ──▶  gradient of the input      what the stage before waits for
-    weights pass       gradient of the output, input  ──▶  gradient of the weight      what nobody waits for
+    backward pass         gradient of the output  ──▶  gradient of the input
+                          (the previous stage waits for it)
+    weight-gradient pass  gradient of the output, input  ──▶  gradient of the weight
+                          (no stage waits for it)
 
-Linear layers and convolutions are split so; every other operation gives its parameters their
-gradients at once.
+Linear layers and convolutions are split in this way. Every other operation computes the gradients
+of its parameters at once.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 """
@@ -23,69 +25,68 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from placer.capture import autocast
-from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_wait
+from placer.capture.weight_grads.splittable_ops import CONVOLUTIONS, LINEAR, can_defer
 
 
 @dataclass(frozen=True)
-class Addition:
-    """What is left for later of an operation's backward pass: it adds to the gradients of its
-    weights.
+class DeferredGradient:
+    """A deferred part of an operation's backward pass: it adds to the gradients of its weights.
 
     Attributes:
-        add: does it, given the queue that it is in, ``x`` and ``gradient``.
-        x: what the operation was given.
-        gradient: of its result.
-        weights: those whose gradients are added to.
-        layer: that the operation is in, where that is known.
+        add: adds the gradients, given the queue, ``x`` and ``gradient``.
+        x: the operation's input.
+        gradient: the gradient of its result.
+        weights: the weights whose gradients are added to.
+        layer: name of the operation's layer; None if unknown.
     """
 
-    add: Callable[[Queue, Tensor, Tensor], None]
+    add: Callable[[GradientQueue, Tensor, Tensor], None]
     x: Tensor
     gradient: Tensor
     weights: tuple[Tensor, ...]
     layer: str | None = None
 
     @torch.no_grad()
-    def run(self, queue: Queue) -> None:
-        """Add."""
+    def run(self, queue: GradientQueue) -> None:
+        """Add to the gradients of the weights."""
         self.add(queue, self.x, self.gradient)
 
     @property
     def products(self) -> int:
-        """About how many numbers are multiplied."""
+        """Return the approximate number of multiplications."""
         weight = self.weights[0]
         return self.gradient.numel() * (weight.numel() // max(1, len(weight)))
 
 
-class Queue(list[Addition]):
-    """The weight gradients that are still to be computed, in the order in which the backward pass
-    met them.
-    """
+class GradientQueue(list[DeferredGradient]):
+    """The weight gradients to compute, in the order of the backward pass."""
 
-    def put(self, addition: Addition) -> None:
-        """Leave something for later."""
+    def put(self, addition: DeferredGradient) -> None:
+        """Defer a computation."""
         self.append(addition)
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """What is added to; None for a weight that has no gradient."""
+        """Return the gradient to add to; None for a weight without one."""
         return weight.grad
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a weight, which must be there."""
+        """Add to the gradient of a weight, which must exist."""
         total = self.gradient(weight)
         assert total is not None
         total.add_(gradient)
 
     def run(self) -> None:
-        """Do all that was left."""
+        """Run all deferred computations."""
         for addition in self:
             addition.run(self)
 
-    def branches(self) -> list[list[Addition]]:
-        """All in two parts with about as much to do, which may run side by side: none adds to what
-        the other does.
+    def branches(self) -> list[list[DeferredGradient]]:
+        """Split the queue into two parts of about equal work that may run concurrently.
+
+        No part adds to a gradient that the other one adds to. If they cannot be separated, the
+        whole queue is the only part.
         """
-        parts: tuple[list[Addition], list[Addition]] = ([], [])
+        parts: tuple[list[DeferredGradient], list[DeferredGradient]] = ([], [])
         products, part_of = [0, 0], dict[int, int]()
         for addition in self:
             totals = [
@@ -93,6 +94,7 @@ class Queue(list[Addition]):
                 for weight in addition.weights
                 if (total := self.gradient(weight)) is not None
             ]
+            # Additions to one gradient must stay in order, in one part.
             taken = {part_of[total] for total in totals if total in part_of}
             if len(taken) > 1:
                 return [list(self)]
@@ -103,53 +105,52 @@ class Queue(list[Addition]):
         return [part for part in parts if part]
 
 
-class AtOnce(Queue):
-    """Weight gradients that are not left for later: a product is added as it is made, and no
-    gradient more is.
-    """
+class ImmediateQueue(GradientQueue):
+    """A queue that adds weight gradients immediately, without a temporary gradient tensor."""
 
-    def put(self, addition: Addition) -> None:
-        """Do it now."""
+    def put(self, addition: DeferredGradient) -> None:
+        """Run the computation now."""
         addition.run(self)
 
 
-_WHOLE: ContextVar[bool] = ContextVar("whole", default=False)
+_UNSPLIT: ContextVar[bool] = ContextVar("whole", default=False)
 
 
 @contextmanager
-def whole() -> Iterator[None]:
-    """Inside, no backward pass is split: what runs again in one does so without ``DeferWeights``,
-    and must be alike.
+def unsplit_backward() -> Iterator[None]:
+    """Split no backward pass inside.
+
+    A checkpoint that runs a forward pass again does so without ``DeferWeightGradients``, so the
+    first run must be unsplit too.
     """
-    token = _WHOLE.set(True)
+    token = _UNSPLIT.set(True)
     try:
         yield
     finally:
-        _WHOLE.reset(token)
+        _UNSPLIT.reset(token)
 
 
-class DeferWeights(TorchFunctionMode):
-    """Inside, the backward passes of linear layers and convolutions put their weight gradients into
-    a queue.
+class DeferWeightGradients(TorchFunctionMode):
+    """A mode that puts weight gradients of linear layers and convolutions into a queue.
 
     Args:
-        queue: is filled while the backward pass runs; every entry adds to its ``gradient`` of the
-            weight, which must be there.
+        queue: receives an entry for each operation in the backward pass. Each entry adds to the
+            weight's ``gradient`` in the queue, which must exist.
     """
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: GradientQueue) -> None:
         super().__init__()
         self._queue = queue
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _WHOLE.get() or not can_wait(func, args, kwargs):
+        if _UNSPLIT.get() or not can_defer(func, args, kwargs):
             return func(*args, **kwargs)
         if not torch.is_autocast_enabled(args[0].device.type):
             return self._split(func, *args)
         x, *rest = args
-        x = autocast.cast(x)
-        with autocast.off(x.device):
+        x = autocast.cast_for_matmul(x)
+        with autocast.disabled(x.device):
             return self._split(func, x, *rest)
 
     def _split(self, func: Any, *args: Any) -> Any:
@@ -162,15 +163,16 @@ class _Linear(torch.autograd.Function):
     """``x @ weight.T + bias`` with shapes (..., in), (out, in), (out,)."""
 
     @staticmethod
-    def forward(ctx: Any, queue: Queue, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # Weights are told by what they are: hooks of saved tensors, as of ``save_on_cpu``, would
-        # give others back.
+    def forward(
+        ctx: Any, queue: GradientQueue, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        # Saved as attributes: hooks on saved tensors, such as ``save_on_cpu``, would return copies,
+        # and the queue identifies weights by identity.
         ctx.queue, ctx.weight, ctx.bias = queue, weight, bias
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
-        result: Tensor = LINEAR(x, *_like(x, weight, bias))
-        # As a view of the product, which it may be, nobody could write to it: it comes from a
-        # function of its own.
+        result: Tensor = LINEAR(x, *_match_dtype(x, weight, bias))
+        # The product may be a view, and torch forbids writes to a view from a custom function.
         return (
             torch.ops.aten._unsafe_view.default(result, result.shape)
             if result._is_view()
@@ -179,23 +181,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:  # the loss does not depend on the result
+        # The loss does not depend on the result.
+        if gradient is None:
             return (None,) * 4
         (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.queue.put(left_for_later(LINEAR, x, gradient, weight, ctx.bias))
+        ctx.queue.put(deferred_gradient(LINEAR, x, gradient, weight, ctx.bias))
         into_x = gradient.matmul(weight.to(gradient.dtype)) if ctx.needs_input_grad[1] else None
         return None, into_x, None, None
 
 
-def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Weights in the type of what they meet; under autocast it is another than their own."""
+def _match_dtype(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Return weights in the input's dtype, which differs from theirs under autocast."""
     if tensors[0] is not None and tensors[0].dtype == x.dtype:
         return list(tensors)
     return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
 
 
 def _add_linear(
-    queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
+    queue: GradientQueue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
 ) -> None:
     rows, columns = gradient.reshape(-1, gradient.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     total = queue.gradient(weight)
@@ -206,8 +209,8 @@ def _add_linear(
         total.add_(rows.mm(columns))
     of_bias = None if bias is None else queue.gradient(bias)
     if of_bias is not None:
-        # As a product with ones: a sum's kernel clears counters first, and every such fill cuts a
-        # CUDA graph in two.
+        # A product with ones instead of a sum: the sum's kernel first clears counters, and each
+        # such fill splits a CUDA graph.
         ones = rows.new_ones(rows.shape[1])
         if of_bias.dtype == rows.dtype:
             of_bias.addmv_(rows, ones)
@@ -216,17 +219,17 @@ def _add_linear(
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution of any dimension, as ATen's ``conv1d`` to ``conv3d`` take their arguments."""
+    """A convolution of any dimension, with the arguments of ATen's ``conv1d`` to ``conv3d``."""
 
     @staticmethod
     def forward(
-        ctx: Any, queue: Queue, function: Any, x: Tensor, weight: Tensor, *rest: Any
+        ctx: Any, queue: GradientQueue, function: Any, x: Tensor, weight: Tensor, *rest: Any
     ) -> Tensor:
         ctx.queue, ctx.weight, ctx.bias = queue, weight, rest[0] if rest else None
         ctx.function, ctx.rest = function, rest[1:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
-        result: Tensor = function(x, *_like(x, weight, ctx.bias), *rest[1:])
+        result: Tensor = function(x, *_match_dtype(x, weight, ctx.bias), *rest[1:])
         return result
 
     @staticmethod
@@ -234,10 +237,10 @@ class _Convolution(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.queue.put(left_for_later(ctx.function, x, gradient, weight, ctx.bias, ctx.rest))
+        ctx.queue.put(deferred_gradient(ctx.function, x, gradient, weight, ctx.bias, ctx.rest))
         into_x = None
         if ctx.needs_input_grad[2]:
-            shape = shape_of(ctx.function, ctx.rest)
+            shape = convolution_shape(ctx.function, ctx.rest)
             into_x = convolution_backward(
                 gradient, x, weight, ctx.bias, shape, (True, False, False)
             )[0]
@@ -246,7 +249,12 @@ class _Convolution(torch.autograd.Function):
 
 
 def _add_convolution(
-    queue: Queue, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, shape: Any
+    queue: GradientQueue,
+    x: Tensor,
+    gradient: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    shape: Any,
 ) -> None:
     has_bias = bias is not None and queue.gradient(bias) is not None
     _, into_weight, into_bias = convolution_backward(
@@ -262,11 +270,18 @@ def convolution_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    shape: Shape,
+    shape: ConvolutionShape,
     wanted: tuple[bool, bool, bool],
 ) -> Any:
-    """Gradients of what a convolution was given, of its weight and of its bias; those that are not
-    wanted are None.
+    """Return the gradients of a convolution's input, weight and bias; unwanted ones are None.
+
+    Args:
+        gradient: the gradient of the result.
+        x: the input.
+        weight: the weight.
+        bias: the bias; None without one.
+        shape: stride, padding, dilation and groups.
+        wanted: which of the three gradients to compute.
     """
     stride, padding, dilation, groups = shape
     sizes = None if bias is None else list(bias.shape)
@@ -285,56 +300,65 @@ def convolution_backward(
     )
 
 
-Shape = tuple[list[int], list[int], list[int], int]
+ConvolutionShape = tuple[list[int], list[int], list[int], int]
 """Stride, padding and dilation of a convolution in each dimension, and its groups."""
 
 
-def shape_of(function: Any, rest: Sequence[Any]) -> Shape:
-    """A convolution's shape, from what ATen is given behind the bias."""
+def convolution_shape(function: Any, rest: Sequence[Any]) -> ConvolutionShape:
+    """Return a convolution's shape from ATen's arguments after the bias.
+
+    Args:
+        function: ``conv1d``, ``conv2d`` or ``conv3d`` of ATen.
+        rest: the arguments; missing ones have ATen's defaults.
+    """
     count = CONVOLUTIONS[function]
     defaults: list[Any] = [1, 0, 1, 1]
     stride, padding, dilation, groups = [*rest, *defaults[len(rest) :]]
     return _each(stride, count), _each(padding, count), _each(dilation, count), groups
 
 
-def left_for_later(
+def deferred_gradient(
     function: Any,
     x: Tensor,
     gradient: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     rest: Sequence[Any] = (),
-) -> Addition:
-    """The weight gradients of a linear layer or a convolution.
+) -> DeferredGradient:
+    """Return the deferred weight gradients of a linear layer or a convolution.
 
     Args:
-        function: which of them.
-        x: what it was given.
-        gradient: of its result.
-        weight: whose gradient is added to.
-        bias: likewise.
-        rest: what the function was given behind the bias.
+        function: the operation.
+        x: its input.
+        gradient: the gradient of its result.
+        weight: the weight whose gradient is added to.
+        bias: the bias, likewise; None without one.
+        rest: the operation's arguments after the bias.
     """
     weights = (weight,) if bias is None else (weight, bias)
     if function is LINEAR:
-        return Addition(partial(_add_linear, weight=weight, bias=bias), x, gradient, weights)
-    add = partial(_add_convolution, weight=weight, bias=bias, shape=shape_of(function, rest))
-    return Addition(add, x, gradient, weights)
+        return DeferredGradient(
+            partial(_add_linear, weight=weight, bias=bias), x, gradient, weights
+        )
+    add = partial(
+        _add_convolution, weight=weight, bias=bias, shape=convolution_shape(function, rest)
+    )
+    return DeferredGradient(add, x, gradient, weights)
 
 
 def _each(value: Any, count: int) -> list[int]:
-    """One number for each dimension, as ATen spreads a single one."""
+    """Return one number for each dimension; ATen repeats a single number."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values
 
 
 __all__ = [
-    "Addition",
-    "AtOnce",
-    "DeferWeights",
-    "Queue",
+    "DeferWeightGradients",
+    "DeferredGradient",
+    "GradientQueue",
+    "ImmediateQueue",
     "convolution_backward",
-    "left_for_later",
-    "shape_of",
-    "whole",
+    "convolution_shape",
+    "deferred_gradient",
+    "unsplit_backward",
 ]

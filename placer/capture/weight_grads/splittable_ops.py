@@ -1,7 +1,7 @@
-"""The operations whose weight gradients can be computed apart from the gradients of what they read.
+"""Operations whose weight gradients can be computed apart from their input gradients.
 
-Zero-bubble schedules do that half later; until then each of these operations keeps the gradient of
-its result.
+Zero-bubble schedules defer the weight gradients. Until then, each of these operations keeps its
+input and the gradient of its result.
 """
 
 from __future__ import annotations
@@ -15,33 +15,37 @@ _aten = torch.ops.aten
 
 LINEAR = _aten.linear.default
 CONVOLUTIONS = {_aten.conv1d.default: 1, _aten.conv2d.default: 2, _aten.conv3d.default: 3}
-"""With the dimensions of each."""
+"""The convolutions, with their number of dimensions."""
 
 
-def can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an operation has weights whose gradients can wait.
+def can_defer(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the weight gradients of a call can be deferred.
 
     Args:
         func: the operation.
         args: its positional arguments.
-        kwargs: those given by name.
+        kwargs: its keyword arguments.
     """
     if (func is not LINEAR and func not in CONVOLUTIONS) or kwargs or not torch.is_grad_enabled():
         return False
     if args[0].dtype != args[1].dtype and not torch.is_autocast_enabled(args[0].device.type):
-        return False  # the operation itself refuses them
+        # The operation raises torch's own error.
+        return False
     if args[0].is_complex() or args[1].is_complex():
-        # their gradients are conjugates, and convolutions of them have no backward pass of their
-        # own
+        # Complex gradients are conjugates, and ATen has no separate backward pass for complex
+        # convolutions.
         return False
     if torch._C._functorch.get_dynamic_layer_stack_depth():
-        return False  # inside torch.func a call stands for many
+        # Inside torch.func, one call stands for many.
+        return False
     bias = args[2] if len(args) > 2 else None
-    return _is_weight(args[1]) and (bias is None or not bias.requires_grad or _is_weight(bias))
+    return _has_gradient(args[1]) and (
+        bias is None or not bias.requires_grad or _has_gradient(bias)
+    )
 
 
-def _is_weight(tensor: Any) -> bool:
-    """Whether a gradient can be added to the tensor's at any time: it is there already."""
+def _has_gradient(tensor: Any) -> bool:
+    """Return whether a gradient can be added to a tensor's own at any time: it exists already."""
     return (
         isinstance(tensor, Tensor)
         and tensor.is_leaf

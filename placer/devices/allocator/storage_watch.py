@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import devices
-from placer.capture.export.nested_ops import run_under
+from placer.capture.export.nested_ops import run_under_mode
 
 
 def key_of(tensor: Tensor) -> int:
@@ -105,7 +105,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # the class takes the operation apart; what it makes inside is seen here
             return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
-            result = run_under(self, func, args, kwargs or {})
+            result = run_under_mode(self, func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from placer import devices
-from placer.capture.user_objects import optimizers_of
+from placer.capture.argument_checks import optimizer_list
 from placer.distributed.collective_errors import together
 from placer.distributed.state import optimizer_state
 from placer.distributed.tensor_codec import as_bytes
@@ -134,7 +134,7 @@ def save(
     state: dict[str, Any] = {"model": module.state_dict()}
     with together(group, "write its part of the checkpoint"):
         # none, perhaps, of a process without parameters
-        for each in optimizers_of(optimizer):
+        for each in optimizer_list(optimizer):
             state.setdefault("optimizer", {}).update(optimizer_state.flat(module, each))
     with _explained("written", path):
         state_dict_saver.save(_filled(state), checkpoint_id=path, process_group=group)
@@ -154,7 +154,7 @@ def load(
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
         with together(group, "read its part of the checkpoint"):
-            optimizers = optimizers_of(optimizer)
+            optimizers = optimizer_list(optimizer)
             there = FileSystemReader(path).read_metadata().state_dict_metadata if optimizers else {}
             kept = {
                 key.removeprefix(_OPTIMIZER): item

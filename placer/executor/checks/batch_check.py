@@ -22,15 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.batch_dims.batch_layout import (
-    BatchLayout,
-    Call,
-    Parameters,
-    layout_of_inputs,
-    values_of,
-)
-from placer.capture.python_state.comparable_runs import Draws, evaluated
-from placer.capture.python_state.isolated_runs import BufferValues, undisturbed
+from placer.capture.batch_dims.batch_layout import BatchLayout, Call, Parameters, call_values
+from placer.capture.batch_dims.declared_layout import call_layout
+from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
+from placer.capture.python_state.isolated_runs import BufferValues, isolated_run
 from placer.capture.python_state.module_hooks import without_hooks
 from placer.capture.pytrees import flatten_inputs
 from placer.errors import BatchError, InputError
@@ -126,7 +121,7 @@ class BatchChecks:
         declared = Joining.of(options)
         if not options.verify or len(sizes) < 2:
             return declared
-        key = mode, options.model_dump_json(), _kind_of(values_of(call, parameters), layout)
+        key = mode, options.model_dump_json(), _kind_of(call_values(call, parameters), layout)
         known = self._known.get(key)
         # else each sample has results of its own
         matters = known is None or known.joining.reduces_floats
@@ -181,14 +176,14 @@ class BatchChecks:
         )
         advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
         return BatchError(
-            f"{error}. The inputs were cut: {layout.described()}. {advice}; chunks=1 does not cut the batch, and "
+            f"{error}. The inputs were cut: {layout.description()}. {advice}; chunks=1 does not cut the batch, and "
             "BatchOptions(verify=False) takes micro-batches as they are"
         )
 
     def _holds(self, call: Call, parameters: Parameters, options: BatchOptions, run: Run) -> bool:
         """Return whether a batch may be cut as these options say."""
         try:
-            layout = layout_of_inputs(call, *flatten_inputs(*call), options, parameters)
+            layout = call_layout(call, *flatten_inputs(*call), options, parameters)
             if layout.size < 2:
                 return False
             sizes = [layout.size // 2, layout.size - layout.size // 2]
@@ -276,34 +271,34 @@ class BatchChecks:
             The result of the whole; those of the parts; and the labels that count in means of the
             whole and each part.
         """
-        total, draws = sum(sizes), Draws()
+        total, draws = sum(sizes), RandomNumbers()
         rest = [layout.size - total] if layout.size > total else []
         (first, *_), cuts = (
             layout.cut_call(call, parameters, [*some, *rest]) for some in ([total], sizes)
         )
         watches = [LabelWeights() for _ in (total, *sizes)]
-        with self._apart(), evaluated(), draws.first(), watches[0]:
+        with self._apart(), operations_in_eval_mode(), draws.recorded(), watches[0]:
             whole = run(_copied(first))
         parts, start = [], 0
         # One after another: what a part leaves in attributes, the next one finds. Statistics that
         # buffers gather are left out, as those of batch normalisation are: micro-batches have their
         # own in any pipeline.
         buffers = BufferValues(self._module)
-        with self._apart(), evaluated():
+        with self._apart(), operations_in_eval_mode():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
                 try:
-                    with draws.again(start, size, total), watch:
+                    with draws.replayed(start, size, total), watch:
                         parts.append(run(_copied(part)))
                 except Exception as error:
                     raise _CutError from error
-                buffers.put_back()
+                buffers.restore()
                 start += size
         return whole, parts, [watch.counted for watch in watches]
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Let a run begin with the model as it is, and leave no trace."""
-        with undisturbed(self._module), without_hooks(self._module):
+        with isolated_run(self._module), without_hooks(self._module):
             yield
 
 
@@ -334,7 +329,7 @@ def _others(
     """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one
     input whole.
     """
-    values = values_of(call, parameters)
+    values = call_values(call, parameters)
     if isinstance(options.inputs, dict):
         declared = options.inputs
     else:

@@ -17,8 +17,8 @@ from placer import devices
 from placer.capture.batch_dims.batch_layout import Call, Part
 from placer.capture.export import nested_ops
 from placer.capture.export.export import Exported
-from placer.capture.python_state.comparable_runs import Draws, evaluated
-from placer.capture.python_state.isolated_runs import undisturbed
+from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
+from placer.capture.python_state.isolated_runs import isolated_run
 from placer.capture.python_state.module_hooks import without_hooks
 from placer.capture.pytrees import flatten
 from placer.executor.checks.tolerances import Closeness, shown
@@ -42,7 +42,7 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
         captured: runs the graph.
     """
     # such operations compile, which no mode may watch
-    if nested_ops.has_bodies(exported.module):
+    if nested_ops.has_nested_graphs(exported.module):
         return ""
     state = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in (*state, *part.tensors) if isinstance(tensor, Tensor)):
@@ -64,10 +64,10 @@ def _difference(
     module: nn.Module, part: Part, trained: Sequence[Tensor], eager: Run, captured: Run
 ) -> str:
     closeness = Closeness.of([*module.parameters(), *part.tensors])
-    draws, found = Draws(), []
-    for run, drawn in ((eager, draws.first), (captured, draws.again)):
-        with undisturbed(module), without_hooks(module), torch.inference_mode(False):
-            with evaluated(), drawn(), torch.set_grad_enabled(bool(trained)):
+    draws, found = RandomNumbers(), []
+    for run, drawn in ((eager, draws.recorded), (captured, draws.replayed)):
+        with isolated_run(module), without_hooks(module), torch.inference_mode(False):
+            with operations_in_eval_mode(), drawn(), torch.set_grad_enabled(bool(trained)):
                 result, left = run(_copied(part))
                 leaves, structure = flatten((result, left))
                 found.append((leaves, structure.paths, _gradients(leaves, trained)))

@@ -55,7 +55,7 @@ class Closeness:
         types = {
             item.dtype for item in tensors if isinstance(item, Tensor) and item.is_floating_point()
         }
-        cast = autocast.dtype()
+        cast = autocast.current_dtype()
         types |= set() if cast is None else {cast}
         return cls(
             max(

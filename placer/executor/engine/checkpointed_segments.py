@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from placer.capture.layers import Layer
 from placer.capture.python_state.mutable_inputs import written_inputs
-from placer.capture.weight_grads.deferred import whole
+from placer.capture.weight_grads.deferred import unsplit_backward
 from placer.devices import Repeated
 from placer.executor.segments import MicroBatch, Segment, Step
 from placer.executor.stage_errors import Trail
@@ -89,7 +89,7 @@ class Group:
 
         reads = [values.read(name, device) for name in self.reads]
         # Weight gradients of a checkpoint cannot be left for later: its activations are gone then.
-        with whole():
+        with unsplit_backward():
             made = checkpoint(
                 compute,
                 *reads,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.weight_grads.deferred import Queue
+from placer.capture.weight_grads.deferred import GradientQueue
 from placer.errors import InputError
 from placer.executor.engine.checkpointed_segments import CheckpointedSegment
 from placer.executor.segments import MicroBatch, Segment
@@ -117,7 +117,7 @@ class CompiledSegment(Segment):
         made = torch.compile(own_code(_function(segment, border)), backend=backend, dynamic=False)
         return cls(segment.device, segment.steps, border, made)
 
-    def deferring(self, queue: Queue) -> AbstractContextManager[Any]:
+    def deferring(self, queue: GradientQueue) -> AbstractContextManager[Any]:
         """Return an empty context: no weight gradient is left for later."""
         return nullcontext()
 

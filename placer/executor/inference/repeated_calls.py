@@ -144,7 +144,7 @@ class RepeatedCalls:
         call = _call(captures, parts, weights)
         if (
             self._uncut.get(call) not in _LOOKS
-            or captures[0].exported.left is not None
+            or captures[0].exported.input_changes is not None
             or call in self._refused
         ):
             yield
@@ -164,4 +164,4 @@ def _call(
     captures: Sequence[Capture], parts: Sequence[Sequence[Any]], weights: Sequence[int]
 ) -> _Call:
     """Return the key of a call."""
-    return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.state()
+    return tuple(captures), tuple(map(shapes, parts)), tuple(weights), autocast.current_dtypes()

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import (
-    DEFAULT,
-    Call,
-    Part,
+from placer.capture.batch_dims.batch_layout import Call, Part
+from placer.capture.batch_dims.declared_layout import (
+    DEFAULT_OPTIONS,
     refuse_absent_outputs,
-    refuse_no_options,
+    require_batch_options,
 )
 from placer.capture.layers import LayerGraph
 from placer.capture.pytrees import outline
@@ -164,7 +163,7 @@ class Streams:
                 f"in_flight={in_flight!r}: give a whole number of batches, 1 or more, or None"
             )
         if options is not None:
-            refuse_no_options(options)
+            require_batch_options(options)
         return self._results(
             iter(batches), in_flight, partial(self._enter, backend=backend, options=options)
         )
@@ -293,7 +292,7 @@ class Streams:
                 self._tick()
                 return ticket
         except Exception as error:
-            error.add_note(f"in batch {number} of the stream{input_forms.advice(error)}")
+            error.add_note(f"in batch {number} of the stream{input_forms.input_advice(error)}")
             return Ticket(error=error)
 
     def _enter(
@@ -310,7 +309,9 @@ class Streams:
         placed = self._flow.assignment is not None
         capture = self._flow.captured(part, needed=False) if placed else None
         # The flow's own options describe all its calls, and may name results of others of them.
-        declared = DEFAULT if options is None or options is self._flow.batch_options else options
+        declared = (
+            DEFAULT_OPTIONS if options is None or options is self._flow.batch_options else options
+        )
         if capture is None:
             self._is_hooked = backend is not None
             self._drain()
@@ -340,7 +341,7 @@ class Streams:
     def _key(self, batch: Known) -> Hashable:
         flow = self._flow
         run = batch.capture, flow.assignment, flow.output_device, batch.backend
-        return *run, shapes(batch.tensors), autocast.state()
+        return *run, shapes(batch.tensors), autocast.current_dtypes()
 
     def _add(self, key: Hashable, batch: Known) -> InferencePipeline:
         """Make the pipeline of a new shape, in place of the one that was not used for longest."""

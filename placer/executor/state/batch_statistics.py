@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
-from placer.capture.batch_counters import ADDITIONS
+from placer.capture.batch_counters import ADD_OPERATIONS
 from placer.errors import InputError
 
 Site = tuple[int, int, int]
@@ -167,7 +167,7 @@ class _Gather(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BATCH_NORMS and not kwargs and self._statistics.knows(args[3]) and args[5]:
             return self._statistics.normalise(self._site(args[3]), func, args)
-        if func in ADDITIONS and self._statistics.counts(self._site(args[0]), args[0]):
+        if func in ADD_OPERATIONS and self._statistics.counts(self._site(args[0]), args[0]):
             return args[0]
         return func(*args, **(kwargs or {}))
 

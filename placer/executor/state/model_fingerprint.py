@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from placer.capture.python_state.module_hooks import modes, on_every_module
+from placer.capture.python_state.module_hooks import has_global_hooks, module_modes
 
 _TABLES = (
     "_modules",
@@ -66,7 +66,7 @@ class Census:
         self.members = _members(modules)
         self.state = [item for item in self.members if isinstance(item, Tensor)]
         self.dtypes = self._now_dtypes()
-        self.modes = tuple(modes(module))
+        self.modes = tuple(module_modes(module))
         self._modules = modules
         self._fields = [child.__dict__ for child in modules]
         declared = ((child.__dict__, name) for child in modules for name in _declared(child))
@@ -93,7 +93,7 @@ class Census:
             return (
                 self._now_training() == self._training
                 and self._now_dtypes() == self.dtypes
-                and on_every_module() == self.modes[-1][1]
+                and has_global_hooks() == self.modes[-1][1]
                 and are_same(self._now_contents(), self._contents)
                 and are_same(self._now_constants(), self.constants)
             )

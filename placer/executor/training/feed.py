@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import cut
+from placer.capture.batch_dims.batch_layout import cut_tensor
 from placer.devices import Courier, Lane, Mark
 from placer.executor.training.stages.training_slot import Key
 
@@ -100,4 +100,4 @@ class Feed:
         return self._brought[key, place]
 
     def _cut(self, key: Key, tensor: Any) -> Sequence[Any]:
-        return cut(tensor, self._dims[key], str(key), self._sizes)
+        return cut_tensor(tensor, self._dims[key], str(key), self._sizes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import cut
+from placer.capture.batch_dims.batch_layout import cut_tensor
 from placer.devices import Courier, Lane, Mark
 from placer.executor.training.stages.training_slot import Key
 
@@ -136,7 +136,7 @@ class InputGradients:
         new = partial(torch.empty, like.shape, dtype=like.dtype, device=home, pin_memory=pinned)
         if self._dims[key] is not None:
             whole = new()
-            return [whole], list(cut(whole, self._dims[key], str(key), self._sizes))
+            return [whole], list(cut_tensor(whole, self._dims[key], str(key), self._sizes))
         each = [new() for _ in self._sizes]
         return each, each
 

@@ -198,7 +198,11 @@ class Pipelines:
             return None if _hooked(known.weights) or _penalised(known) else known
         self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
-        if graph.passes_numbers_on or _hooked(Weights.of(graph)) or _has_unusual_gradients(graph):
+        if (
+            graph.passes_value_numbers
+            or _hooked(Weights.of(graph))
+            or _has_unusual_gradients(graph)
+        ):
             return None
         if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None

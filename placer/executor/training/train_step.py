@@ -12,21 +12,21 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast, input_forms
-from placer.capture.batch_dims.batch_layout import (
-    Call,
+from placer.capture.argument_checks import require_chunks, require_flags, require_loss_function
+from placer.capture.batch_dims.batch_layout import Call
+from placer.capture.batch_dims.declared_layout import (
     other_dims,
     refuse_absent_outputs,
-    refuse_no_options,
+    require_batch_options,
     spelt_target,
 )
 from placer.capture.loss_functions import (
     LossFunction,
     refuse_arrays,
-    refuse_no_number,
-    refuse_untrained,
+    require_gradient,
+    require_real_number,
 )
 from placer.capture.pytrees import detached_nest, flatten
-from placer.capture.user_objects import refuse_no_chunks, refuse_no_flags, refuse_no_loss
 from placer.errors import BatchError, InputError, StageError
 from placer.executor.checks.batch_check import Weights
 from placer.executor.engine.compiled_segments import Backend
@@ -117,9 +117,9 @@ class TrainStep:
         options: BatchOptions | None = None,
         weigh: Weigh | None = None,
     ) -> None:
-        refuse_no_loss(loss_fn)
+        require_loss_function(loss_fn)
         options = flow.batch_options if options is None else options
-        refuse_no_options(options)
+        require_batch_options(options)
         if schedule not in SCHEDULES:
             raise InputError(
                 f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}"
@@ -175,7 +175,7 @@ class TrainStep:
         """
         if update not in (True, False):
             raise InputError(f"update is {update!r}; give True, or False to let the gradients wait")
-        refuse_no_flags(outputs=outputs)
+        require_flags(outputs=outputs)
         with nothing_held(), self.flow.lock:
             batch = self._taken(inputs, target, chunks)
             for optimizer in self.update.optimizers:
@@ -332,7 +332,7 @@ class TrainStep:
     def _taken(self, inputs: Any, target: Any, chunks: int | None) -> Batch:
         """Return inputs and target, flattened, and how they are cut into micro-batches."""
         self._refuse()
-        call = input_forms.split(inputs)
+        call = input_forms.call_arguments(inputs)
         refuse_arrays(target)
         sizes_of = partial(_sizes, self.flow.chunks if chunks is None else chunks)
         cut = self.flow.cut(
@@ -437,13 +437,13 @@ class TrainStep:
                 # "cuda" in loss_fn means this device, as in a pipeline
                 with devices.Lane(place, caller=True):
                     loss, values = self.loss_fn(output, to_device_nest(goal, place))
-                refuse_no_number(loss)
-                refuse_untrained(loss)
+                require_real_number(loss)
+                require_gradient(loss)
                 in_loss = None
                 made.append((detached_nest(output) if outputs else None, detached_nest(values)))
                 loss = loss * share
                 scale = self.update.scale(devices.location(loss))
-                with autocast.off(place):
+                with autocast.disabled(place):
                     loss.backward(None if scale is None else scale.to(loss.dtype))  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
             hand_out(given, [leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves])
@@ -490,9 +490,7 @@ def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) ->
         return ""
     layout = batch.goals.layout
     declaration = spelt_target(options, layout, *others[0])
-    return (
-        f"micro-batches cut {layout.described()}; if its samples lie elsewhere, give {declaration}"
-    )
+    return f"micro-batches cut {layout.description()}; if its samples lie elsewhere, give {declaration}"
 
 
 class _LabelsSeen(Exception):
@@ -503,12 +501,12 @@ class _LabelsSeen(Exception):
 
 
 def _refuse_no_batch(inputs: Any, tensors: list[Any], size: int) -> None:
-    input_forms.refuse_no_tensor(inputs, tensors)
+    input_forms.require_tensors(inputs, tensors)
     if not size:
         raise InputError("the batch has no samples: leave empty batches out")
 
 
 def _sizes(wanted: int, size: int) -> list[int]:
     """Return the sizes of micro-batches."""
-    refuse_no_chunks(wanted)
+    require_chunks(wanted)
     return micro_batch_sizes(size, wanted)

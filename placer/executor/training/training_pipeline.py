@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import cut
+from placer.capture.batch_dims.batch_layout import cut_tensor
 from placer.capture.layers import LayerGraph
 from placer.capture.pytrees import Structure
 from placer.devices import Courier, Lane, Mark
@@ -386,7 +386,7 @@ class TrainingPipeline:
     def _cut(self, given: Sequence[Any], dims: Sequence[int | None]) -> list[list[Any]]:
         """Return what each micro-batch has of these tensors, as leaves of their own."""
         columns = [
-            cut(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)
+            cut_tensor(tensor, dim, "", self.sizes) for tensor, dim in zip(given, dims, strict=True)
         ]
         return [detached([column[chunk] for column in columns]) for chunk in range(self.chunks)]
 

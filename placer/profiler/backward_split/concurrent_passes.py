@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.weight_grads.deferred import Queue
+from placer.capture.weight_grads.deferred import GradientQueue
 
 LANES = 2
 """So many halves by weight run at a time; see
-``placer.capture.weight_grads.deferred.Queue.branches``."""
+``placer.capture.weight_grads.deferred.GradientQueue.branches``."""
 
 SHORT, LONG = 1, 4
 """The rounds of the two rows."""
@@ -34,10 +34,10 @@ _CACHES = 3
 """Between two uses of a copy so many times the cache's size is used."""
 
 
-class _Copy(Queue):
+class _Copy(GradientQueue):
     """What another queue has, copied; adds to copies of gradients."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: GradientQueue) -> None:
         super().__init__()
         self._gradients: dict[int, Tensor] = {}
         for addition in queue:
@@ -59,7 +59,11 @@ class _Copy(Queue):
 
 
 def measure_share(
-    queue: Queue, alone_ms: float, device: torch.device, repeats: int, before: Callable[[], None]
+    queue: GradientQueue,
+    alone_ms: float,
+    device: torch.device,
+    repeats: int,
+    before: Callable[[], None],
 ) -> float:
     """Time two lanes of what a backward pass left for later.
 
@@ -90,7 +94,7 @@ def measure_share(
     return min(1.0, max(1 / LANES, round_ms / (LANES * alone_ms)))
 
 
-def _copies(queue: Queue, device: torch.device) -> Sequence[_Copy]:
+def _copies(queue: GradientQueue, device: torch.device) -> Sequence[_Copy]:
     first = _Copy(queue)
     wanted = -(-_CACHES * devices.cache_bytes(device) // max(1, first.nbytes))
     rounds = min(LONG, max(1, -(-wanted // LANES)))

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
-from placer.capture.weight_grads.splittable_ops import LINEAR, can_wait
+from placer.capture.weight_grads.splittable_ops import LINEAR, can_defer
 from placer.devices.allocator.storage_watch import StorageLog, key_of, peak_bytes
 from placer.profiler.backward_split.concurrent_passes import LANES
 from placer.profiler.trial import Trial
@@ -179,7 +179,7 @@ class _Waiting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if can_wait(func, args, kwargs):
+        if can_defer(func, args, kwargs):
             weights = tuple(weight for weight in args[1:3] if isinstance(weight, Tensor))
             self.weights.update(id(weight) for weight in weights)
             self.operations.append(

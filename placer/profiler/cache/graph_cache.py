@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from placer.capture import granularity as granularities
-from placer.capture.batch_dims.batch_layout import DEFAULT, Call
+from placer.capture.batch_dims.batch_layout import Call
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.fingerprint import footprint
 from placer.capture.granularity import Granularity
 from placer.capture.layers import Layer, LayerGraph, Value, named_state
@@ -64,7 +65,7 @@ class KnownGraphs:
         model: nn.Module,
         calls: Sequence[Call],
         granularity: Granularity,
-        options: BatchOptions = DEFAULT,
+        options: BatchOptions = DEFAULT_OPTIONS,
     ) -> None:
         self._cache, self._model = cache, model
         self._keys: list[str] = []
@@ -75,13 +76,15 @@ class KnownGraphs:
             return
         prints = [footprint(model, *call) for call in calls]
         if all(prints):  # all are cut as the first one is
-            whole = sorted(granularities.blocks(model)) if granularity == "blocks" else []
+            whole = sorted(granularities.repeated_blocks(model)) if granularity == "blocks" else []
             facts = capture_facts() | {
                 "first": prints[0],
                 "granularity": repr(granularity),
                 "blocks": whole,
             }
-            facts |= {} if options.inputs == DEFAULT.inputs else {"batch": repr(options.inputs)}
+            facts |= (
+                {} if options.inputs == DEFAULT_OPTIONS.inputs else {"batch": repr(options.inputs)}
+            )
             self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
 
     def read(self) -> list[LayerGraph] | None:
@@ -96,7 +99,7 @@ class KnownGraphs:
             if (
                 self._cache is not None
                 and graph.captured
-                and all(layer.told_by_signature for layer in graph.layers)
+                and all(layer.signature_is_complete for layer in graph.layers)
             ):
                 self._cache.write("graphs", key, _content(graph))
 

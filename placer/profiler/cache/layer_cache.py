@@ -50,7 +50,7 @@ class Remembered:
         if (
             layer.signature not in self._seen
             and self._cache is not None
-            and layer.told_by_signature
+            and layer.signature_is_complete
         ):
             known = self._read(self._cache, layer)
             if known is not None:
@@ -62,7 +62,7 @@ class Remembered:
         """Keep what was measured."""
         self._seen[layer.signature] = measurement
         self.measured += 1
-        if self._cache is not None and layer.told_by_signature:
+        if self._cache is not None and layer.signature_is_complete:
             content = {
                 "repeats": self._repeats,
                 "measurement": _ENTRIES.dump_python(measurement, mode="json"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from placer import schema
-from placer.capture.export.mode_regions import Regions, enter, leave
+from placer.capture.export.mode_regions import Regions, enter_region, leave_region
 from placer.capture.layers import Layer, LayerGraph, Value, tensor_bytes
 from placer.capture.serialization import ENTER, LEAVE
 from placer.devices import keep_random_state, resolve, type_name, unobserved
@@ -146,7 +146,7 @@ def _layer(layer: GraphLayer) -> Layer:
         signature=layer.signature or layer.name,
         random=layer.random,
         # what a stranger says of its layers is believed for its own profile alone
-        told_by_signature=False,
+        signature_is_complete=False,
     )
 
 
@@ -214,9 +214,9 @@ class _Program:
                     known[operation.out] = call(*args, **kwargs)
                     del args, kwargs
                 elif operation.op == ENTER:
-                    enter(regions, device, *_region(operation))
+                    enter_region(regions, device, *_region(operation))
                 else:
-                    leave(regions)
+                    leave_region(regions)
                 for name in done:
                     known.pop(name, None)
         return tuple(known[name] for name in self._layer.results)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from placer.capture.batch_dims.batch_layout import DEFAULT, Parameters
+from placer.capture.batch_dims.batch_layout import Parameters
+from placer.capture.batch_dims.declared_layout import DEFAULT_OPTIONS
 from placer.capture.granularity import Granularity
 from placer.capture.serialization import to_wire
 from placer.devices import unobserved
@@ -27,7 +28,7 @@ def describe(
     training: bool = True,
     granularity: Granularity = "auto",
     batch_sizes: Sequence[int] | None = None,
-    options: BatchOptions = DEFAULT,
+    options: BatchOptions = DEFAULT_OPTIONS,
 ) -> list[Graph]:
     """Capture a model and describe it as data; the model is left as it was.
 
@@ -49,7 +50,7 @@ def describe(
     args, kwargs = profile_inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
         tensors, structure, layout = profile_inputs.trackable(
-            args, kwargs, options, Parameters.of(model)
+            args, kwargs, options, Parameters.from_module(model)
         )
         given = (
             [tensors]

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """These models are small, and tests run in processes of their own beside one another."""
+    """Use one thread: the models are small, and several test processes share the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Counters of a pass are counted on together, and come to what they come to one by one."""
+"""Batch counters: additions in one kernel have the same effect as one kernel each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from placer import DataFlow
-from placer.capture.batch_counters import counted_together
+from placer.capture.batch_counters import added_together
 from placer.testing import logical_devices
 
 ADD = torch.ops.aten.add_.Tensor
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations on whole numbers, by name."""
+    """A mode that counts operations on integers, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Twice(nn.Module):
-    """Normalisations side by side and one that is called twice; its counter goes up by two."""
+    """Normalisations in parallel and one that is called twice, whose counter increases by two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_what_is_added_to_counters_is_there_at_the_end_in_one_operation() -> Non
     counted = [torch.tensor(number) for number in (3, 5)]
     other = torch.tensor(7)
     with _Operations() as operations:
-        with counted_together(counted):
+        with added_together(counted):
             ADD(counted[0], 1)
             ADD(counted[1], 1)
             ADD(counted[0], 1)
@@ -63,7 +63,7 @@ def test_what_is_added_to_counters_is_there_at_the_end_in_one_operation() -> Non
 
 def test_a_pass_that_fails_leaves_counters_as_they_were() -> None:
     counted = [torch.tensor(3), torch.tensor(5)]
-    together = counted_together(counted)
+    together = added_together(counted)
     with pytest.raises(ValueError, match="stop"), together:
         ADD(counted[0], 1)
         raise ValueError("stop")

@@ -1,5 +1,4 @@
-"""Weight gradients in two parts that may run side by side: whatever their order, and nothing is
-added to in both."""
+"""Weight gradients in two concurrent parts: any order gives the same sums, each added once."""
 
 from __future__ import annotations
 
@@ -12,28 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.weight_grads.deferred import Addition, DeferWeights, Queue
+from placer.capture.weight_grads.deferred import (
+    DeferredGradient,
+    DeferWeightGradients,
+    GradientQueue,
+)
 
 linear: Callable[..., Tensor] = torch.ops.aten.linear.default
 conv1d: Callable[..., Tensor] = torch.ops.aten.conv1d.default
 
 
 class Line(nn.Linear):
-    """A linear layer as a capture has it."""
+    """A linear layer as in a captured graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Map(nn.Conv1d):
-    """A convolution as a capture has it."""
+    """A convolution as in a captured graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         return conv1d(x, self.weight, self.bias, [1], [1])
 
 
 class Reused(nn.Module):
-    """Linear layers and convolutions, one of each used twice, and two whose weight is one."""
+    """Linear layers and convolutions: one of each is used twice, and two share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +54,12 @@ class Reused(nn.Module):
         return x
 
 
-def left_by(model: nn.Module, x: Tensor) -> Queue:
-    """What a backward pass of the model leaves for later; gradients are in place."""
-    queue = Queue()
+def left_by(model: nn.Module, x: Tensor) -> GradientQueue:
+    """Return what a model's backward pass defers, with gradients allocated."""
+    queue = GradientQueue()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with DeferWeights(queue):
+    with DeferWeightGradients(queue):
         result = model(x)
     result.square().sum().backward()
     return queue
@@ -122,7 +125,7 @@ def test_recorded_branches_add_the_gradients_of_the_unsplit_model() -> None:
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     queue = left_by(model, x)
 
-    def add(part: list[Addition]) -> None:
+    def add(part: list[DeferredGradient]) -> None:
         for addition in part:
             addition.run(queue)
 

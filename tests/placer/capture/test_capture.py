@@ -131,7 +131,7 @@ def test_without_the_hook_path_a_refusal_is_an_error() -> None:
 
 _HASH = """
 import torch
-from placer.capture import capture_graph
+from placer import capture_graph
 from placer.zoo import gpt
 def found(width):
     model = gpt(layers=2, width=width, heads=2, context=8, vocabulary=20)
@@ -148,7 +148,7 @@ def test_the_hash_is_the_same_in_every_process_and_another_for_another_size() ->
 
 
 class _Elsewhere(nn.Module):
-    """Names a device that is not the one that it is captured on."""
+    """A model that names another device than the capture's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_a_device_that_the_model_names_stays_the_one_that_it_names() -> None:
 
 def test_hooks_that_a_look_puts_on_modules_are_taken_away() -> None:
     class Hooks(nn.Module):
-        """Puts a hook on a module at its first call, as models of transformers do."""
+        """A model that adds a hook to a module at its first call, as transformers' models do."""
 
         def __init__(self) -> None:
             super().__init__()

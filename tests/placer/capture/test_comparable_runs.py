@@ -1,5 +1,4 @@
-"""Runs that are compared act as in evaluation mode and draw the same numbers, in whatever mode the
-modules are."""
+"""Comparable runs: operations act as in evaluation mode and draw the same numbers in any mode."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from placer.capture.export.export import export
-from placer.capture.python_state.comparable_runs import Draws, evaluated
+from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
 
 OPERATIONS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
@@ -23,7 +22,7 @@ OPERATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class _Drawing(nn.Module):
-    """Draws per sample, per number, and once for all."""
+    """A model that draws per sample, per feature, and once for all samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * functional.dropout(torch.ones_like(x), 0.5, self.training) + torch.rand(len(x), 1)
@@ -36,11 +35,11 @@ class _Drawing(nn.Module):
 def test_parts_of_a_batch_give_their_rows_of_the_whole_in_training_mode(
     make: Callable[[], nn.Module],
 ) -> None:
-    model, x, draws = make().train(), torch.randn(4, 6), Draws()
-    with evaluated(), draws.first():
+    model, x, draws = make().train(), torch.randn(4, 6), RandomNumbers()
+    with operations_in_eval_mode(), draws.recorded():
         whole = model(x)
     for start in (0, 2):
-        with evaluated(), draws.again(start, 2, 4):
+        with operations_in_eval_mode(), draws.replayed(start, 2, 4):
             torch.testing.assert_close(model(x[start : start + 2]), whole[start : start + 2])
 
 
@@ -48,7 +47,7 @@ def test_parts_of_a_batch_give_their_rows_of_the_whole_in_training_mode(
 def test_operations_act_as_in_evaluation_mode(name: str) -> None:
     model, x = OPERATIONS[name]().train(), torch.randn(4, 6)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with evaluated():
+    with operations_in_eval_mode():
         found = model(x)
     if "without" not in name:  # which normalises by the batch in both modes
         torch.testing.assert_close(found, model.eval()(x))
@@ -61,8 +60,7 @@ def test_operations_act_as_in_evaluation_mode(name: str) -> None:
 
 
 def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() -> None:
-    """torch tags attention as random, as it may drop some: without dropout its results are its own
-    in each run."""
+    """torch tags attention as random because of dropout; without it, results are not replayed."""
 
     class Mixing(nn.Module):
         def __init__(self) -> None:
@@ -79,10 +77,10 @@ def test_recurrent_networks_and_attention_keep_what_their_inputs_make_of_them() 
                 )[0]
             )[0]
 
-    model, x, draws = Mixing().train(), torch.randn(4, 2, 6), Draws()
-    with evaluated(), draws.first():
+    model, x, draws = Mixing().train(), torch.randn(4, 2, 6), RandomNumbers()
+    with operations_in_eval_mode(), draws.recorded():
         model(x)
-    with evaluated(), draws.again(0, 2, 4):
+    with operations_in_eval_mode(), draws.replayed(0, 2, 4):
         part = model(x[:2])
     torch.testing.assert_close(part, model.eval()(x[:2]))
 
@@ -91,12 +89,12 @@ def test_a_graph_acts_as_its_model() -> None:
     model, x, draws = (
         nn.Sequential(_Drawing(), *(make() for make in OPERATIONS.values())),
         torch.randn(4, 6),
-        Draws(),
+        RandomNumbers(),
     )
     # without a branch on a value
     model[0].forward = lambda x: x + torch.randn_like(x)
     graph = export(model, (x,), {}).module
-    with evaluated(), draws.first():
+    with operations_in_eval_mode(), draws.recorded():
         whole = model(x)
-    with evaluated(), draws.again(0, 4, 4):
+    with operations_in_eval_mode(), draws.replayed(0, 4, 4):
         torch.testing.assert_close(graph(x)[0], whole)

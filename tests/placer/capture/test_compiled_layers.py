@@ -1,5 +1,4 @@
-"""A layer with openings computes what the layer does, and what is left for later are its weight
-gradients."""
+"""Layers with openings: the same results, and the deferred parts are the weight gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from placer.capture.capture import capture_graph
 from placer.capture.layers import LayerGraph
-from placer.capture.weight_grads.compiled_layers import Product, opened
-from placer.capture.weight_grads.deferred import Queue
+from placer.capture.weight_grads.compiled_layers import Product, with_openings
+from placer.capture.weight_grads.deferred import GradientQueue
 
 CPU = torch.device("cpu")
 
 
 class _Several(nn.Module):
-    """Two products in one layer, a write in place behind one, a norm with running statistics."""
+    """Two products in one layer, a write in place after one, and a norm with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ def _parts(model: nn.Module, x: Tensor) -> tuple[LayerGraph, list[list[Tensor]],
     return (
         graph,
         states,
-        [opened(layer, state) for layer, state in zip(graph.layers, states, strict=True)],
+        [with_openings(layer, state) for layer, state in zip(graph.layers, states, strict=True)],
     )
 
 
@@ -120,11 +119,11 @@ def test_results_and_gradients_are_those_of_the_model(name: str) -> None:
     ]
     y, given = _run(graph, states, layers, x, openings)
     (y**2).sum().backward()
-    queue = Queue()
+    queue = GradientQueue()
     for (_, products), items, zeros, state in zip(layers, given, openings, states, strict=True):
         for product, item, zero in zip(products, items, zeros, strict=True):
             assert not item.requires_grad
-            queue.put(product.left(item, zero.grad, state))
+            queue.put(product.deferred_gradient(item, zero.grad, state))
     weights = {id(weight) for addition in queue for weight in addition.weights}
     assert all(
         not parameter.grad.any() for parameter in model.parameters() if id(parameter) in weights

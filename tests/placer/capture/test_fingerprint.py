@@ -1,5 +1,4 @@
-"""Footprints: the same for what does the same, another one for whatever a capture would show
-otherwise."""
+"""Footprints: equal for equal graphs, and different whenever a capture would differ."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ X = torch.randn(2, 8)
 
 
 class Flexible(nn.Module):
-    """Does what it is told to."""
+    """Computes the given function."""
 
     scale = 2.0
 

@@ -21,7 +21,7 @@ IMAGE = torch.randn(2, 3, 64, 64)
 
 @functools.cache
 def _exported(model: nn.Module, example: Any) -> Exported:
-    """What a model is exported to does not depend on how it is cut, and takes longer than that."""
+    """Export a model once, because the export does not depend on the granularity."""
     return export(model, (example,), {})
 
 

@@ -13,9 +13,7 @@ from placer.capture import capture_graph
 from placer.zoo import gpt
 
 
-def test_an_operation_joins_the_layer_that_began_last_not_the_one_whose_by_product_was_made_last() -> (
-    None
-):
+def test_an_operation_joins_the_layer_that_began_last_not_the_latest_by_product() -> None:
     # Its last line multiplies early values after the last layer has run; joining that product's
     # layer closed a cycle through all layers between, which then became one.
     graph = capture_graph(Skips(layers=3), torch.randn(2, 5), granularity="fine")
@@ -29,7 +27,7 @@ def test_an_operation_joins_the_layer_that_began_last_not_the_one_whose_by_produ
 
 
 class _Weave(nn.Module):
-    """Two modules whose inner operations depend on one another both ways."""
+    """Two modules whose inner operations depend on one another in both directions."""
 
     class _Half(nn.Module):
         def __init__(self) -> None:
@@ -73,7 +71,7 @@ def test_no_layer_is_sent_an_input_for_its_size_alone() -> None:
 
 
 class _Masked(nn.Module):
-    """All blocks read a mask that is written to by its parts."""
+    """Blocks that read a common mask, to which their parts write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +86,7 @@ class _Masked(nn.Module):
 
 
 class _Biased(nn.Module):
-    """Each block clears a part of a copy of its bias, and reads nothing of what that gives."""
+    """Blocks that each clear a part of a copy of their bias without reading the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ class _Biased(nn.Module):
 
 
 class _WithItsLoss(nn.Module):
-    """The labels are a part of the input, of which each block asks the size."""
+    """A model whose blocks each take the size of the input that has the labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ def test_what_several_layers_read_does_not_make_one_layer_of_them(
 
 
 class _Counts(nn.Module):
-    """Each layer adds to a number that the caller keeps for it, once it has read it."""
+    """Layers that each read a number that the caller keeps for them, and then add to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,15 +147,17 @@ class _Counts(nn.Module):
 
 
 def test_a_write_that_nobody_reads_stays_with_those_who_read_before_it() -> None:
-    """Such writes went to the first layer, which closed a cycle: a decoder with a static cache was
-    one layer."""
+    """Such writes once joined the first layer, which closed a cycle.
+
+    So a decoder with a static cache became one layer.
+    """
     counts = [torch.zeros(()) for _ in range(4)]
     graph = capture_graph(_Counts(), (torch.randn(2, 3), counts), granularity="fine")
     assert [layer.name for layer in graph.layers] == [f"layers.{number}" for number in range(4)]
 
 
 class _Views(nn.Module):
-    """Blocks that write to parts of one buffer, and so are one layer."""
+    """Blocks that write to parts of one buffer, and therefore are one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,8 +173,7 @@ class _Views(nn.Module):
 
 
 def test_a_layer_that_was_merged_of_many_modules_names_them_all() -> None:
-    """Names of more than 400 letters lost those in between, which then lay on the device of nobody
-    knew what."""
+    """Names of over 400 characters once lost middle parts, which then had no device."""
     graph = capture_graph(_Views(), torch.randn(2, 3), granularity="fine")
     merged = max(graph.layers, key=lambda layer: len(layer.name))
     assert len(merged.name) > 400

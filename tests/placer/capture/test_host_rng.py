@@ -1,4 +1,4 @@
-"""What a model's code draws is told from what other threads draw meanwhile."""
+"""Random numbers of a model, distinguished from other threads' numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from placer.errors import CaptureError
 
 @pytest.fixture
 def others() -> Iterator[None]:
-    """A thread that draws from Python's and torch's generators all the time."""
+    """Run a thread that draws from Python's and torch's generators all the time."""
     over, begun = threading.Event(), threading.Event()
 
     def draw() -> None:
@@ -35,7 +35,7 @@ def others() -> Iterator[None]:
 
 
 class _Does(nn.Module):
-    """A linear layer, and something else."""
+    """A linear layer that also calls a function."""
 
     def __init__(self, extra: Callable[[], object]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def test_a_model_that_draws_is_not(why: str, threads: int, request: pytest.Fixtu
 
 @pytest.mark.usefixtures("others")
 def test_what_other_threads_drew_is_not_drawn_again() -> None:
-    """The states are given back where this thread has changed them alone, at the second look."""
+    """The states are restored only where this thread has changed them, at the second trace."""
     seen = set()
     for _ in range(3):
         capture_graph(_Does(lambda: None), torch.randn(2, 4), hooks=False)

@@ -1,5 +1,4 @@
-"""A module with two names: torch.export traces it through stand-ins, of which neither identity nor
-name is right."""
+"""Modules with two names, which torch.export traces through stand-ins with other identities."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Decoder(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As PEFT's prompt tuning: the embedding of the model below has a second name here."""
+    """A wrapper like PEFT's prompt tuning: the inner model's embedding has a second name."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -102,7 +101,7 @@ def test_a_placement_of_such_a_model_is_accepted_by_its_flow() -> None:
 
 
 class _Sliced(nn.Module):
-    """A slice of a Sequential is a new module, which is called itself."""
+    """A model that calls a slice of a Sequential, which is a new module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +123,7 @@ class _Settings:
 
 
 class _Scaled(nn.Module):
-    """What forward reads may change between calls: of a module with two names, of its child, and of
-    an object."""
+    """A model that reads attributes of a module with two names, of its child, and of an object."""
 
     def __init__(self) -> None:
         super().__init__()

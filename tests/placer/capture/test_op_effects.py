@@ -1,4 +1,4 @@
-"""Which layers draw random numbers: those that move the generator of the device when they run."""
+"""Layers that draw random numbers: those that advance the device's generator when they run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from placer.capture import capture_graph
 
 
 class Calls(nn.Module):
-    """One function between two linear layers."""
+    """A function between two linear layers."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ nests = st.recursive(tensors | constants, _containers, max_leaves=8)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """The same containers, constants and, object by object, tensors."""
+    """Return whether containers, constants and tensors are equal, object by object."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     if type(one) is not type(other):

@@ -1,4 +1,4 @@
-"""A graph as data says all that the layers do, and nothing that the model knows."""
+"""Graphs as data: they describe all that the layers do, and contain nothing of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from placer.zoo.unet import UNet
 
 
 class Regions(nn.Module):
-    """Regions, numbers that come from shapes, a constant, an infinity, a buffer that changes."""
+    """Regions, numbers computed from shapes, a constant, an infinity, and a buffer that changes."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ MODELS = {
 
 
 def sent(graph):
-    """As it arrives."""
+    """Return the graph as the receiver has it."""
     return Graph.model_validate_json(to_wire(graph).model_dump_json(exclude_defaults=True))
 
 

@@ -1,4 +1,4 @@
-"""What a capture needs of state that is elsewhere: shapes, and no values."""
+"""State on other devices: a capture needs its shapes only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from placer.capture.capture import capture_graph
-from placer.capture.export.tracing_environment import _bare, capture_device
+from placer.capture.export.tracing_environment import _without_memory, capture_device
 from placer.zoo import resnet18
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def test_state_without_memory_is_captured_as_state_with_values() -> None:
     for child in bare.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                child._parameters[name] = nn.Parameter(_bare(parameter, CPU))
+                child._parameters[name] = nn.Parameter(_without_memory(parameter, CPU))
     assert all(not parameter.untyped_storage().nbytes() for parameter in bare.parameters())
     assert capture_graph(bare, x).hash == capture_graph(model, x).hash
 

@@ -336,8 +336,8 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
     assert "build a second pipeline from the same model" in first["too small"]
     assert "not nested as the example was" in first["nested"]
     assert "1 positional arguments and the keywords (none)" in first["nested"]
-    assert "a target of shape (4, 6) goes with a batch of 8 samples" in last["too small"]
-    assert "a target '0' of shape (2, 6) goes with a batch of 8 samples" in last["nested"]
+    assert "a target of shape (4, 6) does not fit a batch of 8 samples" in last["too small"]
+    assert "a target '0' of shape (2, 6) does not fit a batch of 8 samples" in last["nested"]
     assert (
         "an input is of torch.float32, and the example's was of torch.float64"
         in first["other type"]
@@ -375,8 +375,8 @@ def test_what_cannot_be_trained_is_refused_everywhere(
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("vector", r"InputError: loss_fn gave a tensor of shape \(4, 6\); let it give one number"),
-        ("nothing to learn", "InputError: loss_fn gave a number that no gradient comes from"),
+        ("vector", r"InputError: loss_fn returned a tensor of shape \(4, 6\); return one number"),
+        ("nothing to learn", "InputError: loss_fn returned a loss without a gradient"),
         (
             "failure",
             r"StageError: micro-batch 0 failed in the forward pass on cpu, layer '\(loss\)': KeyError: 'late'",

@@ -749,7 +749,7 @@ def test_a_value_that_micro_batches_do_not_give_is_refused_by_name() -> None:
 
 
 def test_a_loss_that_gives_another_tuple_is_refused() -> None:
-    with pytest.raises(InputError, match=r"loss_fn gave a tuple of 3.*\(loss, \{"):
+    with pytest.raises(InputError, match=r"loss_fn returned a tuple of 3.*\(loss, \{"):
         placed(Classifier()).train_step(lambda y, t: (y.mean(), y, y))(torch.randn(4, 6))
 
 

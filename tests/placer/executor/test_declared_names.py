@@ -112,7 +112,7 @@ PATHS: dict[str, Path] = {
     [
         (
             BatchOptions(inputs=5),
-            r"dimension 5 is the batch, and no tensor has so many .*x has shape \(8, 6\).*0 to 1",
+            r"dimension 5 is the batch, and no tensor has that many .*x has shape \(8, 6\).*0 to 1",
         ),
         (
             BatchOptions(inputs={"unknown": 1}),

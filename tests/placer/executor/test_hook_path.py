@@ -15,7 +15,7 @@ from unverified import unverified
 
 from placer import DataFlow, devices
 from placer.capture import capture_graph
-from placer.capture.python_state.mutable_inputs import Exchange
+from placer.capture.python_state.mutable_inputs import TemporaryMove
 from placer.capture.pytrees import flatten
 from placer.devices import tensor_moves
 from placer.errors import CaptureError
@@ -551,7 +551,7 @@ def test_what_a_module_on_another_device_is_given_is_to_it_what_it_is_here(
 def test_parts_of_a_whole_that_are_far_apart_are_moved_by_themselves() -> None:
     with logical_devices(2) as places:
         table = torch.zeros(100, 2, device=places[0])
-        one, two = Exchange(places[1]).made((table[0], table[9]))
+        one, two = TemporaryMove(places[1]).moved((table[0], table[9]))
         assert one.untyped_storage().nbytes() == two.untyped_storage().nbytes() == one.nbytes
         assert one.untyped_storage()._cdata != two.untyped_storage()._cdata
 

@@ -286,8 +286,11 @@ def test_what_steps_no_parameters_is_told_apart_from_an_optimizer(flow: DataFlow
     ("inputs", "told"),
     [
         (X[:0], "the batch has no samples"),
-        (X.numpy(), r"inputs, a ndarray, hold no tensor; give tensors, as torch.as_tensor\(x\) is"),
-        ((), "inputs, a tuple, hold no tensor"),
+        (
+            X.numpy(),
+            r"inputs, a ndarray, contain no tensor; convert arrays by torch.as_tensor\(x\)",
+        ),
+        ((), "inputs, a tuple, contain no tensor"),
     ],
     ids=["empty", "numpy", "nothing"],
 )
@@ -311,7 +314,7 @@ def test_a_target_that_is_a_numpy_array_is_told_what_to_give(
     step = flow.train_step(loss_fn)
     with pytest.raises(
         InputError,
-        match=r"a numpy array of shape \(4,\); give tensors, as torch.as_tensor\(x\) is$",
+        match=r"a numpy array of shape \(4,\); convert it by torch.as_tensor\(x\)$",
     ):
         step(X, torch.arange(4).numpy(), chunks=chunks)
 

@@ -318,14 +318,14 @@ def test_a_graph_of_its_own_makes_tensors_where_its_layer_runs() -> None:
     bodies = [
         found
         for node in exported.module.graph.nodes
-        if (found := nested_ops.body(exported.module, node))
+        if (found := nested_ops.nested_graph(exported.module, node))
     ]
     assert len(bodies) == 2
     for body in bodies:
-        there = nested_ops.on(body, "cpu", device)
+        there = nested_ops.graph_on_device(body, "cpu", device)
         assert all(tensor.device == device for tensor in there(torch.ones(6, 4, device=device)))
-        assert there is nested_ops.on(body, "cpu", device)
-        assert body is nested_ops.on(body, "cpu", torch.device("cpu:3"))
+        assert there is nested_ops.graph_on_device(body, "cpu", device)
+        assert body is nested_ops.graph_on_device(body, "cpu", torch.device("cpu:3"))
 
 
 def test_graphs_are_told_apart_by_what_the_operations_inside_do() -> None:

@@ -55,8 +55,8 @@ BATCHES = [torch.randn(8, 4, dtype=torch.float64) for _ in range(4)]
 
 def test_only_numbers_from_values_are_marked_as_such() -> None:
     batch = torch.randn(8, 4)
-    assert capture_graph(_Scaled(), batch, granularity="submodule").passes_numbers_on
-    assert not capture_graph(_Averaged(), batch, granularity="submodule").passes_numbers_on
+    assert capture_graph(_Scaled(), batch, granularity="submodule").passes_value_numbers
+    assert not capture_graph(_Averaged(), batch, granularity="submodule").passes_value_numbers
 
 
 @pytest.mark.parametrize("make", [_Scaled, _Averaged, _Chosen])

@@ -214,11 +214,11 @@ class _Weighted(nn.Module):
         ),
         (
             {"loss_fn": lambda y, _: y, "target": torch.zeros(BATCH)},
-            r"shape \(8, 32\); let it give one number",
+            r"shape \(8, 32\); return one number",
         ),
         (
             {"loss_fn": lambda _, goal: goal.sum(), "target": torch.zeros(BATCH)},
-            "no gradient comes from",
+            "a loss without a gradient",
         ),
         (
             {"loss_fn": lambda y, _: y.mean() * 1j, "target": torch.zeros(BATCH)},

@@ -35,7 +35,7 @@ def test_none_is_no_input() -> None:
 
 
 def test_a_dict_that_is_an_argument_must_be_in_a_tuple() -> None:
-    with pytest.raises(InputError, match=r"the key 3, which is no keyword; .*\(inputs,\)"):
+    with pytest.raises(InputError, match=r"the key 3, which is not a string; .*\(inputs,\)"):
         split({3: X})
 
 

@@ -258,7 +258,7 @@ def test_a_value_is_freed_when_no_later_operation_needs_it():
 
 def test_what_a_stranger_says_of_its_layers_stays_out_of_the_cache():
     graph = rebuild(graph_of(call("aten.add.Tensor", R0, R0)))
-    assert not graph.layers[0].told_by_signature
+    assert not graph.layers[0].signature_is_complete
 
 
 def test_every_allowed_name_is_an_operator_of_this_torch():

@@ -151,7 +151,7 @@ def test_wrappers_that_differ_inside_are_measured_apart() -> None:
 def test_a_layer_with_a_wrapper_is_measured_anew_in_each_run() -> None:
     """The class may do something else in the next run, and no signature tells."""
     graph = capture_graph(model_of(KINDS["wrapper"]), batch_of(KINDS["wrapper"]))
-    assert [layer.told_by_signature for layer in graph.layers] == [False, True, False]
+    assert [layer.signature_is_complete for layer in graph.layers] == [False, True, False]
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "attached object", "gptq"])

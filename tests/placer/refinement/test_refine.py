@@ -154,7 +154,7 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ({"target": TOKENS}, "target is given without loss_fn"),
         (
             {"loss_fn": token_loss},
-            "loss_fn is given without target; give both to have the loss measured, or none",
+            "loss_fn is given without target; give both to measure the loss, or neither",
         ),
         (
             {"model": zoo.gpt(3, 16, 2, 16, 50)},
@@ -164,11 +164,11 @@ def test_a_placement_of_nothing_is_refused() -> None:
         ({"example_inputs": TOKENS[:1]}, "a micro-batch of 1, and the profile is of one of 2"),
         (
             {"example_inputs": TOKENS.numpy()},
-            "example_inputs, a ndarray, hold no tensor; give tensors",
+            "example_inputs, a ndarray, contain no tensor; convert",
         ),
         (
             {"loss_fn": token_loss, "target": TOKENS.numpy()},
-            r"the target has a numpy array of shape \(2, 16\); give",
+            r"the target has a numpy array of shape \(2, 16\); convert it",
         ),
         ({"placement": {"layer_devices": {"0": "cpu:0"}}}, "a layer '0', and the profile has none"),
         (

@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import BatchLayout, name_of
+from placer.capture.batch_dims.batch_layout import BatchLayout
+from placer.capture.batch_dims.value_names import name_from_path
 from placer.capture.pytrees import flatten
 
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
@@ -45,7 +46,7 @@ class CountedLabels:
     def __call__(self, _: Any, target: Any) -> Tensor | None:
         """Return weights of shape ``(N,)``; None if the target has no such labels."""
         leaves, structure = flatten(target)
-        named = dict(zip(map(name_of, structure.paths), leaves, strict=True))
+        named = dict(zip(map(name_from_path, structure.paths), leaves, strict=True))
         labels = named.get(self.name)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() <= self.dim:
             return None

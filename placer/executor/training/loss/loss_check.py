@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import other_dims, spelt_target
+from placer.capture.batch_dims.declared_layout import other_dims, spelt_target
 from placer.capture.python_state import host_rng
-from placer.capture.python_state.comparable_runs import Draws, evaluated
+from placer.capture.python_state.comparable_runs import RandomNumbers, operations_in_eval_mode
 from placer.capture.pytrees import detached_nest, flatten
 from placer.errors import InputError
 from placer.executor.checks.batch_check import difference_error
@@ -202,7 +202,7 @@ def compare_losses(
     whole = join([result for result, _ in made], sizes, joining, weights)
     place = devices.location(loss)
     # "cuda" in loss_fn means this device
-    with host_rng.given_back(), devices.Lane(place, caller=True):
+    with host_rng.restored_generators(), devices.Lane(place, caller=True):
         outputs, goal = _on(whole, place), _on(target, place)
         try:
             # a loss may differentiate by leaves of its own
@@ -226,7 +226,7 @@ def compare_losses(
             comparison, expected, _ways_out(loss_fn, len(sizes), expected, loss)
         )
         raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
-    with host_rng.given_back(), devices.Lane(place, caller=True):
+    with host_rng.restored_generators(), devices.Lane(place, caller=True):
         _compare_gradients(comparison)
     declared = Joining.of(loss_fn.options)
     found, differences, _ = find_rules(
@@ -244,23 +244,23 @@ def compare_losses(
 
 def _is_random(batch: _Comparison) -> bool:
     """Return whether the losses agree once they draw the same random numbers."""
-    draws, target, parts = Draws(), batch.target(), batch.parts()
+    draws, target, parts = RandomNumbers(), batch.target(), batch.parts()
     shares = batch.loss_fn.shares(batch.sizes)
     found: list[Tensor] = []
     start = 0
     try:
         with (
-            host_rng.given_back(),
+            host_rng.restored_generators(),
             devices.Lane(batch.place, caller=True),
             torch.no_grad(),
-            evaluated(),
+            operations_in_eval_mode(),
         ):
-            with draws.first():
+            with draws.recorded():
                 expected = batch.loss_of_batch(parts, target)
             for part, goal, size, share in zip(
                 parts, batch.targets(target), batch.sizes, shares, strict=True
             ):
-                with draws.again(start, size, sum(batch.sizes)):
+                with draws.replayed(start, size, sum(batch.sizes)):
                     found.append(batch.loss_fn(part, goal)[0] * share)
                 start += size
     except Exception:
@@ -281,7 +281,7 @@ def _compare_gradients(batch: _Comparison) -> None:
     parts, tolerance = batch.parts(), batch.closeness.tolerance
     leaves = [_differentiable(part) for part in parts]
     try:
-        with torch.enable_grad(), evaluated():
+        with torch.enable_grad(), operations_in_eval_mode():
             loss, expected, found = _both_gradients(batch, parts, leaves)
     except InputError:
         raise
@@ -325,8 +325,8 @@ def _both_gradients(
     """
     target, total = batch.target(), sum(batch.sizes)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
-    draws = Draws()
-    with draws.first():
+    draws = RandomNumbers()
+    with draws.recorded():
         loss = batch.loss_of_batch(whole, target)
     expected = _gradients(loss, [leaf for some in leaves for leaf in some], total)
     found: list[Tensor | None] = []
@@ -335,7 +335,7 @@ def _both_gradients(
     for part, some, goal, size, share in zip(
         parts, leaves, batch.targets(target), batch.sizes, shares, strict=True
     ):
-        with draws.again(start, size, total):
+        with draws.replayed(start, size, total):
             part_loss = batch.loss_fn(_with_copies(part, some), goal)[0]
         found += _gradients(part_loss, some, total * share)
         start += size
@@ -428,7 +428,7 @@ def _target_advice(batch: _Comparison, expected: Tensor, otherwise: str) -> str:
         loss = _loss_along(batch, place, dim)
         if loss is not None and batch.closeness(loss, expected):
             spelt = spelt_target(options, layout, place, dim)
-            return f"Micro-batches cut {layout.described()}; {spelt} gives the batch's loss"
+            return f"Micro-batches cut {layout.description()}; {spelt} gives the batch's loss"
     spelt = spelt_target(options, layout, *others[0])
     return f"{otherwise}. If the samples of the target lie elsewhere, give {spelt}"
 
@@ -443,7 +443,11 @@ def _loss_along(batch: _Comparison, place: int, dim: int) -> Tensor | None:
     other = replace(layout, dims=(*layout.dims[:place], dim, *layout.dims[place + 1 :]))
     goals = [goal[""] for goal in other.cut_values({"": target}, sizes)]
     try:
-        with host_rng.given_back(), devices.Lane(batch.place, caller=True), torch.no_grad():
+        with (
+            host_rng.restored_generators(),
+            devices.Lane(batch.place, caller=True),
+            torch.no_grad(),
+        ):
             each = [
                 batch.loss_fn(part, goal)[0]
                 for part, goal in zip(batch.parts(), goals, strict=True)

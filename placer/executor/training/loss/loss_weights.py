@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from placer import devices
-from placer.capture.batch_dims.batch_layout import BatchLayout, layout_of_target
+from placer.capture.batch_dims.batch_layout import BatchLayout
+from placer.capture.batch_dims.declared_layout import target_layout
 from placer.capture.loss_functions import LossFunction, loss_and_values
 from placer.capture.pytrees import Structure, flatten
 from placer.errors import InputError
@@ -156,7 +157,7 @@ class Weighing:
                 structure,
                 BatchLayout(size, nothing, structure.paths, (False,) * len(leaves)),
             )
-        layout = layout_of_target(target, leaves, structure, self.options, size, self._target_dims)
+        layout = target_layout(target, leaves, structure, self.options, size, self._target_dims)
         weights = self.weights(inputs, target, size)
         if weights is None:
             return Goals(leaves, structure, layout)

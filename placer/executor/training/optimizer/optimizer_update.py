@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from placer.capture.user_objects import optimizers_of, refuse_closures
+from placer.capture.argument_checks import optimizer_list, refuse_closures
 from placer.errors import InputError, PlacerError, kind_of
 from placer.utils.error_translation import ErrorTranslation
 
@@ -54,7 +54,7 @@ class Update:
     optimizers: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimizers = optimizers_of(self.optimizer)
+        self.optimizers = optimizer_list(self.optimizer)
         for optimizer in self.optimizers:
             _refuse_no_optimizer(optimizer)
             refuse_closures(optimizer)

@@ -62,7 +62,9 @@ def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -
     plain, split = stage.segment, stage.split
     why_whole, border = "", _border(stage)
     for kind in (
-        (OpenedSegment, CompiledSegment) if split and not autocast.dtype() else (CompiledSegment,)
+        (OpenedSegment, CompiledSegment)
+        if split and not autocast.current_dtype()
+        else (CompiledSegment,)
     ):
         # Compiled backward passes write to what the forward pass left.
         stage.split, stage.reuses = kind is OpenedSegment, True
@@ -151,7 +153,7 @@ def _awaited_by_loss(stage: TrainingStage) -> set[str]:
     }
     with torch.enable_grad(), autocast.uncached(stage.device):
         loss, _ = head.loss([leaves.get(name, values[name]) for name in head.names], slot.targets)
-    with autocast.off(stage.device):
+    with autocast.disabled(stage.device):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return {name for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from placer import devices
-from placer.capture.weight_grads.compiled_layers import OpenedFunction, Product, opened
-from placer.capture.weight_grads.deferred import Queue
+from placer.capture.weight_grads.compiled_layers import OpenedFunction, Product, with_openings
+from placer.capture.weight_grads.deferred import GradientQueue
 from placer.executor.engine.compiled_segments import (
     INDUCTOR,
     Backend,
@@ -48,13 +48,13 @@ class OpenedSegment(CompiledSegment):
 
     as_written: Callable[..., Any] = lambda *given: ()
     products: list[tuple[Product, ...]] = field(default_factory=list)
-    _queue: Queue | None = None
+    _queue: GradientQueue | None = None
     _known: dict[Hashable, _AsWritten] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
         """Compile a segment; see ``CompiledSegment``."""
-        layers = [opened(step.layer, step.state) for step in segment.steps]
+        layers = [with_openings(step.layer, step.state) for step in segment.steps]
         own = own_code(_opened_function(segment, border, [run for run, _ in layers]))
         options = _OPTIONS.get(backend) if isinstance(backend, str) else None
         made = torch.compile(own, backend=backend, dynamic=False, options=options)
@@ -63,7 +63,7 @@ class OpenedSegment(CompiledSegment):
         )
 
     @contextmanager
-    def deferring(self, queue: Queue) -> Iterator[None]:
+    def deferring(self, queue: GradientQueue) -> Iterator[None]:
         """Leave the weight gradients of ``products`` to the queue."""
         self._queue = queue
         try:
@@ -166,7 +166,7 @@ def _laid_out(value: Any, layout: torch.memory_format | None) -> Any:
 class _Left:
     """A product of a micro-batch whose weight gradient is left for later."""
 
-    queue: Queue
+    queue: GradientQueue
     layer: str
     product: Product
     state: Sequence[Tensor]
@@ -175,7 +175,9 @@ class _Left:
     def put(self, gradient: Tensor) -> None:
         """Put the weight gradient into the queue: the gradient of the product's result is there."""
         assert self.x is not None
-        self.queue.put(replace(self.product.left(self.x, gradient, self.state), layer=self.layer))
+        self.queue.put(
+            replace(self.product.deferred_gradient(self.x, gradient, self.state), layer=self.layer)
+        )
 
 
 class _Opening(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from placer.capture.weight_grads.deferred import Addition, Queue
+from placer.capture.weight_grads.deferred import DeferredGradient, GradientQueue
 from placer.devices import Mark
 from placer.executor.engine.slot import Slot
 from placer.executor.stage_errors import Trail
@@ -106,7 +106,7 @@ class TrainingSlot(Slot):
     roots: list[Tensor] = field(default_factory=list)
     input_gradients: dict[Key, Tensor] = field(default_factory=dict)
     unreached: frozenset[Key] = frozenset()
-    deferred: Queue = field(default_factory=Queue)
+    deferred: GradientQueue = field(default_factory=GradientQueue)
     landing: dict[Key, Tensor] = field(default_factory=dict)
     fetched: list[Mark] = field(default_factory=list)
     sent: list[Mark] = field(default_factory=list)
@@ -117,7 +117,7 @@ class TrainingSlot(Slot):
         return self.inputs[key] if isinstance(key, str) else self.targets[key]
 
 
-class NamedQueue(Queue):
+class NamedQueue(GradientQueue):
     """Weight gradients that are left for later, each with the name of its layer."""
 
     def __init__(
@@ -128,8 +128,8 @@ class NamedQueue(Queue):
         self._reach = reach
         self._accumulation = accumulation
 
-    def put(self, addition: Addition) -> None:
-        """Leave a weight gradient for later; see ``Queue``."""
+    def put(self, addition: DeferredGradient) -> None:
+        """Leave a weight gradient for later; see ``GradientQueue``."""
         self.append(replace(addition, layer=addition.layer or self._trail.layer))
         self._reached(addition.weights)
 
@@ -139,7 +139,7 @@ class NamedQueue(Queue):
                 self._reach(weight)
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """Return the tensor that gradients of a weight are added to; see ``Queue``."""
+        """Return the tensor that gradients of a weight are added to; see ``GradientQueue``."""
         return self._accumulation.total(weight)
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
@@ -155,7 +155,7 @@ class AtOnce(NamedQueue):
     A product is added to the gradient at once, so that no further gradient takes memory.
     """
 
-    def put(self, addition: Addition) -> None:
+    def put(self, addition: DeferredGradient) -> None:
         """Add it now, unless the pass is run without gradients of weights."""
         if self._accumulation.is_open:
             addition.run(self)

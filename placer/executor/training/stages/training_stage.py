@@ -22,8 +22,8 @@ from torch import Tensor
 
 from placer import devices
 from placer.capture import autocast
-from placer.capture.loss_functions import refuse_no_number, refuse_untrained
-from placer.capture.weight_grads.deferred import Addition
+from placer.capture.loss_functions import require_gradient, require_real_number
+from placer.capture.weight_grads.deferred import DeferredGradient
 from placer.executor.engine.stage import Stage
 from placer.executor.engine.weak_methods import weakly
 from placer.executor.segments import MicroBatch, Segment
@@ -249,7 +249,7 @@ class TrainingStage(Stage[TrainingSlot]):
         """Return the values that entered and that the loss does not depend on."""
         if not slot.leaves:
             return frozenset()
-        with autocast.off(self.device):
+        with autocast.disabled(self.device):
             found = torch.autograd.grad(slot.roots, list(slot.leaves.values()), allow_unused=True)
         slot.deferred.clear()
         return frozenset(
@@ -422,8 +422,8 @@ class TrainingStage(Stage[TrainingSlot]):
         # others.
         with devices.current(self.device) if self.device.type == "cuda" else nullcontext():
             loss, values = head.loss(outputs, targets)
-        refuse_no_number(loss)
-        refuse_untrained(loss)
+        require_real_number(loss)
+        require_gradient(loss)
         head.dtype = loss.dtype
         slot.roots = [loss * slot.weight]
         if values or head.collects:
@@ -446,7 +446,7 @@ class TrainingStage(Stage[TrainingSlot]):
             slot.unreached = frozenset(slot.leaves)
             self._land(slot)
             return
-        with autocast.off(self.device), self._accumulation:
+        with autocast.disabled(self.device), self._accumulation:
             torch.autograd.backward(roots, gradients)
         slot.unreached = frozenset(key for key, leaf in slot.leaves.items() if leaf.grad is None)
         slot.input_gradients = {
@@ -475,13 +475,13 @@ class TrainingStage(Stage[TrainingSlot]):
 
     def add_weight_gradients(self, slot: TrainingSlot) -> None:
         """Add the weight gradients that the backward pass of a slot has left."""
-        with autocast.off(self.device):
+        with autocast.disabled(self.device):
             devices.side_by_side(
                 [partial(self._add, slot, part) for part in slot.deferred.branches()], self.device
             )
         slot.deferred.clear()
 
-    def _add(self, slot: TrainingSlot, some: Iterable[Addition]) -> None:
+    def _add(self, slot: TrainingSlot, some: Iterable[DeferredGradient]) -> None:
         for addition in some:
             self.trail.layer = addition.layer
             addition.run(slot.deferred)

@@ -243,7 +243,7 @@ def test_captures_of_the_model_as_it_was_are_not_kept() -> None:
 def test_classes_are_as_they_were_after_a_capture() -> None:
     model = Model()
     before = [dict(vars(cls)) for cls in (Model, Head, Config)]
-    with attribute_reads.noted(model) as notes:
+    with attribute_reads.recorded_attributes(model) as notes:
         model(torch.randn(2, 4))
         model.doubled = True
         assert Head.temperature == 1.0 and not hasattr(Model, "power")
@@ -257,7 +257,7 @@ def test_classes_are_as_they_were_after_a_capture() -> None:
 
 def test_an_attribute_that_is_taken_away_is_missing_while_it_is_noted_too() -> None:
     model = Model()
-    with attribute_reads.noted(model):
+    with attribute_reads.recorded_attributes(model):
         del model.power
         with pytest.raises(AttributeError, match="power"):
             _ = model.power

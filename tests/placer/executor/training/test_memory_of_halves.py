@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placer import BatchOptions, Constraints, DataFlow, PlacementRequest, profile, solve
-from placer.capture.weight_grads.deferred import Addition
+from placer.capture.weight_grads.deferred import DeferredGradient
 from placer.executor.training.optimizer import gradient_accumulation
 from placer.executor.training.stages.training_slot import TrainingSlot
 from placer.executor.training.stages.training_stage import TrainingStage
@@ -69,7 +69,7 @@ class Pool(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self.gone, key)
 
     def free(self, tensor: Tensor) -> None:
-        waits = any(isinstance(holder, Addition) for holder in gc.get_referrers(tensor))
+        waits = any(isinstance(holder, DeferredGradient) for holder in gc.get_referrers(tensor))
         if not waits and tensor.nbytes == tensor.untyped_storage().nbytes():
             self.gone(id_of(tensor))
 

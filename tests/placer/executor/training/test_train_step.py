@@ -447,7 +447,7 @@ def test_recorded_steps_do_not_look_for_waiting_gradients(monkeypatch: pytest.Mo
 def test_a_target_of_another_size_than_the_batch_is_named() -> None:
     flow = DataFlow(nn.Sequential(nn.Linear(4, 2)))
     flow.update_flow()
-    with pytest.raises(InputError, match=r"target of shape \(3, 2\) goes with a batch of 2"):
+    with pytest.raises(InputError, match=r"target of shape \(3, 2\) does not fit a batch of 2"):
         flow.train_step(functional.mse_loss)(torch.randn(2, 4), torch.randn(3, 2), chunks=2)
 
 
@@ -456,11 +456,11 @@ def test_a_target_of_another_size_than_the_batch_is_named() -> None:
     [
         (
             lambda output, target: (output - target).pow(2),
-            r"loss_fn gave a tensor of shape \(2, 2\); let it give one",
+            r"loss_fn returned a tensor of shape \(2, 2\); return one",
         ),
-        (lambda output, target: 0.0, "loss_fn gave 0.0; let it give one number"),
+        (lambda output, target: 0.0, "loss_fn returned 0.0; return one number"),
         # all of it was told
-        (lambda output, target: {"loss": output}, "loss_fn gave a dict; let it give one number"),
+        (lambda output, target: {"loss": output}, "loss_fn returned a dict; return one number"),
         (
             lambda output, target: (output.detach() - target).pow(2).mean(),
             "there is nothing to train",

@@ -1,4 +1,4 @@
-"""What is looked at, and what is put right, while a model's code is traced."""
+"""Modes that watch a model's code while it is traced, or correct what it does."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_REENTRANT = "a reentrant checkpoint (CheckpointFunction; one with use_reentrant=False is captured)"
+_REENTRANT_CHECKPOINT = (
+    "a reentrant checkpoint (CheckpointFunction; one with use_reentrant=False is captured)"
+)
 
-_ON_GRADIENTS = {
+_GRADIENT_HOOKS = {
     Tensor.register_hook: "Tensor.register_hook",
     Tensor.register_post_accumulate_grad_hook: "Tensor.register_post_accumulate_grad_hook",
     Tensor.retain_grad: "Tensor.retain_grad",
 }
-"""What acts on a tensor's gradient when it is there, in no operation of a graph."""
+"""Functions that act on a tensor's gradient later; a graph has no operation for them."""
 
 
 class GradientMode(TorchFunctionMode):
-    """Notes what a graph would lose of a backward pass.
+    """A mode that notes the parts of a backward pass that a graph would lose.
 
-    That is what acts on the gradient of a tensor, and what runs with gradients off where no code
-    turned them off: only ``autograd.Function`` does that.
+    These are hooks on the gradient of a tensor, and operations with gradients off where the code
+    did not turn them off: only ``autograd.Function`` does that.
 
     Attributes:
-        custom: what was found, in words.
-        enabled: whether the code that was seen left gradients on.
+        custom: descriptions of what was found.
+        enabled: whether the code seen so far left gradients on.
     """
 
     def __init__(self) -> None:
@@ -39,8 +41,8 @@ class GradientMode(TorchFunctionMode):
         self.enabled = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ON_GRADIENTS:
-            self.custom.add(_ON_GRADIENTS[func])
+        if func in _GRADIENT_HOOKS:
+            self.custom.add(_GRADIENT_HOOKS[func])
         elif func is torch._C._set_grad_enabled:
             self.enabled = bool(args[0])
         elif self.enabled and not torch.is_grad_enabled():
@@ -49,15 +51,15 @@ class GradientMode(TorchFunctionMode):
 
 
 class HiddenGradientMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes that the class of a weight turns gradients off inside the operations that it defines.
+    """A mode that notes when the class of a weight turns gradients off in its operations.
 
-    Inside the ``__torch_function__`` of a class neither torch.export nor ``GradientMode`` sees
-    ``torch.no_grad()``. So a graph has the operations without it, and would let a gradient flow
-    back that the model stops.
+    Inside the ``__torch_function__`` of a class, neither torch.export nor ``GradientMode`` sees
+    ``torch.no_grad()``. The graph would have the operations without it and let a gradient flow back
+    that the model stops.
 
     Args:
-        seen: knows what both of them see.
-        hidden: the rest is added to it, in words.
+        seen: the mode that knows whether visible code left gradients on.
+        hidden: receives descriptions of what was found.
     """
 
     def __init__(self, seen: GradientMode, hidden: set[str]) -> None:
@@ -71,17 +73,18 @@ class HiddenGradientMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OneDevice(TorchFunctionMode):
-    """Lets code that names accelerators itself, as that of a model that was split by hand, run on
-    one device.
+    """A mode that lets code which names accelerators run on one device.
+
+    A model that was split by hand has such code:
 
         x = self.first(x.to("cuda:0"))
         return self.second(x.to("cuda:1"))
 
-    Where a layer runs is the placement's to say, so what such code names is the device of the
-    capture. What it brings to the host (``x.cpu()``) stays there.
+    The placement decides where a layer runs, so the device of the capture replaces the named
+    devices. Tensors that the code moves to the host (``x.cpu()``) stay there.
 
     Args:
-        device: that of the capture; None to leave the code alone.
+        device: the device of the capture; None to leave the code alone.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -100,7 +103,7 @@ class OneDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _here(self, named: Any) -> Any:
-        """The device of the capture for a named accelerator, or stand-in for one."""
+        """Return the capture's device for an accelerator or stand-in; others as given."""
         if isinstance(named, bool) or not isinstance(named, (int, str, torch.device)):
             return named
         device = torch.device(named)
@@ -111,12 +114,13 @@ class OneDevice(TorchFunctionMode):
         )
 
 
-class Patience(TorchFunctionMode):
-    """Ends a trace that takes too long: of sizes that are divided over and over torch proves the
-    same ever slower.
+class TraceTimeout(TorchFunctionMode):
+    """A mode that ends a trace that takes too long.
+
+    If open sizes are divided repeatedly, torch's proofs about them become slower and slower.
 
     Args:
-        seconds: how long it may take.
+        seconds: maximum duration of the trace.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -124,17 +128,22 @@ class Patience(TorchFunctionMode):
         self._end = time.monotonic() + seconds
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # which looks into torch.cond
+        # torch.compile traces a branch of torch.cond here, and must not trace the clock.
         if not torch.compiler.is_dynamo_compiling() and time.monotonic() > self._end:
-            raise TimeoutError("sizes that are open take too long to trace")
+            raise TimeoutError("tracing with open sizes takes too long")
         return func(*args, **(kwargs or {}))
 
 
 def custom_functions(leaves: Sequence[Any]) -> set[str]:
-    """The custom autograd functions that a result went through: export keeps what their forward
-    does, and no more.
+    """Return descriptions of the custom autograd functions in the history of a result.
+
+    torch.export keeps the operations of their forward method and loses their backward method.
+
+    Args:
+        leaves: the result's tensors and other values.
     """
     found: set[str] = set()
+    # A walk over the autograd graph, from the results back.
     seen: set[Any] = set()
     stack = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
     while stack:
@@ -142,17 +151,20 @@ def custom_functions(leaves: Sequence[Any]) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and not _is_of_operator(type(node)):
+        if isinstance(node, BackwardCFunction) and not _belongs_to_operator(type(node)):
             name = type(node).__name__.removesuffix("Backward")
             is_checkpoint = name == "CheckpointFunction"
-            found.add(_REENTRANT if is_checkpoint else f"custom autograd function {name}")
+            found.add(
+                _REENTRANT_CHECKPOINT if is_checkpoint else f"custom autograd function {name}"
+            )
         stack.extend(following for following, _ in node.next_functions)
     return found
 
 
-def _is_of_operator(kind: type) -> bool:
-    """Whether an autograd function belongs to an operator, which a graph calls whole: a custom one,
-    or torch.cond.
+def _belongs_to_operator(kind: type) -> bool:
+    """Return whether an autograd function belongs to an operator.
+
+    A graph calls custom operators and torch.cond as a whole, with their backward pass.
     """
     return getattr(kind, "_forward_cls", kind).__module__.startswith(
         ("torch._library.", "torch._higher_order_ops.")
