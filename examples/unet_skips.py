@@ -116,7 +116,8 @@ def main() -> None:
     # On stand-ins, logical_devices raises where tensors of two devices meet, as GPUs would.
     with nullcontext() if on_gpus else placer.testing.logical_devices(count):
         flow = placer.DataFlow(model, device_ids=names)
-        # One layer to each device in turn: inc and up4, which a skip connection joins, are on different devices.
+        # One layer to each device in turn: inc and up4, which a skip connection joins, are on
+        # different devices.
         flow.layer_gpus.update({name: index % count for index, name in enumerate(flow.layer_gpus)})
         flow.update_flow()
         split = train(flow, batches)

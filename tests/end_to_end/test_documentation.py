@@ -1,4 +1,8 @@
-"""Every Python block and every command of README and the documentation runs, unless a comment above it says why not."""
+"""Every Python block and every command of README and the documentation runs.
+
+A comment above a block may say why it does not. Blocks of one page run one after another, and a block
+of kind ``text`` is compared with what the blocks before it print.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ SERVE = "placer serve"
 """The command that starts it; it runs until it is stopped."""
 
 CHECKED = ("placer doctor", "placer_client", "curl ")
-"""Each is in one block, whose output a test of its own checks; the other blocks only have to succeed."""
+"""Each is in one block, whose output a test of its own checks."""
 
 NOTEBOOK = ROOT / "docs" / "start" / "quickstart.ipynb"
 

@@ -98,7 +98,7 @@ def test_a_streamed_unet_equals_the_unsplit_one_and_is_measured(
 
 
 def write_idx(path: Path, values: numpy.ndarray) -> None:
-    """Write bytes as FashionMNIST has them: type 8 and the number of dimensions, the shape, the values."""
+    """Write an idx file: type 8 and the number of dimensions, the shape, then the values."""
     head = bytes([0, 0, 8, values.ndim]) + numpy.array(values.shape, ">i4").tobytes()
     content = head + values.astype("u1").tobytes()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -106,7 +106,7 @@ def write_idx(path: Path, values: numpy.ndarray) -> None:
 
 @pytest.fixture
 def fashion(tmp_path: Path) -> Path:
-    """A folder as torchvision leaves FashionMNIST, with bright rows for classes; training files compressed."""
+    """A folder as torchvision leaves FashionMNIST; each class has its bright row."""
     raw = tmp_path / "data" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part, count, ending in (("train", 256, ".gz"), ("t10k", 50, "")):
@@ -120,7 +120,7 @@ def fashion(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def carvana(tmp_path: Path) -> Path:
-    """A folder in the layout of Carvana: photographs of 96 x 64 pixels, and masks with a palette."""
+    """A folder in the layout of Carvana: images of 96 x 64 pixels, and masks with a palette."""
     for name in ("imgs", "masks"):
         (tmp_path / "data" / name).mkdir(parents=True)
     for number in range(3):

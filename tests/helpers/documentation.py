@@ -88,7 +88,10 @@ def program(page_blocks: Sequence[Block]) -> str:
 
 
 def missing_outputs(page_outputs: Sequence[Block], printed: str) -> list[str]:
-    """Return the places of the outputs that were not printed, in their order; ``...`` stands for any text."""
+    """Return the places of the outputs that were not printed, in their order.
+
+    In an output, ``...`` stands for any text.
+    """
     printed = re.sub(r" +$", "", printed, flags=re.MULTILINE)  # tables end with spaces
     missing, start = [], 0
     for block in page_outputs:
