@@ -124,9 +124,8 @@ def main() -> None:
 
     for step, (a, b) in enumerate(zip(unsplit, split, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
-    print(
-        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}"
-    )
+    difference = max(abs(a - b) for a, b in zip(unsplit, split, strict=True))
+    print(f"largest difference of losses: {difference:.3g}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every Python block and every command of README and the documentation runs.
 
-A comment above a block may say why it does not. Blocks of one page run one after another, and a block
-of kind ``text`` is compared with what the blocks before it print.
+A comment above a block may say why it does not. Blocks of one page run one after another. A block of
+kind ``text`` is compared with what the blocks before it print.
 """
 
 from __future__ import annotations
@@ -185,8 +185,12 @@ def test_the_notebook_runs_from_top_to_bottom(folder: Path, python: str) -> None
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) > 3
     # A notebook runs all cells in one namespace; a failed cell is named by its number.
-    runner = "import sys; names = {'__name__': '__main__'}\nfor number, cell in enumerate(eval(sys.stdin.read())):\n"
-    runner += "    exec(compile(cell, f'cell {number}', 'exec'), names)"
+    runner = """
+import sys
+names = {"__name__": "__main__"}
+for number, cell in enumerate(eval(sys.stdin.read())):
+    exec(compile(cell, f"cell {number}", "exec"), names)
+"""
     run([python, "-P", "-c", runner], folder, stdin=repr(code))
 
 

@@ -208,7 +208,8 @@ def test_seqnet_learns_from_files_of_fashion_mnist_and_logs_the_run_to_mlflow(
     assert last < first
     assert recorder.logged["loss 1"] == pytest.approx(first, abs=1e-4)
     assert recorder.logged["devices"] == 2 and recorder.logged["status"] == "optimal"
-    assert set(recorder.logged["layer_devices.json"].values()) <= {"cpu:0", "cpu:1"}  # type: ignore[attr-defined]
+    places = recorder.logged["layer_devices.json"]
+    assert isinstance(places, dict) and set(places.values()) <= {"cpu:0", "cpu:1"}
     assert 0 <= recorder.logged["accuracy None"] <= 1  # type: ignore[operator]
 
 
