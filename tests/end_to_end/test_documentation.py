@@ -29,8 +29,11 @@ SERVICE = "http://127.0.0.1:8080"
 SERVE = "placer serve"
 """The command that starts it; it runs until it is stopped."""
 
-CHECKED = ("placer doctor", "placer_client", "curl ")
+CHECKED = ("placer compare", "place_many", "curl ")
 """Each is in one block, whose output a test of its own checks."""
+
+ON_GPUS = ("docs/start/gpus.md", "docs/guides/faster.md", "docs/guides/inference.md")
+"""Pages whose programs use the GPUs that there are; other pages name CPU stand-ins."""
 
 NOTEBOOK = ROOT / "docs" / "start" / "quickstart.ipynb"
 
@@ -132,10 +135,8 @@ def test_the_python_blocks_of_a_page_run_one_after_another(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "page", [page for page in PROGRAMS if page.startswith(("docs/start", "docs/guides"))]
-)
-def test_the_python_blocks_of_a_guide_run_on_gpus(
+@pytest.mark.parametrize("page", ON_GPUS)
+def test_the_python_blocks_of_a_page_run_on_gpus(
     page: str, folder: Path, python: str, request: pytest.FixtureRequest
 ) -> None:
     run_program(program(PROGRAMS[page]), folder, python, request)
@@ -209,7 +210,7 @@ def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
 
 
 def test_the_commands_of_the_quickstart_show_what_they_promise(folder: Path) -> None:
-    given = commands(checked("placer doctor"))
+    given = commands(checked("placer compare"))
     assert len(given) == 8
     outputs = {
         command: run(["bash", "-c", f"set -o pipefail; {command}"], folder) for command in given
@@ -258,7 +259,7 @@ def server() -> Iterator[str]:
 def test_the_program_of_the_client_prints_progress_a_value_and_the_history(
     server: str, folder: Path, python: str
 ) -> None:
-    program = checked("placer_client").text.replace(SERVICE, server)
+    program = checked("place_many").text.replace(SERVICE, server)
     *events, value, ids = run([python, "-P", "-c", program], folder).splitlines()
     assert "status='optimal'" in events[-1]
     assert float(value) > 0
