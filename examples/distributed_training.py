@@ -1,12 +1,16 @@
-"""Trains a GPT with tied embeddings over several processes, each on a device of its own, on one
-host or on many.
+r"""A GPT with tied embeddings, trained over several processes with a device each.
 
-torchrun --nproc-per-node 4 examples/distributed_training.py placer suggest
-examples.distributed_training:make --input 2x16:int64 --devices 4 --split-tied --contiguous -o
-there.json torchrun --nproc-per-node 4 examples/distributed_training.py --placement there.json
+torchrun --nproc-per-node 4 examples/distributed_training.py
 
-A process takes a GPU where there are enough, else it is a CPU stand-in. The first one also trains
-the unsplit model, to hold the losses against it, and reads the checkpoint that all wrote into it.
+With a placement instead of the map by hand:
+
+placer suggest examples.distributed_training:make --input 2x16:int64 --devices 4 --split-tied \
+    --contiguous -o there.json
+torchrun --nproc-per-node 4 examples/distributed_training.py --placement there.json
+
+The processes may run on one host or on many. Each has a GPU if there are enough, or else a CPU
+stand-in. The first process also trains the unsplit model, compares the losses, and reads the
+checkpoint that all processes wrote.
 """
 
 from __future__ import annotations
@@ -40,8 +44,9 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def map_by_hand(model: nn.Module, devices: list[str]) -> dict[str, str]:
-    """Blocks in equal shares; the embeddings with the first, the head, which is tied to them, with
-    the last.
+    """Map equal numbers of blocks to each device.
+
+    The embeddings go with the first blocks. The head, which is tied to them, goes with the last.
     """
     blocks = [
         name
@@ -69,7 +74,7 @@ def train_unsplit(batches: list[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Tokens of shape (16, 16) that count up, and each token's follower."""
+    """Make tokens of shape (16, 16) that count up, and the tokens that follow them."""
     first = torch.randint(64, (count, 16, 1), generator=torch.Generator().manual_seed(1))
     tokens = (first + torch.arange(17)) % 64
     return [(part[:, :-1], part[:, 1:]) for part in tokens]

@@ -25,6 +25,6 @@ echo "$answer"
 id=$(echo "$answer" | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' | head -n 1)
 echo "the same placement again, by its id $id:"
 call --output /dev/null --write-out '%{http_code} after %{time_total} s' "$url/v1/placements/$id"
-echo "what went wrong is told as problem+json:"
+echo "an invalid request is answered with problem+json:"
 curl --silent --noproxy 127.0.0.1 --header 'Content-Type: application/json' --data '{"profile": {"layers": []}}' "$url/v1/placements"
 echo

@@ -1,5 +1,4 @@
-"""Trains ResNet-18 with a border inside its skip connections, and holds every step against the
-unsplit model.
+"""ResNet-18 split inside its skip connections, trained and compared with the unsplit model.
 
 python examples/resnet18_skips.py        on two GPUs, or without them on two CPU stand-ins
 """
@@ -19,7 +18,10 @@ STEPS = 6
 
 
 def stripes(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Noisy images of shape (count, 3, size, size) with stripes across (class 0) or down (class 1)."""
+    """Draw noisy images of shape (count, 3, size, size).
+
+    Their stripes run across (class 0) or down (class 1).
+    """
     labels = torch.arange(count) % 2
     wave = torch.sin(torch.arange(size) * 1.2)
     across = wave.view(1, 1, size, 1).expand(1, 3, size, size)
@@ -28,7 +30,7 @@ def stripes(count: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def train(run: nn.Module, images: Tensor, labels: Tensor) -> list[float]:
-    """A few steps of gradient descent; the loss before each."""
+    """Take a few steps of gradient descent and return the losses before the steps."""
     optimizer = torch.optim.SGD(run.parameters(), lr=0.02)
     losses = []
     for _ in range(STEPS):

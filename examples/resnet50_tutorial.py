@@ -1,11 +1,12 @@
 """ResNet-50 split over two devices, timed and drawn as in PyTorch's model-parallel tutorial.
 
-python examples/resnet50_tutorial.py --out plots                on two GPUs, with the tutorial's sizes; else as below
+python examples/resnet50_tutorial.py --out plots                on two GPUs: the tutorial's sizes
 python examples/resnet50_tutorial.py --out plots --quick        anywhere: few, small images
-python examples/resnet50_tutorial.py --out plots --no-quick     the tutorial's sizes anywhere: slow on a processor
+python examples/resnet50_tutorial.py --out plots --no-quick     the tutorial's sizes anywhere: slow
 
-Two pictures: one device against the split model, plain and with micro-batches; and time against the
-split size. On CPU stand-ins both halves share the same cores, so there the split cannot be faster.
+Without two GPUs, the default is --quick. The first picture compares one device with the split
+model, plain and with micro-batches. The second shows time against the split size. On CPU stand-ins
+both halves share the same cores, so the split cannot be faster there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def halves(model: nn.Module) -> dict[str, int]:
-    """The tutorial's map: up to layer2 on the first device, the rest on the second."""
+    """Return the tutorial's map: up to layer2 on the first device, the rest on the second."""
     names = [name for name, _ in model.named_children()]
     border = names.index("layer3")
     return {name: int(index >= border) for index, name in enumerate(names)}
@@ -46,7 +47,10 @@ def split_model(names: list[str], classes: int) -> placer.DataFlow:
 
 
 def train(run: Run, parameters: list[nn.Parameter], batches: list[tuple[Tensor, Tensor]]) -> None:
-    """One step a batch: mean squared error to the label as a one-hot row, as the tutorial does."""
+    """Take a step for each batch.
+
+    The loss is the mean squared error to the label as a one-hot row, as in the tutorial.
+    """
     optimizer = torch.optim.SGD(parameters, lr=0.001)
     for images, labels in batches:
         optimizer.zero_grad()
@@ -60,7 +64,7 @@ def train(run: Run, parameters: list[nn.Parameter], batches: list[tuple[Tensor, 
 def times_s(
     run: Run, parameters: list[nn.Parameter], batches: list[tuple[Tensor, Tensor]], repeats: int
 ) -> list[float]:
-    """The time of each repetition, in seconds, after one that warms up."""
+    """Return the time of each repetition, in seconds, after a warm-up."""
     train(run, parameters, batches[:1])
     measured = []
     for _ in range(repeats):

@@ -1,5 +1,4 @@
-"""The toy model of PyTorch's model-parallel tutorial, split over two devices without a change to
-its source.
+"""The toy model of PyTorch's model-parallel tutorial, split without a change to its source.
 
 python examples/toy_model.py        on two GPUs, or without them on two CPU stand-ins
 """

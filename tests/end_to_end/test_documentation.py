@@ -1,8 +1,12 @@
-"""Every Python block and every command of README and the documentation runs, unless a comment above
-it says why not."""
+"""Every Python block and every command of README and the documentation runs.
+
+A comment above a block may say why it does not. Blocks of one page run one after another. A block of
+kind ``text`` is compared with what the blocks before it print.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documentation import ROOT, Block, blocks
+from documentation import ROOT, Block, blocks, missing_outputs, program
 
 import placer
 from placer.zoo import unet
@@ -25,13 +29,32 @@ SERVICE = "http://127.0.0.1:8080"
 SERVE = "placer serve"
 """The command that starts it; it runs until it is stopped."""
 
-CHECKED = ("placer doctor", "placer_client", "curl ")
-"""Each is in one block, whose output a test of its own checks; the other blocks only have to
-succeed."""
+CHECKED = ("placer compare", "place_many", "curl ")
+"""Each is in one block, whose output a test of its own checks."""
+
+ON_GPUS = ("docs/start/gpus.md", "docs/guides/faster.md", "docs/guides/inference.md")
+"""Pages whose programs use the GPUs that there are; other pages name CPU stand-ins."""
+
+NOTEBOOK = ROOT / "docs" / "start" / "quickstart.ipynb"
 
 RUN = [block for block in blocks() if not block.not_run]
-PROGRAMS = [block for block in RUN if block.kind == "python"]
-SESSIONS = [block for block in RUN if block.kind == "sh"]
+UNCHECKED = [block for block in RUN if not any(word in block.text for word in CHECKED)]
+SHOWN_FILES = [block for block in RUN if block.title]
+NEEDY = [block for block in UNCHECKED if block.needs]
+
+
+def by_page(kind: str) -> dict[str, list[Block]]:
+    """Return the blocks of a kind that run without a check of their own, by page."""
+    found: dict[str, list[Block]] = {}
+    for block in UNCHECKED:
+        if block.kind == kind and not block.title and not block.needs:
+            found.setdefault(block.page, []).append(block)
+    return found
+
+
+PROGRAMS = by_page("python")
+SESSIONS = by_page("sh")
+OUTPUTS = by_page("text")
 
 
 def place(block: Block) -> str:
@@ -43,18 +66,20 @@ def checked(word: str) -> Block:
     return block
 
 
-def unchecked(found: list[Block]) -> list[Block]:
-    return [block for block in found if not any(word in block.text for word in CHECKED)]
-
-
-def run(command: list[str], folder: Path) -> str:
+def run(command: list[str], folder: Path, stdin: str = "") -> str:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "NO_PROXY": "127.0.0.1",
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
     result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        command,
+        cwd=folder,
+        env=environment,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
@@ -70,9 +95,16 @@ def profile() -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, python: str, profile: str) -> Path:
-    """A folder with the command ``placer``, the examples and a profile."""
-    (tmp_path / "placer").write_text(f'#!/bin/sh\nexec "{python}" -P -m placer "$@"\n')
-    (tmp_path / "placer").chmod(0o755)
+    """A folder with the commands of an activated environment, the examples and a profile."""
+    for name, module in (
+        ("placer", "-m placer"),
+        ("torchrun", "-m torch.distributed.run"),
+        ("python", ""),
+    ):
+        # torchrun starts its processes with PYTHON_EXEC.
+        script = f'#!/bin/sh\nPYTHON_EXEC="{python}" exec "{python}" -P {module} "$@"\n'
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "profile.json").write_text(profile)
     return tmp_path
@@ -83,26 +115,91 @@ def commands(block: Block) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("block", unchecked(PROGRAMS), ids=place)
-def test_a_program_of_the_documentation_runs(
-    block: Block, folder: Path, python: str, request: pytest.FixtureRequest
-) -> None:
-    text = block.text
+def run_program(text: str, folder: Path, python: str, request: pytest.FixtureRequest) -> str:
     if SERVICE in text:
         text = text.replace(SERVICE, request.getfixturevalue("server"))
-    run([python, "-P", "-c", text], folder)
+    return run([python, "-P", "-c", text], folder)
 
 
-@pytest.mark.parametrize("block", unchecked(SESSIONS), ids=place)
-def test_the_commands_of_a_block_run(
-    block: Block, folder: Path, request: pytest.FixtureRequest
+def check_outputs(page: str, kind: str, printed: str) -> None:
+    """Compare what blocks of a kind print with the outputs that the page shows after them."""
+    shown = [block for block in OUTPUTS.get(page, []) if block.after == kind]
+    assert missing_outputs(shown, printed) == [], printed
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_python_blocks_of_a_page_run_one_after_another(
+    page: str, folder: Path, python: str, request: pytest.FixtureRequest
 ) -> None:
-    server = request.getfixturevalue("server") if SERVICE in block.text else SERVICE
-    for command in commands(block):
+    check_outputs(page, "python", run_program(program(PROGRAMS[page]), folder, python, request))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", ON_GPUS)
+def test_the_python_blocks_of_a_page_run_on_gpus(
+    page: str, folder: Path, python: str, request: pytest.FixtureRequest
+) -> None:
+    run_program(program(PROGRAMS[page]), folder, python, request)
+
+
+@pytest.mark.parametrize("block", NEEDY, ids=place)
+def test_a_block_that_needs_another_package_runs_where_it_is_installed(
+    block: Block, folder: Path, python: str, request: pytest.FixtureRequest
+) -> None:
+    if importlib.util.find_spec(block.needs) is None:
+        pytest.skip(f"needs {block.needs}")
+    run_program(program([block]), folder, python, request)
+
+
+@pytest.mark.parametrize("page", SESSIONS)
+def test_the_commands_of_a_page_run_one_after_another(
+    page: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    for block in SHOWN_FILES:
+        if block.page == page:
+            (folder / block.title).write_text(block.text)
+    given = [command for block in SESSIONS[page] for command in commands(block)]
+    server = (
+        request.getfixturevalue("server")
+        if any(SERVICE in command for command in given)
+        else SERVICE
+    )
+    printed = ""
+    for command in given:
         if command == SERVE:
-            assert server != SERVICE, "a block that starts the service should use it"
+            assert server != SERVICE, "a page that starts the service should use it"
             continue
-        run(["bash", "-c", f"set -o pipefail; {command.replace(SERVICE, server)}"], folder)
+        printed += run(
+            ["bash", "-c", f"set -o pipefail; {command.replace(SERVICE, server)}"], folder
+        )
+    check_outputs(page, "sh", printed)
+
+
+@pytest.mark.parametrize("block", SHOWN_FILES, ids=place)
+def test_a_command_runs_each_file_that_a_page_shows(block: Block) -> None:
+    given = [command for session in SESSIONS.get(block.page, []) for command in commands(session)]
+    assert any(block.title.removesuffix(".py") in command for command in given)
+
+
+def test_the_notebook_runs_from_top_to_bottom(folder: Path, python: str) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 3
+    # A notebook runs all cells in one namespace; a failed cell is named by its number.
+    runner = """
+import sys
+names = {"__name__": "__main__"}
+for number, cell in enumerate(eval(sys.stdin.read())):
+    exec(compile(cell, f"cell {number}", "exec"), names)
+"""
+    run([python, "-P", "-c", runner], folder, stdin=repr(code))
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +210,7 @@ def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
 
 
 def test_the_commands_of_the_quickstart_show_what_they_promise(folder: Path) -> None:
-    given = commands(checked("placer doctor"))
+    given = commands(checked("placer compare"))
     assert len(given) == 8
     outputs = {
         command: run(["bash", "-c", f"set -o pipefail; {command}"], folder) for command in given
@@ -162,7 +259,7 @@ def server() -> Iterator[str]:
 def test_the_program_of_the_client_prints_progress_a_value_and_the_history(
     server: str, folder: Path, python: str
 ) -> None:
-    program = checked("placer_client").text.replace(SERVICE, server)
+    program = checked("place_many").text.replace(SERVICE, server)
     *events, value, ids = run([python, "-P", "-c", program], folder).splitlines()
     assert "status='optimal'" in events[-1]
     assert float(value) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    r"(?:^<!-- (?P<mark>not run|needs): (?P<note>[^\n]+) -->\n)?"
+    r"^```(?P<kind>\w*)(?: title=\"(?P<title>[^\"\n]+)\")?\n(?P<text>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -25,16 +26,23 @@ class Block(NamedTuple):
     Attributes:
         page: The file, relative to the root.
         line: The line of its fence.
-        kind: The language, ``python`` or ``sh``.
+        kind: The language: ``python``, ``sh``, or ``text`` for what the block before it prints.
         text: The code.
-        not_run: The reason why no test of the documentation runs it; empty if one does.
+        title: The file that the block shows; empty if it has no title. A command of the page runs
+            that file.
+        not_run: The reason why no test of the documentation runs it; empty if a test does.
+        needs: The package without which a test skips it; empty if none.
+        after: The kind of the block before it in the page; empty where that block does not run.
     """
 
     page: str
     line: int
     kind: str
     text: str
-    not_run: str
+    title: str = ""
+    not_run: str = ""
+    needs: str = ""
+    after: str = ""
 
     @property
     def place(self) -> str:
@@ -49,11 +57,51 @@ def blocks() -> list[Block]:
 
 def _blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
+    before = ""
     for found in _FENCE.finditer(text):
         line = text[: found.start("kind")].count("\n") + 1
-        yield Block(
-            str(page.relative_to(ROOT)), line, found["kind"], found["text"], found["why"] or ""
+        marks = {found["mark"]: found["note"]}
+        block = Block(
+            page=str(page.relative_to(ROOT)),
+            line=line,
+            kind=found["kind"],
+            text=found["text"],
+            title=found["title"] or "",
+            not_run=marks.get("not run", ""),
+            needs=marks.get("needs", ""),
+            after=before,
         )
+        yield block
+        before = "" if block.not_run or block.needs or block.title else block.kind
+
+
+def program(page_blocks: Sequence[Block]) -> str:
+    """Return the Python blocks of one page as one program.
+
+    A later block may use names of an earlier one, as a reader does who types them in. Each line of
+    code keeps the number that it has in the page, so that a traceback points into the page.
+    """
+    lines: list[str] = []
+    for block in page_blocks:
+        lines += [""] * (block.line - len(lines)) + block.text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def missing_outputs(page_outputs: Sequence[Block], printed: str) -> list[str]:
+    """Return the places of the outputs that were not printed, in their order.
+
+    In an output, ``...`` stands for any text.
+    """
+    printed = re.sub(r" +$", "", printed, flags=re.MULTILINE)  # tables end with spaces
+    missing, start = [], 0
+    for block in page_outputs:
+        pattern = ".*?".join(re.escape(part) for part in block.text.strip().split("..."))
+        found = re.compile(pattern, re.DOTALL).search(printed, start)
+        if found is None:
+            missing.append(block.place)
+        else:
+            start = found.end()
+    return missing
 
 
 def prose(page: Path) -> str:
