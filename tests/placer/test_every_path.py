@@ -265,16 +265,16 @@ def test_a_failure_in_a_stage_names_it_and_the_flow_goes_on(kind: str) -> None:
     step = flow.train_step(functional.mse_loss, _sgd(model))
     theirs = _sgd(whole)
     _assert_trains(flow, model, whole, step, theirs)
-    stage = step.pipelines[0].stages[-1]
-    backward = stage.slot(1).backward
+    passes = step.pipelines[0].stages[-1].slot(1).passes
+    backward = passes["backward"]
 
     def broken() -> None:
         raise ValueError("out of luck")
 
-    stage.slot(1).backward = broken
+    passes["backward"] = broken
     with pytest.raises(StageError, match="out of luck"):
         step(*_batch(), chunks=CHUNKS)
-    stage.slot(1).backward = backward
+    passes["backward"] = backward
     _assert_same_state(model, whole)
     _assert_trains(flow, model, whole, step, theirs)
 
