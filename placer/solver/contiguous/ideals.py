@@ -9,8 +9,8 @@ what one has more than the one before::
 
 Only chains within a bottleneck count, so few ideals are left of each front
 (``ideal_frontiers.py``): those that stages so far can hold, and whose rest the other devices can. A
-value that several stages read counts once for that of its source, unless that tells too little:
-then chains are gone through once more, see ``sends.py``.
+value that several stages read counts once for the stage of its source, so the bottleneck of a chain
+is a lower bound where the value is sent to each of them.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, section 5.
@@ -26,7 +26,6 @@ from math import inf, log2, prod
 
 import numpy as np
 
-from placer.solver import costs
 from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
 from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
@@ -39,14 +38,11 @@ from placer.solver.contiguous.ideal_frontiers import (
     Vector,
     front,
 )
-from placer.solver.contiguous.loose import Added, Loose, loose_nodes
-from placer.solver.contiguous.sends import Sends, Stages
-from placer.solver.contiguous.sends import applies as sends_apply
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.capacity import most_within, state_of, work_on
 from placer.solver.cpsat.runner import Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
 
 MOST_STATES = 64
@@ -57,9 +53,6 @@ MOST_PAIRS = 3_500_000
 
 PAIRS_A_WORK = 5_000_000
 """Pairs that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
-
-TIMES_A_PAIR = 3
-"""How many numbers, how often a value is sent, are as much work as a pair."""
 
 ROWS = 64
 """So many ideals of a front are looked at together."""
@@ -86,7 +79,6 @@ def best_chain(
     upper: float = inf,
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
-    loose: Sequence[int] = (),
 ) -> Cut | None:
     """The best chain of ideals; None where they are too many.
 
@@ -106,9 +98,9 @@ def best_chain(
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
-    if not loose and too_loose(problem, nodes):
+    if too_loose(problem, nodes):
         return None
-    chains = _Chains(problem, nodes, upper, loose)
+    chains = _Chains(problem, nodes, upper)
     found = chains.best(over)
     if meter is not None:
         meter.done += chains.pairs / PAIRS_A_WORK
@@ -119,7 +111,8 @@ def too_loose(problem: Problem, nodes: Reduction) -> bool:
     """Whether there are so many nodes that nothing orders, of which an ideal may have any, that
     ideals are too many.
     """
-    return len(loose_nodes(problem, nodes)) > log2(MOST_IDEALS)
+    ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
+    return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
 
 
 @dataclass(frozen=True)
@@ -165,41 +158,24 @@ def _classes(
 class _Chains:
     """The tables of the dynamic program, front by front."""
 
-    def __init__(
-        self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]
-    ) -> None:
-        self.problem, self.nodes, self.upper, self.left_out = problem, nodes, upper, loose
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
         self.within = upper * (1 + SLACK)
         self.limited = memory_constraints.can_bind(problem)
-        state, works = (
-            state_of(problem, nodes),
-            [work_on(problem, nodes, one[0]) for one in problem.alike_devices()],
-        )
-        self.loose = (
-            Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
-        )
-        kept = np.array([node not in loose for node in range(len(nodes.nodes))])
-        self.state_bytes = np.where(kept, state, 0.0)
-        self.classes, self.fastest = _classes(
-            problem, np.where(kept, works, 0.0), self.state_bytes, upper
-        )
+        self.state_bytes = state_of(problem, nodes)
+        works = np.array([work_on(problem, nodes, one[0]) for one in problem.alike_devices()])
+        self.classes, self.fastest = _classes(problem, works, self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
         for counts in itertools.product(*ranges):
             if sum(counts) <= problem.most_devices:
                 self.states[sum(counts)].append(counts)
-        self.stages: dict[tuple[int, int], list[Stages]] = {}
-        self.sends = sends_apply(problem)
 
     @cached_property
     def graph(self) -> Graph:
         """The nodes, with what is known of their stages."""
-        return Graph(
-            self.problem,
-            self.nodes,
-            narrowed_windows(self.problem, self.nodes, self.upper),
-            self.left_out,
-        )
+        windows = narrowed_windows(self.problem, self.nodes, self.upper)
+        return Graph(self.problem, self.nodes, windows)
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
         """The smallest bottleneck, and a placement that has it, or about it; None if there are too
@@ -221,36 +197,7 @@ class _Chains:
                     value, chosen = float(self.reached[counts][whole]), counts
         if value == inf:
             return Cut(None, inf)
-        found = Cut(self._read(chosen), value * (1 - ROUNDING), value)
-        return (self._sent_to_each() or found) if self.sends and not self._is_true(found) else found
-
-    def _is_true(self, found: Cut) -> bool:
-        """Whether a chain takes no longer where a value counts as often as it is sent."""
-        assert found.devices is not None
-        result = costs.evaluate(self.problem, found.devices)
-        return result is not None and result.objective_value <= found.value * (1 + SLACK)
-
-    def _sent_to_each(self) -> Cut | None:
-        """The best chain where a value counts as often as it is sent; None if there are too many
-        ways to send them.
-        """
-        stages = {place: _in_order(some) for place, some in self.stages.items()}
-        sends = Sends(self.problem, self.nodes, self.fronts, stages, self.within)
-        best = sends.best(self.reached)
-        self.pairs += sends.looked_at // TIMES_A_PAIR
-        if best is None:
-            return None
-        value, way = best
-        if value == inf:
-            return Cut(None, inf)
-        left = [list(one.members) for one in self.classes]
-        devices, before = [0] * self.graph.count, self.fronts[0].ideal(0)
-        for stage, (kind, place) in enumerate(way, start=1):
-            device, held = left[kind].pop(), self.fronts[stage].ideal(place)
-            for node in np.flatnonzero(held & ~before):
-                devices[node] = device
-            before = held
-        return Cut(self.nodes.spread(devices), value * (1 - ROUNDING), value)
+        return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
         """The next front, with what is reached there; whether it has not too many ideals."""
@@ -273,11 +220,6 @@ class _Chains:
     def _keep(self, behind: Front, values: dict[Counts, Vector]) -> None:
         """Keep the ideals that are reached, and the stages before them."""
         alive = np.any([value < inf for value in values.values()], axis=0)
-        place = np.cumsum(alive) - 1
-        for kind in range(len(self.classes)):
-            some = self.stages.get((len(self.fronts) - 1, kind), [])
-            some[:] = [one.some(alive[one.behind]) for one in some]
-            some[:] = [one._replace(behind=place[one.behind]) for one in some]
         self.fronts.append(behind.some(alive))
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
@@ -293,9 +235,6 @@ class _Chains:
             return False
         self.pairs += pairs
         between = Between(before, behind)
-        self.added = (
-            Added(self.loose, before, behind) if self.loose and self.loose.members else None
-        )
         for rows, columns in blocks:
             self._through(rows, columns, between, values)
         return True
@@ -317,10 +256,6 @@ class _Chains:
     ) -> None:
         """Take into account the chains from some ideals of a front to some of the next."""
         loads = self._loads(rows, columns, between)
-        for kind, load in enumerate(loads if self.sends else ()):
-            before, behind = np.nonzero(load <= self.within)
-            some = Stages(before + rows.start, behind + columns.start, load[before, behind])
-            self.stages.setdefault((len(self.fronts) - 1, kind), []).append(some)
         for counts, value in values.items():
             for kind in kinds_left(counts):
                 known = self.reached[one_less(counts, kind)][rows]
@@ -335,14 +270,10 @@ class _Chains:
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
         found = []
-        for kind, one in enumerate(self.classes):
+        for one in self.classes:
             banned = one.work == inf
             load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
             load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
-            if one.taxed and self.added is not None:
-                load += self.added.load(
-                    rows, columns, kind, 0.0 if unable is None else one.room - unable
-                )
             if unable is not None:
                 load[unable > one.room] = inf
             if banned.any():
@@ -427,9 +358,6 @@ class _Chains:
             before, behind = self.fronts[stage - 1], self.fronts[stage]
             end = behind.some(slice(place, place + 1))
             last = Between(before, end)
-            self.added = (
-                Added(self.loose, before, end) if self.loose and self.loose.members else None
-            )
             loads = self._loads(slice(None), slice(None), last)
             options = [
                 (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)
@@ -442,9 +370,3 @@ class _Chains:
                 devices[node] = device
             stage, counts = stage - 1, one_less(counts, kind)
         return self.nodes.spread(devices)
-
-
-def _in_order(some: Sequence[Stages]) -> Stages:
-    """All of them, by the ideal behind them."""
-    every = Stages(*map(np.concatenate, zip(*some, strict=True)))
-    return every.some(np.argsort(every.behind, kind="stable"))

@@ -12,18 +12,14 @@ halves what is open; before it come chains of ideals but for loose nodes::
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 from math import inf
 
-from placer.solver.chain import initial_placements
-from placer.solver.contiguous import ideals, part_bounds
-from placer.solver.contiguous.loose import LooseModel, loose_nodes
+from placer.solver.contiguous import ideals
 from placer.solver.contiguous.merges import merged
 from placer.solver.contiguous.redivision import divide_anew
 from placer.solver.contiguous.stage_program import StageModel
-from placer.solver.cpsat.runner import Answer, Meter
-from placer.solver.enumeration import every_map
+from placer.solver.cpsat.runner import Answer
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
@@ -42,9 +38,6 @@ MOST_TRIES = 2
 
 CUT_SHORT = 0.9
 """The share of its work that a question did at the least if it was cut short."""
-
-PLACING = 0.5
-"""The work of placing loose nodes, where all others stay."""
 
 ASKED = 2
 """How often a sweep asks for anything better, where it finds that."""
@@ -98,7 +91,7 @@ def _worth_chains(search: Search, threshold: float) -> bool:
     return search.bound < threshold < search.too_many * (1 - CLOSER)
 
 
-def sweep(search: Search, *, parts: bool = True) -> None:
+def sweep(search: Search) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
     Args:
@@ -106,8 +99,6 @@ def sweep(search: Search, *, parts: bool = True) -> None:
             ``stage_scope.applies`` to.
         parts: whether some stages are looked at alone, too.
     """
-    if search.best is not None and search.enough is None:
-        _ideals_but_for_loose_nodes(search)
     for turn in count():
         if not search.open() or search.over(1.0):
             return
@@ -115,8 +106,6 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         known, done = (search.value, search.bound), search.meter.done
         loose = search.value - search.bound > LOOSE * search.value
         _anything_better(search, SHORT if loose else work)
-        if parts and loose and search.open():
-            _parts_alone(search, work)
         if search.open():
             _groups_anew(search, work)
         if search.open() and loose:
@@ -129,84 +118,6 @@ def sweep(search: Search, *, parts: bool = True) -> None:
             # no question was cut short: asked again, each has the same answer, which costs do not
             # bear out
             return
-
-
-def _ideals_but_for_loose_nodes(search: Search) -> None:
-    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has
-    it, or about it.
-
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
-    asked for.
-    """
-    threshold, hard, tries = search.better(), inf, 0
-    while (
-        search.open()
-        and tries < MOST_TRIES
-        and threshold < hard * (1 - STEP)
-        and not search.over(1.0)
-    ):
-        nodes = nodes_within(search, threshold)
-        if not ideals.applies(search.problem) or not ideals.too_loose(search.problem, nodes):
-            return
-        some = loose_nodes(search.problem, nodes)
-        chain = ideals.best_chain(
-            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some
-        )
-        if chain is None:
-            hard, tries = threshold, tries + 1
-        elif chain.devices is None:
-            search.prove(search.nothing_below() if threshold == search.better() else threshold)
-        else:
-            search.prove(min(chain.bound, search.nothing_below()))
-            model = LooseModel(search.problem, nodes, search.better(), chain.devices, some)
-            search.offer(model.solve(replace(search.limits(PLACING), workers=1)).devices, "ideals")
-            return
-        threshold = (search.bound + min(hard, search.better())) / 2
-
-
-def _parts_alone(search: Search, work: float) -> None:
-    """Raise the bound by what the busiest stages take alone, with ever more beside them until they
-    are too many.
-
-    Args:
-        search: with a placement, or nothing is done.
-        work: that of each part at the most, in the measure of ``cpsat.Meter``.
-    """
-    for layers in part_bounds.parts(search.problem, search.best) if search.best is not None else ():
-        part = _part(search, layers, work)
-        if part.best is None or part.value <= search.bound + STEP * search.value:
-            continue  # the layers may be placed so well that they prove nothing
-        few_ideals(part)
-        if part.open():
-            sweep(part, parts=False)
-        if part.open():
-            every_map.try_all(part)
-        search.meter.done += part.meter.done
-        search.prove(min(part.bound, search.nothing_below()))
-        if part.open() or not search.open() or search.over(1.0):
-            return
-
-
-def _part(search: Search, layers: list[int], work: float) -> Search:
-    """A search for the best placement of some layers, with that in the best known and those of
-    linear orders.
-    """
-    problem = part_bounds.part_of(search.problem, layers)
-    limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
-    meter = Meter(min(work, search.meter.left))
-    part = Search(
-        replace(problem, request=limited),
-        stop=search.stop,
-        meter=meter,
-        bound=search.bound,
-        enough=search.enough,
-    )
-    assert search.best is not None
-    part.offer([search.best[layer] for layer in layers], search.method)
-    for start in initial_placements.starts(part.problem, part.nodes, part.counted):
-        part.prove(start.bound)
-        part.offer(start.devices, start.method)
-    return part
 
 
 def _groups_anew(search: Search, work: float) -> None:
