@@ -292,7 +292,7 @@ class Portfolio(Search):
             if not worth_building(self.problem, self.nodes, self.left_s(), most):
                 break
             if turn == 1:
-                free_search.divide_anew(self)
+                free_search.between_rounds(self)
                 if not self.open():
                     break
             upper = self.better() if self.best is not None or self.enough is not None else None

@@ -44,7 +44,7 @@ def loads(model: PlacementModel) -> None:
     """The objective is at least every device's load."""
     compute, send, receive = model.load_parts
     for device in model.devices:
-        most = model.most_busy(device)
+        most = model.makespan
         if model.problem.request.transfers == "overlapped":
             for part in (compute, send, receive):
                 model.cp.add(sum(part[device]) <= most)

@@ -324,10 +324,6 @@ class PlacementModel:
         """By device, the terms of its compute, of what it sends, and of what it receives."""
         return cost_constraints.load_parts(self)
 
-    def most_busy(self, device: int) -> cp_model.IntVar | int:
-        """What a device's load may be: the objective."""
-        return self.makespan
-
     def _set_goal(self) -> None:
         if self.objective != "none":
             self.cp.minimize(self.makespan)

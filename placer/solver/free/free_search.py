@@ -1,14 +1,13 @@
 """Free placements: the search around the integer program.
 
-counts ─▶ pairs ────────────▶ local search ─▶ shares ─▶ integer program ─▶ pairs, shares ─┐
-a bound   better by dividing  by small moves  a bound   a first look       for longer     │
-          anew what two hold                                                              ▼
-          parts, better by dividing anew what a few hold, and shares ◀─ integer program, a round
-                                                                   └──▶ its other rounds
+counting bound ─▶ pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
+                  divides what   lower bound          a first look       column generation,  │
+                  two devices                                            for longer          │
+                  hold                                                                       ▼
+         integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
-Where pairs cannot be told, parts come after local search too. Of few nodes, what pairs found is
-mostly the best: it is tried to be proven before local search, which has no end but that of its
-patience.
+With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
+by column generation with large groups and a first look of the integer program.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from math import inf
 
 from placer.solver import answer
 from placer.solver.cpsat.model import PlacementModel, worth_building
-from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
+from placer.solver.free import pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
 from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.pair_search import PairSearch
-from placer.solver.reduce import reduced
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
 FEW_PAIRS_SHARE, PAIRS_SHARE, LONG_PAIRS_SHARE = 0.05, 0.15, 0.3
@@ -33,14 +33,10 @@ Of few nodes, of many, and of so many that it still finds better ones.
 """
 
 EARLY_SHARE = 0.1
-"""The same of a proof that is tried before local search, where nodes are few."""
+"""The same of a proof that is tried right after the first pair search, where nodes are few."""
 
-LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
-"""The same of local search, and where nodes are many and pairs have been divided."""
-
-PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
-"""The same of the search that divides anew what a few devices hold: before the integer program,
-between its rounds."""
+MANY_OPTIONS = 500
+"""A problem with this many pairs of a node and a device has many nodes."""
 
 COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
 """The same of the search for a bound by prices of large groups, of pairs that go on, and of the
@@ -59,21 +55,15 @@ the most work."""
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: a bound, pairs divided anew, small moves where there is time left,
-    a better bound.
-    """
+    """Go on from the best start: a bound, pairs divided anew, a better bound."""
     _count(search)
-    pairs, many = _pairs(search), neighbourhood_search.many(search.problem, search.nodes)
-    if many:
+    pairs = _pairs(search)
+    if has_many_nodes(search.problem, search.nodes):
         divided = _divide_pairs(search, pairs, PAIRS_SHARE, LONG_PAIRS_SHARE)
     else:
         divided = _divide_pairs(search, pairs, FEW_PAIRS_SHARE)
         _share_out(search, COARSE, EARLY_SHARE)
         _look_at_few(search)
-    if search.open():
-        move_layers(search, LITTLE_SHARE if divided and many else LOCAL_SHARE)
-    if search.open() and not divided and many:
-        _divide(search, PARTS_SHARE)
     _share_out(search, COARSE, COARSE_SHARE)
     _look_briefly(search)
     if divided:
@@ -81,6 +71,11 @@ def before_the_program(search: Search) -> None:
     _share_out(search, FINE, SHARES_SHARE)
     if divided and not worth_building(search.problem, search.nodes, search.left_s()):
         _divide_pairs(search, pairs, 1.0)  # there is no integer program to come
+
+
+def has_many_nodes(problem: Problem, nodes: Reduction) -> bool:
+    """Return whether the integer program of all devices takes long for so many nodes."""
+    return len(nodes.nodes) * len(problem.devices) >= MANY_OPTIONS
 
 
 def _pairs(search: Search) -> PairSearch | None:
@@ -116,22 +111,6 @@ def _divide_pairs(
     found = pairs.improved(search.best, over, enough)
     search.offer(found, "local search")
     return found is not None
-
-
-def move_layers(search: Search, share: float) -> None:
-    """Local search from the best so far, until a share of the time or the work is over."""
-    if search.best is None or search.over(share) or not local_search.applies(search.problem):
-        return
-
-    def over() -> bool:
-        search.meter.done += local_search.WORK
-        return search.over(share)
-
-    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    search.offer(
-        local_search.improved(search.problem, search.nodes, search.best, over, enough),
-        "local search",
-    )
 
 
 def _count(search: Search) -> None:
@@ -213,25 +192,7 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
     return over
 
 
-def divide_anew(search: Search) -> None:
-    """Between rounds of the program: parts are divided anew, and shares may prove what is better by
-    now.
-    """
-    _divide(search, BETWEEN_SHARE)
+def between_rounds(search: Search) -> None:
+    """Between rounds of the program, prove bounds of what is better by now."""
     _share_out(search, COARSE, SHARES_SHARE)
     _share_out(search, FINE, SHARES_SHARE)
-
-
-def _divide(search: Search, share: float) -> None:
-    """What a few devices hold, divided among them as well as can be, until a share of the time or
-    the work is over.
-    """
-    if (
-        search.best is not None
-        and search.enough is None
-        and neighbourhood_search.applies(search.problem)
-    ):
-        found = neighbourhood_search.improved(
-            search.problem, search.best, search.quietly, lambda: search.over(share)
-        )
-        search.offer(found, "local search")

@@ -1,6 +1,4 @@
-"""What nodes and nets load devices with, where a placement is judged by that (see
-``local.applies``).
-"""
+"""Loads of nodes and nets on devices, where loads alone judge a placement (see ``loads_add_up``)."""
 
 from __future__ import annotations
 
@@ -15,6 +13,20 @@ from placer.solver.reduce import Reduction
 Times = list[list[float]]
 Way = tuple[float, float]
 """Bandwidth and latency."""
+
+
+def loads_add_up(problem: Problem) -> bool:
+    """Return whether loads alone judge a placement: transfers are added, and all devices linked."""
+    request = problem.request
+    numbers = range(len(problem.devices))
+    linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
+    return (
+        not problem.contiguous
+        and request.objective == "throughput"
+        and request.transfers == "added"
+        and linked
+        and (problem.one_link is not None or not problem.multicast)
+    )
 
 
 class Loads:

@@ -17,7 +17,7 @@ from random import Random
 
 import numpy as np
 
-from placer.solver.free import local_search
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
@@ -56,11 +56,11 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether a division can be judged by loads, and by what devices have room for; whatever number
-    they hold.
+    """Return whether loads and room alone judge a division, and devices may hold any number of
+    layers.
     """
     any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
-    judged = local_search.applies(problem) and any_number and problem.most_layers is None
+    judged = loads_add_up(problem) and any_number and problem.most_layers is None
     return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 

@@ -11,7 +11,7 @@ from math import inf
 
 from placer.solver import answer
 from placer.solver.cpsat.model import worth_building
-from placer.solver.free import free_search, neighbourhood_search
+from placer.solver.free import free_search
 from placer.solver.latency import latency_moves
 from placer.solver.latency.list_schedule import list_schedules
 from placer.solver.search import Search
@@ -45,7 +45,7 @@ def start(search: Search) -> None:
 
 def before_the_program(search: Search) -> None:
     """Go on from the best start; to the end of the time where there is no integer program to come."""
-    if search.best is not None and not neighbourhood_search.many(search.problem, search.nodes):
+    if search.best is not None and not free_search.has_many_nodes(search.problem, search.nodes):
         free_search.look(search)
     _move_layers(search, MOVES_SHARE, PATIENCE)
     if not worth_building(search.problem, search.nodes, search.left_s()):

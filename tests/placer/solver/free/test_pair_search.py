@@ -9,7 +9,7 @@ from small_requests import examples, small_requests
 from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.cpsat import memory_constraints
-from placer.solver.free import local_search, pair_search, pair_sweep, set_graph
+from placer.solver.free import pair_search, pair_sweep
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
@@ -125,17 +125,10 @@ def test_it_goes_on_from_a_better_placement_that_others_found(chain):
     assert costs.evaluate(problem, search.improved(even, lambda work: True)).objective_value == 4.0
 
 
-def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
+def test_where_sweeps_are_too_wide_the_program_finds_the_best(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
-    moved = []
-    improved = local_search.improved
-    monkeypatch.setattr(
-        local_search, "improved", lambda *given: moved.append(1) or improved(*given)
-    )
-    # not the integer program at first,
-    monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)
-    # nor prices: they prove it
-    monkeypatch.setattr(set_graph, "applies", lambda problem: False)
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
-    placement = solve(chain(times, devices=3, value_bytes=1, constraints=FREE))
-    assert moved and placement.status == "optimal"
+    asked = chain(times, devices=3, value_bytes=1, constraints=FREE)
+    problem, start = Problem.from_request(asked), [0] * 12
+    assert pair_search.improved(problem, reduced(problem), start, lambda work: False) is None
+    assert solve(asked).status == "optimal"

@@ -12,7 +12,8 @@ from small_requests import examples, small_requests
 from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.cpsat import memory_constraints
-from placer.solver.free import local_search, pair_sweep
+from placer.solver.free import pair_sweep
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -30,7 +31,7 @@ def free_problem(data):
     )
     multicast, untaxed = data.draw(st.sampled_from([(False, ()), (True, ()), (True, (0,))]))
     problem = replace(problem, multicast=multicast, untaxed=frozenset(untaxed))
-    assume(local_search.applies(problem) and len(problem.devices) > 1)
+    assume(loads_add_up(problem) and len(problem.devices) > 1)
     return problem
 
 
