@@ -9,8 +9,7 @@ from typing import Any
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
 from placer.solver import costs, device_order
-from placer.solver.problem import Problem
-from placer.solver.slow_links import LONGEST_MS
+from placer.solver.problem import LONGEST_MS, Problem
 
 PROVEN_GAP = 1e-6
 """A placement is called optimal if none can be better by more than one part in a million."""

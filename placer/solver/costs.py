@@ -73,9 +73,8 @@ from placer.schedule import Pipeline, Plan
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.components import topological_order
-from placer.solver.memory import Footprint, footprint, held_by_device
+from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
 from placer.solver.problem import Problem
-from placer.solver.segment_memory import SegmentMemory
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""

@@ -100,14 +100,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from placer.schema import MemoryUse
+from placer.solver import pipelines
 from placer.solver.problem import Problem, Value
 
 Moment = tuple[int, int]
-"""What is held, and the workspace, in bytes."""
+"""The held bytes and the workspace bytes of one moment."""
+
+MOST_KNOWN_SETS = 20_000
+"""Footprints that a cache remembers: about 20 MB of them."""
 
 
 @dataclass
@@ -240,6 +245,107 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     return Footprint(
         one, sum(kept.values()), entering, recorded(problem, held) if problem.recorded else None
     )
+
+
+class FootprintCache:
+    """Footprints of sets of nodes, each computed once while it is remembered.
+
+    Args:
+        problem: what is asked.
+        layers_of: by node, its layers.
+
+    Attributes:
+        computed: the number of footprints that were computed, a measure of work.
+    """
+
+    def __init__(self, problem: Problem, layers_of: Sequence[Sequence[int]]) -> None:
+        self._problem, self._layers_of = problem, layers_of
+        self._known: dict[frozenset[int], Footprint] = {}
+        self.computed = 0
+
+    def footprint(self, nodes: Iterable[int]) -> Footprint:
+        """Return the memory of a device that holds these nodes alone."""
+        key = frozenset(nodes)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN_SETS:
+                self._known.clear()
+            layers = (layer for node in key for layer in self._layers_of[node])
+            self._known[key] = footprint(self._problem, held_with(self._problem, layers))
+            self.computed += 1
+        return self._known[key]
+
+
+# Segments
+
+
+class SegmentMemory:
+    """The memory of one assignment whose devices may have several segments.
+
+    Segments run layer by layer, or as recorded passes. A device counts with the larger of the two.
+
+    Args:
+        problem: what is asked.
+        assignment: by layer, the index of its device.
+        footprints: by device, the memory of its layers, whatever their segments.
+    """
+
+    def __init__(
+        self, problem: Problem, assignment: Sequence[int], footprints: Callable[[int], Footprint]
+    ) -> None:
+        self._problem, self._footprints = problem, footprints
+        self._segment_of, self._places = pipelines.staged(problem, assignment, ())
+
+    def use(self, flight: Sequence[int]) -> tuple[MemoryUse, ...]:
+        """Return, by device, the memory at its worst moment.
+
+        Args:
+            flight: by segment, the micro-batches in flight.
+        """
+        further = self._further_bytes(flight)
+        return tuple(
+            self._use_of_device(device, further[device], flight)
+            for device in range(len(self._problem.devices))
+        )
+
+    def _use_of_device(self, device: int, further: int, flight: Sequence[int]) -> MemoryUse:
+        one = self._footprints(device).one
+        eager = one.model_copy(update={"activation_bytes": one.activation_bytes + further})
+        passing = shared = 0
+        for place, segment, held in zip(self._places, self._recorded, flight, strict=True):
+            if place == device:
+                passing += segment.passing_bytes(held)
+                shared += segment.shared_bytes
+        if passing + shared <= eager.activation_bytes + eager.workspace_bytes:
+            return eager
+        return one.model_copy(update={"activation_bytes": passing, "workspace_bytes": shared})
+
+    @cached_property
+    def _recorded(self) -> list[Recorded]:
+        """The memory of recorded passes, by segment."""
+        layers: list[list[int]] = [[] for _ in self._places]
+        for layer, segment in enumerate(self._segment_of):
+            layers[segment].append(layer)
+        return [recorded(self._problem, held_with(self._problem, own)) for own in layers]
+
+    def _further_bytes(self, flight: Sequence[int]) -> list[int]:
+        """Return, by device, what all micro-batches but the first keep, layer by layer.
+
+        A layer keeps its saved tensors once for each micro-batch in flight in its segment. A value
+        that several segments of a device keep counts with the largest of their numbers.
+        """
+        further = [0] * len(self._problem.devices)
+        for layer, segment in enumerate(self._segment_of):
+            further[self._places[segment]] += (flight[segment] - 1) * self._problem.layers[
+                layer
+            ].saved_bytes
+        for value in self._problem.values:
+            most: dict[int, int] = {}
+            for segment in map(self._segment_of.__getitem__, value.keepers):
+                device = self._places[segment]
+                most[device] = max(most.get(device, 0), flight[segment])
+            for device, count in most.items():
+                further[device] += (count - 1) * value.held_bytes
+        return further
 
 
 # Training

@@ -11,10 +11,13 @@ from typing import Self
 from placer.errors import InputError
 from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
-from placer.solver.slow_links import refuse_slow_links
 
 LARGEST_BYTES = 2**60
 """No memory figure may exceed this, sums over all layers included."""
+
+LONGEST_MS = 1e9
+"""The longest time of a layer, a transfer or a device, about 12 days: larger numbers are mistakes.
+"""
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Problem:
         values = _values(request, place)
         groups = _groups(request, place)
         _refuse_overflow(request, values)
-        refuse_slow_links(request)
+        _refuse_slow_links(request)
         return cls(
             request=request,
             layers=layers,
@@ -544,6 +547,25 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
         raise InputError(
             f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"
         )
+
+
+def _refuse_slow_links(request: PlacementRequest) -> None:
+    """Refuse links over which some value or gradient takes longer than ``LONGEST_MS``."""
+    sizes = [
+        (max(edge.bytes, edge.gradient_bytes, 1), edge.source) for edge in request.profile.edges
+    ]
+    if not sizes:
+        return
+    size_bytes, source = max(sizes, key=lambda one: one[0])
+    for link in request.placed_on.links:
+        time_ms = link.transfer_ms(size_bytes)
+        if time_ms > LONGEST_MS:
+            raise InputError(
+                f"{size_bytes} bytes of layer {source!r} would take {time_ms:.3g} ms over link "
+                f"{link.source!r} -> {link.target!r} (bandwidth_bytes_per_s = "
+                f"{link.bandwidth_bytes_per_s:g}, latency_s = {link.latency_s:g}); no more than "
+                "1e9 can be placed: leave out a link that no value may pass"
+            )
 
 
 def _same_way(one: Link | None, other: Link | None) -> bool:

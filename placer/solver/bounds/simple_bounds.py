@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver.bounds.least_memory import least_of_all, least_of_nodes
+from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.bounds.min_cut_bound import knot_bound
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.problem import Problem, arcs_of

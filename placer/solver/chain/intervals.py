@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
+from placer.solver.bounds import memory_bounds
 from placer.solver.chain.inference_peaks import inference_moments
 from placer.solver.chain.training_peaks import TrainingMoments
-from placer.solver.cpsat import memory_constraints
 from placer.solver.nets import Exchange, exchanges
 from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
@@ -53,9 +53,7 @@ class Intervals:
         for block, layers in enumerate(self._layers):
             for layer in layers:
                 self._block_of[layer] = block
-        self._limited = problem.request.objective == "memory" or memory_constraints.can_bind(
-            problem
-        )
+        self._limited = problem.request.objective == "memory" or memory_bounds.can_bind(problem)
         if problem.request.objective != "memory":
             self._measure_transfers(exchanges(problem, nodes) if exchanged is None else exchanged)
         if self._limited:
@@ -247,12 +245,12 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed(
-            [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
+            [memory_bounds.state_bytes(problem, layer) for layer in problem.layers]
         )
         self._fixed = self._fixed + self._copied()
         self._kept, self._moment, self._each, self._landing = (np.zeros(shape) for _ in range(4))
         self._backward, self._shared = np.zeros(shape), np.zeros(shape)
-        if memory_constraints.holds_state_alone(problem):
+        if memory_bounds.holds_state_alone(problem):
             return
         if problem.recorded:
             passes = TrainingMoments(problem, self._layers, recorded=True)

@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.solver.bounds.memory_bounds import can_bind
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
@@ -36,7 +37,6 @@ from placer.solver.contiguous.ideal_frontiers import Between, Front, Range
 from placer.solver.contiguous.stage_capacity import SETS_A_WORK, StageRoom
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.capacity import work_on
-from placer.solver.cpsat.memory_constraints import can_bind
 from placer.solver.cpsat.stage_windows import members, neighbourhood
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction

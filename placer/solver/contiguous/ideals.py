@@ -26,6 +26,7 @@ from math import inf, log2, prod
 
 import numpy as np
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
 from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
@@ -39,8 +40,7 @@ from placer.solver.contiguous.ideal_frontiers import (
     front,
 )
 from placer.solver.contiguous.transfer_windows import narrowed_windows
-from placer.solver.cpsat import memory_constraints
-from placer.solver.cpsat.capacity import most_within, state_of, work_on
+from placer.solver.cpsat.capacity import most_within, work_on
 from placer.solver.cpsat.runner import Meter
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
@@ -161,8 +161,8 @@ class _Chains:
     def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
         self.within = upper * (1 + SLACK)
-        self.limited = memory_constraints.can_bind(problem)
-        self.state_bytes = state_of(problem, nodes)
+        self.limited = memory_bounds.can_bind(problem)
+        self.state_bytes = np.array(memory_bounds.state_of_nodes(problem, nodes), np.float64)
         works = np.array([work_on(problem, nodes, one[0]) for one in problem.alike_devices()])
         self.classes, self.fastest = _classes(problem, works, self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]

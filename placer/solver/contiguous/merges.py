@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
-from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.stage_windows import neighbourhood
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
@@ -159,15 +159,13 @@ def _may_draw(problem: Problem) -> bool:
 def _weighty(problem: Problem) -> frozenset[int]:
     """The layers that take memory that could matter."""
     layers = problem.layers
-    if not memory_constraints.can_bind(problem):
+    if not memory_bounds.can_bind(problem):
         return frozenset()
-    if not memory_constraints.holds_state_alone(problem):
+    if not memory_bounds.holds_state_alone(problem):
         return frozenset(range(len(layers)))
     copied = {layer for shared in problem.shared for layer in shared.others}
     held = {
-        index
-        for index, layer in enumerate(layers)
-        if memory_constraints.state_bytes(problem, layer)
+        index for index, layer in enumerate(layers) if memory_bounds.state_bytes(problem, layer)
     }
     return frozenset(held | copied)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placer.solver import costs
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous import class_orders, stage_scope
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
 from placer.solver.contiguous.stage_search import nodes_within
-from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
@@ -174,7 +174,7 @@ def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHAR
     """
     found: Chain | None = None
     ways: tuple[Memory, ...] = (
-        ("sums", "exact") if memory_constraints.can_bind(search.problem) else ("sums",)
+        ("sums", "exact") if memory_bounds.can_bind(search.problem) else ("sums",)
     )
     for memory in ways:
         before = search.value

@@ -21,10 +21,10 @@ from typing import cast
 
 from ortools.sat.python import cp_model
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import StageLinks, stage_links, surcharges
 from placer.solver.contiguous.stage_scope import knows_memory
 from placer.solver.contiguous.transfer_windows import narrowed_windows
-from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.peak_constraints import Moments
 from placer.solver.cpsat.runner import Answer, Limits, run
 from placer.solver.nets import Net, joined_nets
@@ -82,7 +82,7 @@ class StageModel:
         self._stages_hold_enough_and_not_too_much()
         self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
         self._loads()
-        if memory_constraints.can_bind(problem) and knows_memory(problem):
+        if memory_bounds.can_bind(problem) and knows_memory(problem):
             self._memory()
         if not any_will_do:
             self.cp.minimize(self.makespan)
@@ -340,8 +340,9 @@ class StageModel:
         micro-batches.
         """
         problem = self.problem
-        unit = max(1, -(-memory_constraints.use_of_all(problem) // BYTE_STEPS))
-        state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
+        unit = max(1, -(-memory_bounds.most_use_bytes(problem) // BYTE_STEPS))
+        held = memory_bounds.state_of_nodes(problem, self.nodes)
+        state = [(node, size // unit) for node, size in enumerate(held)]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
         moments = Moments(problem, self.nodes, unit)
         for p in self.stages:
@@ -352,19 +353,12 @@ class StageModel:
     def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
         """What passes take at a stage, with all micro-batches in flight."""
         problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
-        if memory_constraints.holds_state_alone(problem):
+        if memory_bounds.holds_state_alone(problem):
             return 0
         if problem.may_recompute:  # what is found is evaluated
             return moments.of_training(place, limit)[1]
         each, landing, shared = moments.recorded(place, limit)
         return chunks * (each + (landing if chunks > 1 else 0)) + shared
-
-    def _state_bytes(self, node: int) -> int:
-        problem = self.problem
-        return sum(
-            memory_constraints.state_bytes(problem, problem.layers[layer])
-            for layer in self.nodes.nodes[node]
-        )
 
     def here(self, node: int, stage: int) -> Literal | None:
         """A literal that holds if the node is at the stage; None if it cannot be."""

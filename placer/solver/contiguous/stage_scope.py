@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import stage_links
-from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -32,7 +32,7 @@ def bounds(problem: Problem) -> bool:
 
 def knows_memory(problem: Problem) -> bool:
     """Whether the form can state the limits of memory; it does not know copies."""
-    return not memory_constraints.can_bind(problem) or (
+    return not memory_bounds.can_bind(problem) or (
         problem.training and _steady(problem) and not problem.shared
     )
 

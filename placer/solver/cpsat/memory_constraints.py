@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from placer.schema import Layer
+from placer.solver.bounds.memory_bounds import can_bind, state_bytes
 from placer.solver.cpsat.peak_constraints import Moments
-from placer.solver.memory import Held, footprint, most_crossing_bytes
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -51,42 +50,6 @@ def memory(model: PlacementModel) -> None:
         write(model, moments, device, fixed, 0 if model.objective == "memory" else limit)
 
 
-def can_bind(problem: Problem) -> bool:
-    """Whether some device could be over its limit: it cannot where all layers fit at once."""
-    limit = min(device.usable_bytes for device in problem.devices)
-    if sum(state_bytes(problem, layer) for layer in problem.layers) > limit:
-        return True
-    return use_of_all(problem) > limit
-
-
-def holds_state_alone(problem: Problem) -> bool:
-    """Whether nothing but the state of layers takes memory."""
-    layers = problem.layers
-    passing = sum(
-        la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers
-    )
-    waiting = sum(value.held_bytes + value.waiting_bytes for value in problem.values)
-    apart = (
-        sum(problem.step_bytes)
-        + sum(problem.deferred_bytes)
-        + sum(problem.back_workspace_bytes)
-        + sum(problem.weights_workspace_bytes)
-    )
-    return passing + waiting + apart == 0
-
-
-def use_of_all(problem: Problem) -> int:
-    """What no device holds more than, whatever is on it, with all micro-batches in flight, in
-    bytes.
-    """
-    if holds_state_alone(problem):
-        return sum(state_bytes(problem, layer) for layer in problem.layers)
-    everything = Held(list(range(len(problem.layers))), list(problem.values))
-    chunks = problem.request.chunks
-    use = footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
-    return use + 2 * chunks * most_crossing_bytes(problem)
-
-
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     """Every size that the model adds up, as often as it may be added with so many micro-batches."""
     often = chunks if problem.training else 1
@@ -107,12 +70,6 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
         ]
         sizes += [value.rest_bytes for value in problem.values]
     return [size for size in sizes if size]
-
-
-def state_bytes(problem: Problem, layer: Layer) -> int:
-    """What the layer holds all the time."""
-    held = layer.param_bytes + layer.buffer_bytes
-    return held + layer.grad_bytes + layer.optimizer_bytes if problem.training else held
 
 
 def _within(

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from placer.solver import memory
+from placer.solver.bounds.memory_bounds import most_use_bytes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
@@ -36,10 +37,7 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
-    all_bytes = memory.footprint(problem, everything).total_bytes(
-        chunks, backwards=problem.backwards(chunks)
-    )
-    all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
+    all_bytes = most_use_bytes(problem)
     waits = _may_wait(problem)
     rows = []
     for forwards in (True, False):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import compress
 from math import inf
 
-from placer.solver.cpsat.capacity import most_state, state_of
-from placer.solver.cpsat.memory_constraints import can_bind
+from placer.solver.bounds.memory_bounds import can_bind, state_of_nodes
+from placer.solver.cpsat.capacity import most_state
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import SLACK, Reduction
 
@@ -37,7 +37,7 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     before, behind = neighbourhood(problem, nodes)
     most = upper_ms * (1 + SLACK)
     room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
-    state = state_of(problem, nodes).tolist()
+    state = state_of_nodes(problem, nodes)
     windows = []
     for node in range(count):
         first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)

@@ -26,9 +26,9 @@ from ortools.sat.python import cp_model
 
 from placer.schema import Infeasibility, Link, PlacementRequest
 from placer.solver import costs
+from placer.solver.bounds import memory_bounds
 from placer.solver.chain import optimal_cuts
 from placer.solver.components import closed_groups
-from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
 from placer.solver.explain.display_names import listed
@@ -140,7 +140,7 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
     count = range(len(problem.devices))
     if any(problem.links[a][b] is None for a in count for b in count if a != b):
         yield Requirement("values pass only where there is a link: some are missing", "links")
-    most = memory_constraints.use_of_all(problem)
+    most = memory_bounds.most_use_bytes(problem)
     for index, device in enumerate(problem.devices):
         if device.usable_bytes < most:
             yield Requirement(

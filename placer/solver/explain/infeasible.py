@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from placer.schema import Infeasibility
 from placer.solver import costs
-from placer.solver.bounds.least_memory import least_of_all, least_of_nodes
-from placer.solver.cpsat import memory_constraints
+from placer.solver.bounds import memory_bounds
+from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.cpsat.model import PlacementModel
 from placer.solver.cpsat.runner import Answer, Limits, Meter
 from placer.solver.explain.display_names import listed
@@ -109,7 +109,7 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
     """A node that no device which it may be on can hold."""
-    if not memory_constraints.can_bind(problem):
+    if not memory_bounds.can_bind(problem):
         return None
     for node, need in enumerate(least_of_nodes(problem, nodes)):
         layers = nodes.nodes[node]
@@ -183,7 +183,7 @@ def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Inf
 
 
 def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
-    if not memory_constraints.can_bind(problem):
+    if not memory_bounds.can_bind(problem):
         return None
     answer = search(PlacementModel(problem, nodes, relaxed=True))
     if answer.infeasible:

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver.cpsat import memory_constraints
-from placer.solver.memory import footprint, held_with
+from placer.solver.bounds import memory_bounds
+from placer.solver.memory import FootprintCache
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
-
-MOST_KNOWN = 20_000
-"""What so many sets of nodes take is remembered."""
 
 
 class Room:
@@ -34,26 +31,19 @@ class Room:
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self._problem, self._nodes = problem, nodes
-        self.limited = memory_constraints.can_bind(problem)
-        self._adds_up = memory_constraints.holds_state_alone(problem) and not problem.shared
-        sizes = [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
-        if self.limited and not self._adds_up:
-            self._add_what_stays(sizes)
-        self.size_bytes = [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
+        self.limited = memory_bounds.can_bind(problem)
+        self._adds_up = memory_bounds.holds_state_alone(problem) and not problem.shared
+        self.size_bytes = self._sizes()
         self._usable = [float(device.usable_bytes) for device in problem.devices]
         self._beside = [0.0] * len(self._usable)
-        self._known: dict[tuple[bool, frozenset[int]], int] = {}
+        self._cache = FootprintCache(problem, nodes.nodes)
 
-    def _add_what_stays(self, sizes: list[int]) -> None:
-        """Add to layers what micro-batches in flight leave there; values count with the first that
-        keeps them.
-        """
-        flight = self._problem.request.chunks if self._problem.training else 0
-        for index, layer in enumerate(self._problem.layers):
-            sizes[index] += flight * layer.saved_bytes
-        for value in self._problem.values:
-            if value.keepers:
-                sizes[value.keepers[0]] += flight * value.held_bytes
+    def _sizes(self) -> list[int]:
+        """Return, by node, the bytes that add up: its state and what micro-batches keep there."""
+        if not self.limited or self._adds_up or not self._problem.training:
+            return memory_bounds.state_of_nodes(self._problem, self._nodes)
+        flight = self._problem.request.chunks
+        return memory_bounds.kept_of_nodes(self._problem, self._nodes, flight)
 
     def of(self, device: int) -> float:
         """The sizes that it has room for, as far as is known, in bytes."""
@@ -83,14 +73,6 @@ class Room:
         if not nodes:
             return 0
         again = self._problem.recompute[device] == "always"
-        key = again, frozenset(nodes)
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            held = held_with(
-                self._problem, (layer for node in nodes for layer in self._nodes.nodes[node])
-            )
-            chunks = self._problem.request.chunks
-            use = footprint(self._problem, held)
-            self._known[key] = use.total_bytes(chunks, again, self._problem.backwards(chunks))
-        return self._known[key]
+        chunks = self._problem.request.chunks
+        use = self._cache.footprint(nodes)
+        return use.total_bytes(chunks, again, self._problem.backwards(chunks))

@@ -23,7 +23,7 @@ from random import Random
 
 from placer.schema import Infeasibility, Placement, Ties
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
+from placer.solver.bounds import memory_bounds
 from placer.solver.cpsat.runner import Meter
 from placer.solver.enumeration import maps
 from placer.solver.enumeration.maps import EVALUATION
@@ -122,7 +122,7 @@ class StepSearch(BestStep):
         loose = [
             choice
             for choice in others
-            if choice.problem.contiguous or memory_constraints.can_bind(choice.problem)
+            if choice.problem.contiguous or memory_bounds.can_bind(choice.problem)
         ]
         for number, choice in enumerate(loose):
             self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
@@ -274,9 +274,7 @@ class StepSearch(BestStep):
         bottleneck knows one, and a step may have another.
         """
         problem = choice.problem
-        if self._over(choice, share) or (
-            problem.may_recompute and memory_constraints.can_bind(problem)
-        ):
+        if self._over(choice, share) or (problem.may_recompute and memory_bounds.can_bind(problem)):
             return
         self._ask_for_work(
             choice, share, 1.0, self._enough(choice) if choice.devices is None else None
@@ -312,7 +310,7 @@ class StepSearch(BestStep):
         """The work of a device, for one micro-batch, from which no step is better; None where
         memory sets no limit.
         """
-        limited = choice.problem.contiguous and memory_constraints.can_bind(choice.problem)
+        limited = choice.problem.contiguous and memory_bounds.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
             return None
         return self._better() / choice.problem.request.chunks * (1 + 2 * LAST_DIGITS)

@@ -8,7 +8,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
+from placer.solver.bounds import memory_bounds
 from placer.solver.free import pair_search, pair_sweep
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -39,9 +39,7 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
-    room_is_known = not memory_constraints.can_bind(
-        problem
-    ) or memory_constraints.holds_state_alone(problem)
+    room_is_known = not memory_bounds.can_bind(problem) or memory_bounds.holds_state_alone(problem)
     # else there is room for what there was at the last look
     if len(problem.devices) == 2 and room_is_known:
         assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)

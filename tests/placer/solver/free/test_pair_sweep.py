@@ -11,7 +11,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
+from placer.solver.bounds import memory_bounds
 from placer.solver.free import pair_sweep
 from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
@@ -56,9 +56,7 @@ def test_loads_are_those_of_the_cost_model(data):
 @given(data=st.data())
 def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_is_found(data):
     problem, nodes, devices = placed_freely(data)
-    assume(
-        not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem)
-    )
+    assume(not memory_bounds.can_bind(problem) or memory_bounds.holds_state_alone(problem))
     held = [node for node, device in enumerate(devices) if device < 2]
     assume(held)
     room = [device.usable_bytes for device in problem.devices]
