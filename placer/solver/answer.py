@@ -18,7 +18,7 @@ PROVEN_GAP = 1e-6
 def found(
     problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float
 ) -> Placement:
-    """The placement of an assignment that meets every requirement."""
+    """Return the placement of an assignment that meets every requirement."""
     result = costs.evaluate(problem, assignment)
     assert result is not None
     assignment, result = device_order.as_named(problem, assignment, result)
@@ -51,7 +51,9 @@ def found(
 def nothing(
     problem: Problem, reason: Infeasibility | None, bound: float, method: str, solve_time_s: float
 ) -> Placement:
-    """The answer where there is no placement (with a reason), or none was found in time (without)."""
+    """Return the answer where there is no placement (with a reason), or none was found in time
+    (without).
+    """
     return Placement(
         **_header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
@@ -62,7 +64,7 @@ def nothing(
 
 
 def single_device(problem: Problem) -> SingleDevice:
-    """The best that one device does with all layers, pins and forbidden devices aside."""
+    """Return the best that one device does with all layers, pins and forbidden devices aside."""
     options = []
     # one device is one device, so the least busy is the best
     by_load = problem.request.objective == "devices"

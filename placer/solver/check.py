@@ -110,7 +110,7 @@ def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
 
 
 def _whole(request: PlacementRequest, placement: Placement) -> list[tuple[PlacementRequest, bool]]:
-    """All that may be chosen but the map, with whether stages must be contiguous."""
+    """Return all that may be chosen but the map, with whether stages must be contiguous."""
     if request.objective != "step":
         return [(request, placement.contiguous)]
     return [(asked, bool(asked.constraints.contiguous)) for asked in step.choices(request)]
@@ -217,8 +217,9 @@ def _check_links(request: PlacementRequest, where: Where) -> None:
 
 
 def _check_contiguous(request: PlacementRequest, where: Where) -> None:
-    """Take away devices that no other feeds until none is left; if some remain, they feed each
-    other.
+    """Take away devices that no other feeds until none is left.
+
+    If some remain, they feed each other.
     """
     feeders: dict[str, set[str]] = {device: set() for device in where.values()}
     for _, source, target in crossings(request, where):
@@ -293,7 +294,7 @@ def _check_load(request: PlacementRequest, times: Times, load: DeviceLoad) -> No
 
 
 def _within_bottleneck(request: PlacementRequest, where: Where) -> bool:
-    """Whether no device is busier than is asked for."""
+    """Return whether no device is busier than is asked for."""
     if request.bottleneck_ms is None:
         return True
     busiest = busiest_ms(request, where)
@@ -353,8 +354,9 @@ def _reading(
     stages: tuple[str, ...],
     held: Sequence[int] | None = None,
 ) -> step.StepReading | None:
-    """The step of a map whose stages hold so many micro-batches, where a step is asked for: made
-    once for each map.
+    """Return the step of a map whose stages hold so many micro-batches, where a step is asked for.
+
+    Made once for each map.
     """
     return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
@@ -428,7 +430,7 @@ def _check_in_flight(
 
 
 def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     return not contiguous and (request.objective, request.schedule) == ("step", "interleaved")
 
 
@@ -501,8 +503,8 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
 def _alone(
     request: PlacementRequest, placement: Placement, contiguous: bool
 ) -> list[tuple[int, float, str]]:
-    """By device, how many bytes are short with all layers there, the objective or the load, and the
-    name.
+    """Return, by device, how many bytes are short with all layers there, the objective or the load,
+    and the name.
     """
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}

@@ -29,7 +29,7 @@ def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...
 
 
 def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
-    """By vertex, the smallest member of its group; itself if in none."""
+    """Return, by vertex, the smallest member of its group; itself if in none."""
     first = list(range(count))
     for group in groups:
         smallest = min(group)
@@ -41,7 +41,7 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
 def strong_components(
     count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]
 ) -> list[list[int]]:
-    """The strongly connected components of a graph in which every group is one vertex, in
+    """Return the strongly connected components of a graph in which every group is one vertex, in
     topological order.
 
     Args:
@@ -79,7 +79,7 @@ def strong_components(
 def topological_order(
     count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None
 ) -> list[int]:
-    """The vertices so that every arc runs forwards, the smallest rank first where there is a
+    """Return the vertices so that every arc runs forwards, the smallest rank first where there is a
     choice.
 
     A vertex on a cycle, or behind one, is left out.
@@ -109,7 +109,7 @@ def topological_order(
 
 
 def _tarjan(successors: dict[int, set[int]]) -> dict[int, int]:
-    """By vertex, a label of its component; without recursion, as graphs are deep."""
+    """Return, by vertex, a label of its component; without recursion, as graphs are deep."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     component: dict[int, int] = {}

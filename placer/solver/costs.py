@@ -120,8 +120,9 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """By device, what it holds at its worst moment, by kind: takes longer to tell than times,
-        if asked for.
+        """By device, what it holds at its worst moment, by kind.
+
+        Takes longer to tell than times, if asked for.
         """
         return self.use()
 
@@ -134,15 +135,17 @@ class Costs:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, for how many micro-batches it has room in training; empty where devices have
-        all of them.
+        """By stage, for how many micro-batches it has room in training.
+
+        Empty where devices have all of them.
         """
         return self.rooms()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
-    """All costs of an assignment; None if a value would have to pass where there is no link, or
-    stages form a cycle.
+    """Return all costs of an assignment.
+
+    The result is None if a value would have to pass where there is no link, or stages form a cycle.
 
     Pins, colocation and limits are not looked at.
     """
@@ -196,14 +199,15 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
-    """The memory of each device, worked out when it is first asked for."""
+    """Return the memory of each device, worked out when it is first asked for."""
     held = cache(partial(held_by_device, problem, assignment))
     return cache(lambda device: footprint(problem, held()[device]))
 
 
 def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) -> frozenset[int]:
-    """The devices that recompute: those that must, and of those that may the ones over their limit,
-    if it helps.
+    """Return the devices that recompute.
+
+    Those that must, and of those that may the ones over their limit, if it helps.
 
     Over their limit are those that are with the fewest micro-batches in flight. For small memory,
     all recompute that may and that it helps.
@@ -228,7 +232,9 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
-    """Whether every device stays within its limit, and within the bottleneck that is asked for."""
+    """Return whether every device stays within its limit, and within the bottleneck that is asked
+    for.
+    """
     most_ms = problem.request.bottleneck_ms
     if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
         return False
@@ -244,7 +250,7 @@ def judged(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Whether pins, forbidden devices, colocation and the numbers of devices and layers are
+    """Return whether pins, forbidden devices, colocation and the numbers of devices and layers are
     respected.
     """
     layers = Counter(assignment)
@@ -257,7 +263,7 @@ def allowed(problem: Problem, assignment: Assignment) -> bool:
 
 
 def passable(problem: Problem, assignment: Assignment) -> bool:
-    """Whether every value that crosses has a link."""
+    """Return whether every value that crosses has a link."""
     return all(
         problem.linked(value, assignment[value.source], target)
         for value in problem.values
@@ -266,15 +272,16 @@ def passable(problem: Problem, assignment: Assignment) -> bool:
 
 
 def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> list[int]:
-    """The devices that a value is sent to, ascending."""
+    """Return the devices that a value is sent to, ascending."""
     return sorted({assignment[reader] for reader in readers} - {source})
 
 
 def loads(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float], list[float]]:
-    """Compute, send and receive time of each device, in milliseconds; ``again`` are those that
-    recompute.
+    """Compute, send and receive time of each device, in milliseconds.
+
+    ``again`` are those that recompute.
     """
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
     for layer, device in enumerate(assignment):
@@ -319,8 +326,9 @@ def _memory(
 def _rooms(
     problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
 ) -> tuple[int, ...]:
-    """Return by stage for how many micro-batches it has room: of those that the schedule allows,
-    the most that fit.
+    """Return by stage for how many micro-batches it has room.
+
+    Of those that the schedule allows, the most that fit.
     """
     least = _least_rooms(problem, stages)
     request, count = problem.request, len(stages)
@@ -349,8 +357,9 @@ def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
 
 
 def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
-    """Return by stage the fewest micro-batches for which it needs room; nothing where devices hold
-    all of them.
+    """Return by stage the fewest micro-batches for which it needs room.
+
+    Nothing where devices hold all of them.
     """
     if not problem.training or not problem.one_stage_each:
         return ()
@@ -365,7 +374,7 @@ def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
 
 
 def _by_segment(problem: Problem) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     asked = problem.request.objective, problem.request.schedule
     return problem.training and not problem.contiguous and asked == ("step", "interleaved")
 
@@ -383,8 +392,9 @@ def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int
 def pipeline_order(
     problem: Problem, assignment: Assignment, footprints: Footprints
 ) -> tuple[int, ...] | None:
-    """The devices that hold layers, in pipeline order; None if they must be contiguous and values
-    form a cycle.
+    """Return the devices that hold layers, in pipeline order.
+
+    The result is None if they must be contiguous and values form a cycle.
     """
     used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
@@ -496,8 +506,9 @@ def _makespan(
     time_ms: Sequence[Sequence[float]],
     inputs: Sequence[Sequence[tuple[int, float]]],
 ) -> float:
-    """The last finish of layers that run in this order; ``inputs`` are pairs of a layer waited for
-    and a delay.
+    """Return the last finish of layers that run in this order.
+
+    ``inputs`` are pairs of a layer waited for and a delay.
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}

@@ -18,8 +18,8 @@ _SAME = 1e-9
 def as_named(
     problem: Problem, assignment: costs.Assignment, before: costs.Costs
 ) -> tuple[costs.Assignment, costs.Costs]:
-    """The placement with the stages of each type of device in the order in which the devices were
-    named.
+    """Return the placement with the stages of each type of device in the order in which the devices
+    were named.
 
     It is the same one if any cost would change, or a requirement be broken.
 
@@ -45,7 +45,7 @@ def as_named(
 
 
 def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
-    """Whether no cost differs, whichever device has it."""
+    """Return whether no cost differs, whichever device has it."""
     pairs = [(one.objective_value, other.objective_value)]
     for a, b in (
         (one.compute_ms, other.compute_ms),

@@ -87,7 +87,7 @@ class FewestSearch:
             self._progress(incumbent(self._problem, best, used, bound, METHOD, self._time_s()))
 
     def _found(self, best: list[int], bound: float) -> Placement:
-        """The best, or one on as few devices that transfers less or is better balanced."""
+        """Return the best, or one on as few devices that transfers less or is better balanced."""
         broken: Ties | None = None
         if self._request.break_ties:
             best, broken = self._ties_broken(best)
@@ -121,7 +121,7 @@ class FewestSearch:
         return ties.rank(result)
 
     def _within(self, most: int) -> Problem:
-        """The question for a small bottleneck on at most so many devices."""
+        """Return the question for a small bottleneck on at most so many devices."""
         left_s = max(0.01, self._request.time_limit_s - self._time_s())
         asked = self._request.model_copy(
             update={

@@ -201,7 +201,7 @@ class Footprint:
 
 
 def held_by_device(problem: Problem, assignment: Sequence[int]) -> list[Held]:
-    """By device, what it holds."""
+    """Return, by device, what it holds."""
     held = [Held([], []) for _ in problem.devices]
     for layer, device in enumerate(assignment):
         held[device].layers.append(layer)
@@ -219,7 +219,7 @@ def held_with(problem: Problem, layers: Iterable[int]) -> Held:
 
 
 def footprint(problem: Problem, held: Held) -> Footprint:
-    """The memory of a device that holds this."""
+    """Return the memory of a device that holds this."""
     layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
     copies = [shared for shared in problem.shared if shared.is_copied_to(here)]
     state = {
@@ -352,8 +352,9 @@ class SegmentMemory:
 
 
 def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
-    """By step, the bytes that one micro-batch leaves there for its backward pass; a value counts
-    once.
+    """Return, by step, the bytes that one micro-batch leaves there for its backward pass.
+
+    A value counts once.
     """
     kept: Counter[int] = Counter()
     here = set(held.layers)
@@ -367,8 +368,9 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
 
 
 def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """The step of a layer, forwards or backwards, with the most; or that of the optimizer, after
-    all of them.
+    """Return the step of a layer, forwards or backwards, with the most.
+
+    Or that of the optimizer, after all of them.
     """
     optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
     return max(
@@ -379,7 +381,7 @@ def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) ->
 def moments_of_training(
     problem: Problem, held: Held, kept: Mapping[int, int]
 ) -> list[tuple[Moment, Moment]]:
-    """By layer, its step forwards and its step backwards, of one micro-batch."""
+    """Return, by layer, its step forwards and its step backwards, of one micro-batch."""
     values, gradients = _waiting(held)
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients)), strict=True)
     layers = [problem.layers[layer] for layer in held.layers]
@@ -393,8 +395,8 @@ def moments_of_training(
 
 
 def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """By step, how the bytes of values that wait for a later reader change, and those of gradients
-    that wait.
+    """Return, by step, how the bytes of values that wait for a later reader change, and those of
+    gradients that wait.
     """
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
@@ -419,8 +421,9 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
 
 
 def _waiting_or_sent(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of values that are made here change: those that wait, and those that
-    are sent.
+    """Return, by step, how the bytes of values that are made here change.
+
+    Those that wait, and those that are sent.
     """
     values: Counter[int] = Counter()
     here = set(held.layers)
@@ -457,7 +460,7 @@ def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]
 
 
 def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
-    """The same, and what stays when the forward pass is over."""
+    """Return the same, and what stays when the forward pass is over."""
     here = set(held.layers)
     own = Held(held.layers, [value for value in held.values if value.source in here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
@@ -477,8 +480,9 @@ def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], 
 
 
 def crossing_bytes(held: Held) -> int:
-    """What has its place beside passes, of one micro-batch: what arrives from other devices, values
-    and gradients.
+    """What has its place beside passes, of one micro-batch.
+
+    What arrives from other devices, values and gradients.
     """
     here = set(held.layers)
     total = 0
@@ -491,8 +495,9 @@ def crossing_bytes(held: Held) -> int:
 
 
 def sent_bytes(held: Held) -> int:
-    """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that
-    is over.
+    """What is sent of one micro-batch and nobody here keeps.
+
+    It waits in a recorded pass until that is over.
     """
     here = set(held.layers)
     return sum(value.held_bytes for value in held.values if _is_sent(value, here))
@@ -535,8 +540,8 @@ def most_crossing_bytes(problem: Problem) -> int:
 
 
 def _staying(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of gradients change that wait, or that are there until they were sent:
-    after the pass.
+    """Return, by step, how the bytes of gradients change that wait, or that are there until they
+    were sent: after the pass.
     """
     gradients: Counter[int] = Counter()
     here = set(held.layers)
@@ -555,7 +560,7 @@ def between(changes: Counter[int], first: int, end: int, size: int) -> None:
 
 
 def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
-    """By step, the sum of all changes at it or before."""
+    """Return, by step, the sum of all changes at it or before."""
     ordered = sorted(changes.items())
     found, total, place = [], 0, 0
     for step in steps:
@@ -570,7 +575,10 @@ def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
 
 
 def _worst_of_inference(problem: Problem, held: Held) -> Moment:
-    """The step with the most; also one at which a layer runs elsewhere, as values arrive then."""
+    """Return the step with the most.
+
+    Also one at which a layer runs elsewhere, as values arrive then.
+    """
     here = set(held.layers)
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
     changes = defaultdict(int, dict.fromkeys(held.layers, 0))

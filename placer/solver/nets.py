@@ -76,8 +76,9 @@ def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
 
 
 def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
-    """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are
-    left out.
+    """Return the values by their ends, over such a link.
+
+    Those that cannot be cut, or cost nothing, are left out.
 
     Args:
         problem: what is asked.
@@ -91,7 +92,7 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
 
 
 def best_link(links: Sequence[Link]) -> Link:
-    """A link that is as good as any of these."""
+    """Return a link that is as good as any of these."""
     return Link(
         source="one device",
         target="another one",

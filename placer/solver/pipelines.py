@@ -22,8 +22,9 @@ HasRoom = Callable[[Sequence[int]], bool]
 
 
 def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
-    """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a
-    row, as is asked.
+    """Return how long a whole batch takes, in milliseconds, the optimizer's step included.
+
+    Alone or in a row, as is asked.
 
     Args:
         problem: what is asked; its chunks are those of the batch.
@@ -34,12 +35,12 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
 
 
 def in_a_row(problem: Problem) -> bool:
-    """Whether a step is asked for that follows another."""
+    """Return whether a step is asked for that follows another."""
     return problem.request.steps == "in-a-row"
 
 
 def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """How long a step takes from idle devices to idle devices, in milliseconds, the longest
+    """Return how long a step takes from idle devices to idle devices, in milliseconds, the longest
     optimizer at its end.
     """
     return schedule.step_ms(pipeline, plan) + max(
@@ -53,7 +54,7 @@ def pipeline_of(
     stages: Sequence[int],
     again: frozenset[int] = frozenset(),
 ) -> Pipeline:
-    """The stages of an assignment, with their times and transfers."""
+    """Return the stages of an assignment, with their times and transfers."""
     stage_of, places = staged(problem, assignment, stages)
     forward, backward, weights, optimizer = ([0.0] * len(places) for _ in range(4))
     for layer, stage in enumerate(stage_of):
@@ -75,7 +76,7 @@ def plan_of(
     has_room: HasRoom | None = None,
     room: Sequence[int] | None = None,
 ) -> Plan:
-    """The order of a pipeline's passes, by the problem's schedule.
+    """Return the order of a pipeline's passes, by the problem's schedule.
 
     Args:
         problem: what is asked.
@@ -127,7 +128,7 @@ def _fixed_plan(asked: Schedule, places: tuple[int, ...], chunks: int, training:
 def staged(
     problem: Problem, assignment: Sequence[int], stages: Sequence[int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """By layer, its stage; by stage, its device."""
+    """Return, by layer, its stage; by stage, its device."""
     if problem.contiguous:
         place = {device: stage for stage, device in enumerate(stages)}
         return [place[device] for device in assignment], tuple(stages)
@@ -137,7 +138,10 @@ def staged(
 
 
 def weights_ms(problem: Problem, layer: int, device: int) -> float:
-    """The part of a layer's backward pass that can be done later; see ``Layer.weight_half_ms``."""
+    """Return the part of a layer's backward pass that can be done later.
+
+    See ``Layer.weight_half_ms``.
+    """
     return (
         problem.layers[layer].weight_half_ms(problem.devices[device].type)
         if problem.training

@@ -22,8 +22,9 @@ LONGEST_MS = 1e9
 
 @dataclass(frozen=True)
 class Value:
-    """One edge of the profile, by index; or the gradients of tied parameters, from the first layer
-    to the last.
+    """One edge of the profile, by index.
+
+    Or the gradients of tied parameters, from the first layer to the last.
 
     Attributes:
         source: the layer that makes it.
@@ -108,7 +109,7 @@ class SharedState:
         return self.param_bytes + self.grad_bytes
 
     def is_copied_to(self, layers: Collection[int]) -> bool:
-        """Whether a device that holds these layers, a set, holds a copy."""
+        """Return whether a device that holds these layers, a set, holds a copy."""
         return self.first not in layers and not self.others.isdisjoint(layers)
 
 
@@ -218,14 +219,16 @@ class Problem:
 
     @property
     def recorded(self) -> bool:
-        """Whether memory is that of recorded passes: in training, but where a device may have
-        several stages.
+        """Whether memory is that of recorded passes.
+
+        In training, but where a device may have several stages.
         """
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:
-        """Return the problem of placements that are contiguous but for colocated layers; None if it
-        does not help.
+        """Return the problem of placements that are contiguous but for colocated layers.
+
+        The result is None if it does not help.
 
         Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
         that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
@@ -280,7 +283,8 @@ class Problem:
 
     @cached_property
     def back_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its backward pass works in; where its halves run apart, the one by input;
+        """By layer, what its backward pass works in; where its halves run apart, the one by input.
+
         0 in inference.
         """
         if self.weights_apart:
@@ -291,8 +295,9 @@ class Problem:
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its weight pass works in, where that runs apart: the same memory for all
-        micro-batches.
+        """By layer, what its weight pass works in, where that runs apart.
+
+        The same memory for all micro-batches.
         """
         return tuple(
             layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers
@@ -300,8 +305,9 @@ class Problem:
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:
-        """By layer, what the optimizer's step makes of its parameters and frees again; nothing in
-        inference.
+        """By layer, what the optimizer's step makes of its parameters and frees again.
+
+        Nothing in inference.
         """
         share = self.request.profile.optimizer_step_share if self.training else 0.0
         return tuple(int(share * layer.grad_bytes) for layer in self.layers)
@@ -312,8 +318,9 @@ class Problem:
         return any(rule != "never" for rule in self.recompute)
 
     def again_ms(self, layer: int, device: int) -> float:
-        """What a layer takes more where its device recomputes and need not: ``compute_ms`` has it
-        where it must.
+        """What a layer takes more where its device recomputes and need not.
+
+        ``compute_ms`` has it where it must.
         """
         return 0.0 if self.recompute[device] == "always" else self.forward_ms[layer][device]
 
@@ -322,19 +329,20 @@ class Problem:
         return self.forward_ms[layer][device] + self.backward_ms[layer][device]
 
     def linked(self, value: Value, source: int, target: int) -> bool:
-        """Whether the value may pass from one device to another, and its gradient back."""
+        """Return whether the value may pass from one device to another, and its gradient back."""
         there, back = self.links[source][target], self.links[target][source]
         return there is not None and (back is not None or not value.gradient_bytes)
 
     def send_ms(self, value: Value, source: int, target: int) -> float:
-        """The time that the value takes from one device to another."""
+        """Return the time that the value takes from one device to another."""
         link = self.links[source][target]
         assert link is not None  # linked() was asked before
         return link.transfer_ms(value.bytes)
 
     def gradient_ms(self, value: Value, source: int, target: int) -> float:
-        """The time that the gradient takes back, from ``target`` to ``source``; 0 without a
-        gradient.
+        """Return the time that the gradient takes back, from ``target`` to ``source``.
+
+        0 without a gradient.
         """
         link = self.links[target][source]
         return (
@@ -357,8 +365,9 @@ class Problem:
         return frozenset(self.allowed)
 
     def alike(self, one: int, other: int) -> bool:
-        """Whether swapping two devices changes nothing: neither times, limits, links, pins nor
-        forbidden layers.
+        """Return whether swapping two devices changes nothing.
+
+        Neither times, limits, links, pins nor forbidden layers.
         """
         return (
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
@@ -376,7 +385,9 @@ class Problem:
         )
 
     def alike_devices(self) -> list[list[int]]:
-        """The devices in classes whose members may be swapped, each class in the cluster's order."""
+        """Return the devices in classes whose members may be swapped, each class in the cluster's
+        order.
+        """
         classes: list[list[int]] = []
         for device in range(len(self.devices)):
             for members in classes:
@@ -389,15 +400,17 @@ class Problem:
 
 
 def input_workspace_bytes(layer: Layer) -> int:
-    """What the input half of a layer's backward pass holds; what all of it does where that was not
-    told apart.
+    """What the input half of a layer's backward pass holds.
+
+    What all of it does where that was not told apart.
     """
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """What a layer's recorded backward pass holds; what an eager one does where that was not told
-    apart.
+    """What a layer's recorded backward pass holds.
+
+    What an eager one does where that was not told apart.
     """
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
@@ -482,8 +495,9 @@ def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozense
 
 
 def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The colocated groups of profile and constraints, joined where they overlap; layers pinned
-    together are one.
+    """Return the colocated groups of profile and constraints, joined where they overlap.
+
+    Layers pinned together are one.
     """
     pinned: dict[str, list[str]] = defaultdict(list)
     for layer, device in request.constraints.pinned.items():
@@ -499,8 +513,9 @@ def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int
 def _contiguous(
     request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
 ) -> bool:
-    """What is asked for; else contiguous, unless colocation would then pull much of the model onto
-    one device.
+    """What is asked for.
+
+    Else contiguous, unless colocation would then pull much of the model onto one device.
 
     Contiguity makes one layer of every strongly connected component of the layer graph with its
     groups joined. If such a component pulls in half or more of the layers outside its groups, as
@@ -520,8 +535,8 @@ def _contiguous(
 
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
-    """Every pair of a layer that makes a value and one that reads it, where contiguity orders the
-    two.
+    """Return every pair of a layer that makes a value and one that reads it, where contiguity
+    orders the two.
     """
     return [(value.source, reader) for value in values for reader in value.bound_readers]
 

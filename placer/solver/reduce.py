@@ -29,7 +29,7 @@ class Reduction:
     allowed: tuple[frozenset[int], ...]
 
     def of(self, layers: Iterable[int]) -> frozenset[int]:
-        """The nodes of some layers."""
+        """Return the nodes of some layers."""
         return frozenset(self.node_of[layer] for layer in layers)
 
     def arcs(self, arcs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -38,12 +38,13 @@ class Reduction:
         return {(source, reader) for source, reader in found if source != reader}
 
     def spread(self, devices: list[int]) -> list[int]:
-        """By layer, its device, from the devices of the nodes."""
+        """Return, by layer, its device, from the devices of the nodes."""
         return [devices[node] for node in self.node_of]
 
 
 def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
-    """Layers that share a device in every placement whose bottleneck is no more than ``upper``.
+    """Return layers that share a device in every placement whose bottleneck is no more than
+    ``upper``.
 
     A value that crosses keeps the device of its source busy for its transfer there, and its
     gradient's back; if that alone takes longer, its source and readers stay together. Where one
@@ -84,8 +85,8 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
 
 
 def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
-    """The nodes where these disjoint groups of layers share devices, which the problem's own groups
-    are parts of.
+    """Return the nodes where these disjoint groups of layers share devices, which the problem's own
+    groups are parts of.
     """
     count = len(problem.layers)
     if problem.contiguous:

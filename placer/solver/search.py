@@ -100,14 +100,15 @@ class Search:
         )
 
     def over(self, share: float) -> bool:
-        """Whether a share of the time, or of the work, is over."""
+        """Return whether a share of the time, or of the work, is over."""
         if self.meter.done > share * self.meter.limit:
             return True
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
     def counted(self, work: float) -> bool:
-        """Count so much work, in the measure of ``cpsat.Meter``; whether the time, or the work, is
-        over.
+        """Count so much work, in the measure of ``cpsat.Meter``.
+
+        Whether the time, or the work, is over.
         """
         self.meter.done += work
         return self.over(1.0)
@@ -116,7 +117,7 @@ class Search:
         return self.stop is not None and self.stop.is_set()
 
     def better(self) -> float:
-        """The objective from which a placement counts as better than the best so far."""
+        """Return the objective from which a placement counts as better than the best so far."""
         better = (
             self.value - 1
             if self.request.objective == "memory"
@@ -156,7 +157,9 @@ class Search:
             )
 
     def _beats(self, result: costs.Costs) -> bool:
-        """Whether a placement is better than the best so far, or as good and of smaller rank."""
+        """Return whether a placement is better than the best so far, or as good and of smaller
+        rank.
+        """
         if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
             return ties.rank(result) < self.rank
         return result.objective_value < self.value
@@ -167,7 +170,7 @@ class Search:
             self.bound = bound
 
     def open(self) -> bool:
-        """Whether there may be something better that is wanted."""
+        """Return whether there may be something better that is wanted."""
         if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
             return False
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
@@ -183,7 +186,10 @@ class Search:
 def incumbent(
     problem: Problem, devices: list[int], value: float, bound: float, method: str, time_s: float
 ) -> Incumbent:
-    """The best placement so far as it is told, from its assignment; ties are as they happen to be."""
+    """Return the best placement so far as it is told, from its assignment.
+
+    Ties are as they happen to be.
+    """
 
     def placement() -> Placement:
         found = answer.found(problem, devices, bound, method, time_s)

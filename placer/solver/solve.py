@@ -84,7 +84,7 @@ def solve(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Placement:
-    """The best placement for a request, or why there is none.
+    """Return the best placement for a request, or why there is none.
 
     Args:
         request: the question; ``time_limit_s``, ``workers`` and ``seed`` bound the search.
@@ -130,8 +130,8 @@ def _conflict(
     meter: Meter,
     began: float,
 ) -> Infeasibility:
-    """The reason, with the smallest group of requirements that cannot hold together where there is
-    time to find it.
+    """Return the reason, with the smallest group of requirements that cannot hold together where
+    there is time to find it.
     """
     until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
 
@@ -149,8 +149,8 @@ def _conflict(
 def _smallest(
     problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> Placement:
-    """The placement with the smallest objective, of those that are contiguous but for colocated
-    layers where there are.
+    """Return the placement with the smallest objective, of those that are contiguous but for
+    colocated layers where there are.
 
     So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer,
     and would be hardly better, with many more changes of device.
@@ -168,7 +168,7 @@ def _smallest(
 def _step_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> StepSearch:
-    """The search over micro-batches, schedules and maps, told as the others are."""
+    """Return the search over micro-batches, schedules and maps, told as the others are."""
 
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
@@ -179,7 +179,7 @@ def _step_search(
 def _fewest_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> FewestSearch:
-    """The search for the fewest devices, told as the others are."""
+    """Return the search for the fewest devices, told as the others are."""
 
     def look(problem: Problem, enough: float | None) -> Outcome:
         search = Portfolio(problem, None, stop, enough=enough, meter=meter)
@@ -267,8 +267,9 @@ class Portfolio(Search):
                     return
 
     def _program(self) -> Infeasibility | None:
-        """The integer program, in rounds, each narrowed by what the last one found; the reason if
-        infeasible.
+        """Return the integer program, in rounds, each narrowed by what the last one found.
+
+        The reason if infeasible.
         """
         if none_in_any_order(self):
             return self._reason()
@@ -316,7 +317,7 @@ class Portfolio(Search):
         return searched_reason(self.problem, self.nodes, self._searcher())
 
     def _every_map(self) -> Infeasibility | None:
-        """Every map, where they are few; the reason if none is a placement."""
+        """Return every map, where they are few; the reason if none is a placement."""
         nearest = every_map.try_all(self)
         if nearest is None:
             return None
@@ -327,8 +328,9 @@ class Portfolio(Search):
         )
 
     def _relax(self) -> None:
-        """A bound, and maybe better placements, from problems that ask less: of links, and of
-        memory.
+        """A bound, and maybe better placements, from problems that ask less.
+
+        Of links, and of memory.
         """
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
@@ -368,8 +370,9 @@ class Portfolio(Search):
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def _searcher(self) -> Searcher:
-        """For reasons: half of the time that is left, the other half is for the requirements that
-        conflict.
+        """For reasons.
+
+        Half of the time that is left, the other half is for the requirements that conflict.
         """
         return Searcher(
             lambda: self.left_s() / 2,

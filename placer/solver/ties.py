@@ -35,8 +35,9 @@ Rank = tuple[float, float]
 
 
 def rank(result: costs.Costs) -> Rank:
-    """Transfer and spread of a placement: of two with the same objective, the one with the smaller
-    rank is better.
+    """Transfer and spread of a placement.
+
+    Of two with the same objective, the one with the smaller rank is better.
     """
     busy = [result.compute_ms[device] for device in result.stages]
     transfer_ms = sum(result.send_ms) + sum(result.receive_ms)
@@ -85,14 +86,15 @@ def broken(
 
 
 def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
-    """The rank of a placement that is told before ties are broken; None where that was not asked
-    for.
+    """Return the rank of a placement that is told before ties are broken.
+
+    The result is None where that was not asked for.
     """
     return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
 
 
 def ties_of(found: costs.Costs, proven: bool) -> Ties:
-    """The rank of a placement as it is told."""
+    """Return the rank of a placement as it is told."""
     transfer_ms, spread_ms = rank(found)
     return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
 
@@ -105,7 +107,7 @@ def _least(
     offer: Callable[[list[int] | None], list[int]],
     part: int,
 ) -> tuple[list[int], bool]:
-    """The best of one search, and whether its part of the rank is proven."""
+    """Return the best of one search, and whether its part of the rank is proven."""
     model.hint(best)
     result: Answer = model.solve(limits(WORK))
     best = offer(result.devices)
@@ -139,7 +141,7 @@ class _TieModel(PlacementModel):
         super().__init__(problem, nodes, upper=most)
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down; where bytes are the objective too."""
+        """Return a time in the model's unit, rounded down; where bytes are the objective too."""
         return (
             floor(time_ms * self._steps_per_ms)
             if self.objective == "memory"
@@ -163,7 +165,7 @@ class _TieModel(PlacementModel):
         self.cp.minimize(longest - shortest)
 
     def _compute_ms(self) -> list[list[float]]:
-        """By node, the time of each of its layers on the slowest device."""
+        """Return, by node, the time of each of its layers on the slowest device."""
         devices = range(len(self.problem.devices))
         return [
             [max(self.problem.compute_ms(n, d) for d in devices) for n in node]
@@ -175,5 +177,5 @@ class _TieModel(PlacementModel):
         return self._steps_per_ms if self.objective == "memory" else self.steps_per_ms
 
     def in_unit(self, bound: float) -> float:
-        """A bound in milliseconds."""
+        """Return a bound in milliseconds."""
         return max(0.0, bound) / self._scale

@@ -60,8 +60,9 @@ class Knot:
 
 
 def knot_bound(problem: Problem, nodes: Reduction) -> float:
-    """A lower bound on the bottleneck from the tightest knot, in milliseconds; 0 where none is
-    known.
+    """Return a lower bound on the bottleneck from the tightest knot, in milliseconds.
+
+    0 where none is known.
     """
     tightest = knots(problem, nodes)
     return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
@@ -84,8 +85,9 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
 
 
 def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[Knot]:
-    """Knots of growing least(v); a set that was found for one node says of all in it that they are
-    no tighter.
+    """Knots of growing least(v).
+
+    A set that was found for one node says of all in it that they are no tighter.
     """
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
@@ -105,7 +107,7 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
 
 
 def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
-    """By node, the load of a device that holds it alone."""
+    """Return, by node, the load of a device that holds it alone."""
     load = list(work)
     for pins, time_ms in nets.items():
         for node in pins:
@@ -114,7 +116,7 @@ def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
 
 
 def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
-    """By pins, what a net that is cut costs every device that it touches, at the least."""
+    """Return, by pins, what a net that is cut costs every device that it touches, at the least."""
     real = {
         (k.bandwidth_bytes_per_s, k.latency_s): k
         for row in problem.links
@@ -137,7 +139,7 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
 
 
 def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
-    """The work of a node on the fastest device that pays for transfers."""
+    """Return the work of a node on the fastest device that pays for transfers."""
     devices = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
     return min(
         (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
@@ -145,8 +147,9 @@ def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
 
 
 def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
-    """The work of a node on the fastest device that pays for nothing; infinite if it may be on
-    none.
+    """Return the work of a node on the fastest device that pays for nothing.
+
+    Infinite if it may be on none.
     """
     devices = problem.untaxed & nodes.allowed[node]
     return min(
@@ -155,8 +158,9 @@ def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
 
 
 class Cutter:
-    """Minimum cuts in one network: nodes, two vertices for each net of many pins, an origin and the
-    sink.
+    """Minimum cuts in one network.
+
+    Nodes, two vertices for each net of many pins, an origin and the sink.
 
     Args:
         work: by node, its compute in milliseconds; some of it is finite and more than 0.
@@ -205,8 +209,8 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """The least load of a device with some nodes and without others, in milliseconds, and the
-        set S.
+        """Return the least load of a device with some nodes and without others, in milliseconds,
+        and the set S.
         """
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)

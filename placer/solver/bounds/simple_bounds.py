@@ -12,7 +12,7 @@ from placer.solver.reduce import Reduction
 
 
 def lower_bound(problem: Problem, nodes: Reduction) -> float:
-    """A lower bound on the objective of every placement, in its unit."""
+    """Return a lower bound on the objective of every placement, in its unit."""
     objective = problem.request.objective
     if objective == "latency":
         return _least_latency(problem, nodes)
@@ -28,7 +28,8 @@ def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
 
 
 def _least_latency(problem: Problem, nodes: Reduction) -> float:
-    """The longest path and what devices share at best, forwards and backwards, with free transfers.
+    """Return the longest path and what devices share at best, forwards and backwards, with free
+    transfers.
 
     Devices hold different layers. So before the first one of the second device there is at least
     what goes before some second layer, and so on, and the same of what follows its last one.
@@ -54,22 +55,23 @@ def _least_latency(problem: Problem, nodes: Reduction) -> float:
 
 
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
-    """By layer, its time on the fastest device that it may be on."""
+    """Return, by layer, its time on the fastest device that it may be on."""
     return [
         min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)
     ]
 
 
 def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
-    """By layer, the weight of the heaviest path that ends right before it; every arc runs with the
-    layers' order.
+    """Return, by layer, the weight of the heaviest path that ends right before it.
+
+    Every arc runs with the layers' order.
     """
     paths = longest_paths(range(len(weight)), weight, arcs)
     return [path - own for path, own in zip(paths, weight, strict=True)]
 
 
 def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
-    """By layer, the weight of the heaviest path that begins right behind it."""
+    """Return, by layer, the weight of the heaviest path that begins right behind it."""
     paths = longest_paths(
         range(len(weight) - 1, -1, -1), weight, [(target, source) for source, target in arcs]
     )
@@ -79,7 +81,10 @@ def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> 
 def longest_paths(
     order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """By layer, the weight of the heaviest path that ends with it; every arc runs with the order."""
+    """Return, by layer, the weight of the heaviest path that ends with it.
+
+    Every arc runs with the order.
+    """
     inputs: list[list[int]] = [[] for _ in weight]
     for source, target in arcs:
         inputs[target].append(source)

@@ -34,7 +34,7 @@ longer than a second."""
 
 
 def prices_of_work(owners: Owners) -> list[float]:
-    """By node, its part of the least bottleneck.
+    """Return, by node, its part of the least bottleneck.
 
     Args:
         owners: kinds of devices; each node may be on some.
@@ -81,8 +81,8 @@ def least_work(
 
 
 def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], most: int) -> float:
-    """The least bottleneck of some of the devices, by what all nodes are worth and a millisecond of
-    each device.
+    """Return the least bottleneck of some of the devices, by what all nodes are worth and a
+    millisecond of each device.
     """
     rising = sorted(rates)
     least = inf
@@ -95,7 +95,7 @@ def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], mos
 
 
 def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
-    """By node, what it is worth where it is worth least."""
+    """Return, by node, what it is worth where it is worth least."""
     columns = [
         [rate * time if isfinite(time) else inf for time in times]
         for (_, times), rate in zip(owners, rates, strict=True)
@@ -105,8 +105,9 @@ def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=8)  # schedules differ in what is waited for, mostly not in the work
 def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ...]:
-    """By kind, what a millisecond of one of its devices is worth; all the same where that is not to
-    be known.
+    """Return, by kind, what a millisecond of one of its devices is worth.
+
+    All the same where that is not to be known.
     """
     alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:

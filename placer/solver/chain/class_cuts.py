@@ -31,8 +31,9 @@ Times = NDArray[np.float64]
 
 
 def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
-    """By layer, its device, of the best cut for each of some orders of the classes; none where all
-    links are alike.
+    """Return, by layer, its device, of the best cut for each of some orders of the classes.
+
+    The result is None where all links are alike.
 
     Args:
         problem: what is asked, by objective ``throughput``, contiguity understood.
@@ -67,8 +68,8 @@ def _passing(
     order: Sequence[int],
     fastest: Link,
 ) -> dict[tuple[int, int], Times]:
-    """By two classes in a row and border of nodes, what passes it takes more than over the fastest
-    link.
+    """Return, by two classes in a row and border of nodes, what passes it takes more than over the
+    fastest link.
     """
     found = {}
     for pair in itertools.pairwise(order):
@@ -90,8 +91,8 @@ def _passing(
 def _best(
     table: optimal_cuts.CutTable, kinds: Sequence[int], passing: dict[tuple[int, int], Times]
 ) -> list[range] | None:
-    """By device in their order, the nodes that it holds in the cut with the smallest bottleneck;
-    None if there is none.
+    """Return, by device in their order, the nodes that it holds in the cut with the smallest
+    bottleneck; None if there is none.
 
     Args:
         table: what stages cost.

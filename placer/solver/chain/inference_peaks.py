@@ -43,8 +43,8 @@ class _Hold(NamedTuple):
 
 
 def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """By first block and end, what a stage between holds of values and workspace at its worst
-    moment, in bytes.
+    """Return, by first block and end, what a stage between holds of values and workspace at its
+    worst moment, in bytes.
 
     Args:
         problem: what is asked, in inference.
@@ -106,7 +106,7 @@ class _Held:
 
 
 def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hold]]:
-    """By block, what its joining adds."""
+    """Return, by block, what its joining adds."""
     block_of = {layer: block for block, layers in enumerate(blocks) for layer in layers}
     joined: list[list[_Hold]] = [[] for _ in blocks]
     for step, layer in enumerate(problem.layers):

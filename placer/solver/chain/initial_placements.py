@@ -52,7 +52,10 @@ class Start:
 
 
 def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
-    """Starts for the search, the likely best first; when it is over, only those that take no time."""
+    """Starts for the search, the likely best first.
+
+    When it is over, only those that take no time.
+    """
     if problem.contiguous:
         cut = optimal_cuts.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
@@ -124,8 +127,9 @@ def _climb(
 def _late_order(
     count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]
 ) -> list[int]:
-    """A random topological order that keeps neighbours close: all that a node needs comes right
-    before it.
+    """Return a random topological order that keeps neighbours close.
+
+    All that a node needs comes right before it.
     """
     before: list[list[int]] = [[] for _ in range(count)]
     for source, reader in arcs:
@@ -153,8 +157,8 @@ def _late_order(
 
 
 def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
-    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts
-    few values.
+    """Return a topological order in which few nodes at a time wait for readers, so that a cut of it
+    cuts few values.
     """
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]
@@ -192,8 +196,8 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
 
 def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
-    """Nodes that nothing orders moved next to the middle one of those that they exchange values
-    with.
+    """Return nodes that nothing orders moved next to the middle one of those that they exchange
+    values with.
     """
     place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
     key = {node: float(index) for node, index in place.items()}
@@ -205,7 +209,7 @@ def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) ->
 
 
 def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
-    """By node, those that it exchanges values with."""
+    """Return, by node, those that it exchanges values with."""
     near: list[set[int]] = [set() for _ in nodes.nodes]
     for value in problem.values:
         ends = nodes.of((value.source, *value.readers))
@@ -215,8 +219,9 @@ def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
 
 
 def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
-    """Contiguous placements are free ones too; without colocation, its groups are brought together
-    afterwards.
+    """Contiguous placements are free ones too.
+
+    Without colocation, its groups are brought together afterwards.
     """
     contiguous = replace(problem, contiguous=True)
     nodes = reduced(contiguous)

@@ -71,8 +71,9 @@ class Intervals:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
-        """The cost of each interval as one stage on a device: its part of the objective, or
-        infinity.
+        """Return the cost of each interval as one stage on a device.
+
+        Its part of the objective, or infinity.
         """
         limit = self.problem.devices[device].usable_bytes
         if self.problem.request.objective == "memory":
@@ -94,8 +95,9 @@ class Intervals:
         return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)
 
     def _time(self, device: int, again: bool = False) -> Table:
-        """The time of each interval, whatever is in flight; ``again`` with a device that
-        recomputes.
+        """Return the time of each interval, whatever is in flight.
+
+        ``again`` with a device that recomputes.
         """
         if (device, again) not in self._times:
             self._times[device, again] = self._measure_time(device, again)
@@ -125,8 +127,8 @@ class Intervals:
         return compute + send + receive
 
     def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
-        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one
-        direction.
+        """Return the lowest latency, in ms, and the lowest time per byte of the links of a device
+        in one direction.
         """
         others = range(len(self.problem.devices))
         links = [
@@ -165,8 +167,9 @@ class Intervals:
         return self._fixed + self._passing(flight)
 
     def _passing(self, flight: int) -> Table:
-        """What micro-batches in flight keep, and the worst moment of one; or what each of them has
-        for itself.
+        """What micro-batches in flight keep, and the worst moment of one.
+
+        Or what each of them has for itself.
         """
         if self.problem.recorded:
             backwards = self.problem.backwards(flight)
@@ -175,7 +178,7 @@ class Intervals:
         return (flight - 1) * self._kept + self._moment
 
     def _least_memory(self, device: int, flight: int) -> Table:
-        """The same, recomputed where it must be, or that is less and allowed."""
+        """Return the same, recomputed where it must be, or that is less and allowed."""
         rule = self.problem.recompute[device]
         if rule == "never":
             return self._memory(flight)
@@ -190,15 +193,15 @@ class Intervals:
         return self._coming(attrgetter("held_bytes"))
 
     def _coming(self, size: Callable[[Value], int]) -> Table:
-        """The sums of a size of each value, over those that come in from other stages."""
+        """Return the sums of a size of each value, over those that come in from other stages."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, size(value))
         return transfers.size
 
     def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
-        """The values that blocks exchange, each with the block of its source and those of its
-        readers elsewhere.
+        """Return the values that blocks exchange, each with the block of its source and those of
+        its readers elsewhere.
         """
         for value in self.problem.values:
             source = self._block_of[value.source]
@@ -217,8 +220,9 @@ class Intervals:
 
     @cached_property
     def _waiting(self) -> Table:
-        """Gradients from other stages that wait where they come, for one micro-batch; see
-        ``memory.landing_bytes``.
+        """Gradients from other stages that wait where they come, for one micro-batch.
+
+        See ``memory.landing_bytes``.
         """
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
@@ -270,8 +274,8 @@ class Intervals:
             self._moment = inference_moments(problem, self._layers)
 
     def _copied(self) -> Table:
-        """The copies of shared parameters in each interval that has some of their layers and not
-        the first.
+        """Return the copies of shared parameters in each interval that has some of their layers and
+        not the first.
         """
         transfers = _Transfers(self._count)
         for shared in self.problem.shared:
@@ -281,14 +285,14 @@ class Intervals:
         return transfers.size
 
     def _summed(self, sizes: Sequence[int]) -> Table:
-        """The sums over intervals of what each layer holds."""
+        """Return the sums over intervals of what each layer holds."""
         blocks = [sum(sizes[layer] for layer in layers) for layers in self._layers]
         held = np.concatenate([[0.0], np.cumsum(blocks, dtype=np.float64)])
         table: Table = held[None, :] - held[:, None]
         return table
 
     def _largest(self, sizes: Sequence[int]) -> Table:
-        """The largest of what each layer of an interval needs for itself."""
+        """Return the largest of what each layer of an interval needs for itself."""
         blocks = np.array(
             [max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64
         )
@@ -299,8 +303,9 @@ class Intervals:
 
 
 class _Transfers:
-    """Values by the intervals that they enter or leave; the tables are filled in once all values
-    are known.
+    """Values by the intervals that they enter or leave.
+
+    The tables are filled in once all values are known.
 
     Args:
         blocks: how many there are.
@@ -350,7 +355,10 @@ class _Transfers:
         return self._filled(self._sizes)
 
     def _filled(self, amounts: Sequence[int]) -> Table:
-        """The amounts in their rectangles: as differences, which sums along both axes fill in."""
+        """Return the amounts in their rectangles.
+
+        As differences, which sums along both axes fill in.
+        """
         side = self._blocks + 2
         if not any(amounts):
             return np.zeros((side - 1, side - 1))

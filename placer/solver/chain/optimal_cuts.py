@@ -65,7 +65,8 @@ def best_cut(
     order: Sequence[int] | None = None,
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """The best cut of an order of the nodes into one stage per device, contiguity understood.
+    """Return the best cut of an order of the nodes into one stage per device, contiguity
+    understood.
 
     Args:
         problem: what is asked.
@@ -83,8 +84,9 @@ def cut_of_blocks(
     blocks: list[list[int]],
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of
-    them.
+    """Return the same where stages begin and end only where blocks do.
+
+    Runs of the nodes, in an order of them.
     """
     classes, exact = device_classes(problem)
     table = CutTable(problem, nodes, blocks, classes, exchanged)
@@ -99,8 +101,9 @@ def cut_of_blocks(
 
 
 def _counts_all(problem: Problem) -> bool:
-    """Whether the table counts all transfers: not where a value is sent to several devices, one
-    after another.
+    """Return whether the table counts all transfers.
+
+    Not where a value is sent to several devices, one after another.
     """
     return (
         problem.request.objective != "throughput"
@@ -110,7 +113,8 @@ def _counts_all(problem: Problem) -> bool:
 
 
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
-    """The best when every transfer counts, of the cut that was found and those with fewer devices.
+    """Return the best when every transfer counts, of the cut that was found and those with fewer
+    devices.
 
     What the table says of a cut is no more than that, so that the least is looked at first and few
     need be.
@@ -141,8 +145,9 @@ def work_of_cut(problem: Problem, nodes: Reduction) -> int:
 
 
 def runs_at_first(problem: Problem) -> int:
-    """Into how many runs an order of many nodes is cut at the most: fewer where values have many
-    ends in them.
+    """Into how many runs an order of many nodes is cut at the most.
+
+    Fewer where values have many ends in them.
     """
     runs = MOST_NODES
     while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
@@ -156,13 +161,15 @@ def ends_of_values(problem: Problem, runs: int) -> int:
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """How many choices of a device for a stage a cut looks at, by which ones the later stages take."""
+    """Return how many choices of a device for a stage a cut looks at, by which ones the later
+    stages take.
+    """
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
 
 
 def is_only_order(problem: Problem, nodes: Reduction) -> bool:
-    """Whether each node reads a value of the one before."""
+    """Return whether each node reads a value of the one before."""
     steps = nodes.arcs(arcs_of(problem.values))
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
@@ -170,8 +177,9 @@ def is_only_order(problem: Problem, nodes: Reduction) -> bool:
 def even_runs(
     problem: Problem, nodes: Reduction, order: Sequence[int], most: int
 ) -> list[list[int]]:
-    """The nodes one by one; where they are more than ``most``, runs of them with about the same
-    compute.
+    """Return the nodes one by one.
+
+    Where they are more than ``most``, runs of them with about the same compute.
     """
     count = len(nodes.nodes)
     if count <= most:
@@ -186,8 +194,9 @@ def even_runs(
 
 
 def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
-    """Devices that may be swapped, and True; with too many classes, those of one type and limit,
-    and False.
+    """Return devices that may be swapped, and True.
+
+    With too many classes, those of one type and limit, and False.
     """
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:
@@ -234,7 +243,7 @@ class CutTable:
         return float(self.best[chosen][0]), chosen
 
     def read(self, counts: Counts) -> list[int]:
-        """By layer, its device, following the best choices from the first block."""
+        """Return, by layer, its device, following the best choices from the first block."""
         devices = [0] * len(self.nodes.nodes)
         start = 0
         taken = [0] * len(self.classes)
@@ -250,22 +259,24 @@ class CutTable:
         return self.nodes.spread(devices)
 
     def _options(self, counts: Counts, kind: int) -> Table:
-        """By first block and end, the value where a device of that class takes the stage between."""
+        """Return, by first block and end, the value where a device of that class takes the stage
+        between.
+        """
         joined: Table = self.join(
             self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :]
         )
         return joined
 
     def _row(self, counts: Counts, kind: int, start: int) -> Table:
-        """The same of one first block."""
+        """Return the same of one first block."""
         row: Table = self.join(
             self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)]
         )
         return row
 
     def _least(self, counts: Counts, kind: int) -> Table:
-        """By first block, the least value where a device of that class takes the stage from there
-        on.
+        """Return, by first block, the least value where a device of that class takes the stage from
+        there on.
         """
         cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
         parts = [
@@ -276,8 +287,8 @@ class CutTable:
         return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first block and end, what a stage there costs, with so many stages left, itself
-        included.
+        """Return, by first block and end, what a stage there costs, with so many stages left,
+        itself included.
         """
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:
@@ -286,10 +297,10 @@ class CutTable:
 
 
 def kinds_left(counts: Counts) -> list[int]:
-    """The classes that have a device left."""
+    """Return the classes that have a device left."""
     return [kind for kind, number in enumerate(counts) if number]
 
 
 def one_less(counts: Counts, kind: int) -> Counts:
-    """The same with a device less of one class."""
+    """Return the same with a device less of one class."""
     return (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])

@@ -83,7 +83,7 @@ def finer_cuts(
 
 
 def _most_runs(problem: Problem) -> int:
-    """How many runs may be looked at, by the work and the room that it takes."""
+    """Return how many runs may be looked at, by the work and the room that it takes."""
     flights = min(problem.request.chunks, problem.most_devices) if problem.training else 1
     tables = len(optimal_cuts.device_classes(problem)[0]) * flights
     by_work = isqrt(MOST_WORK // optimal_cuts.choices_of_devices(problem))
@@ -91,21 +91,22 @@ def _most_runs(problem: Problem) -> int:
 
 
 def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
-    """The nodes that are on another device than the one before."""
+    """Return the nodes that are on another device than the one before."""
     held = [devices[layers[0]] for layers in nodes.nodes]
     return [node for node in range(1, len(held)) if held[node] != held[node - 1]]
 
 
 def _steps(reach: int, most: int) -> list[int]:
-    """At most so many distances up to ``reach``, the near ones close together: all where there are
-    few.
+    """At most so many distances up to ``reach``, the near ones close together.
+
+    All where there are few.
     """
     most = min(max(most, 1), reach)
     return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
 
 
 def _runs(count: int, borders: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
-    """The nodes in runs that end at the borders, and at these distances from one."""
+    """Return the nodes in runs that end at the borders, and at these distances from one."""
     ends = {border + step for border in borders for step in (0, *steps, *(-step for step in steps))}
     inside = sorted(end for end in ends if 0 < end < count)
     return [list(range(*run)) for run in itertools.pairwise((0, *inside, count))]

@@ -93,13 +93,15 @@ class TrainingMoments:
         self.moment: Table = np.maximum(self.ahead, self.back)
 
     def _to_leave(self, order: Sequence[int]) -> Table:
-        """By first block and step, what the layers from one to the other leave to weight passes."""
+        """Return, by first block and step, what the layers from one to the other leave to weight
+        passes.
+        """
         sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
         to_leave: Table = sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
         return to_leave
 
     def _kept_until(self) -> Table:
-        """By first block and step, what is kept of the layers from one to the other."""
+        """Return, by first block and step, what is kept of the layers from one to the other."""
         count = len(self._starts) - 1
         change = np.zeros((count + 1, self._starts[-1] + 1))
         for layer, step in self._step.items():
@@ -132,7 +134,7 @@ class TrainingMoments:
             before = until
 
     def _grown(self) -> tuple[Table, Table]:
-        """The worst moment forwards, and that backwards, block by block."""
+        """Return the worst moment forwards, and that backwards, block by block."""
         count = len(self._starts) - 1
         waits: list[list[_Wait]] = [[] for _ in range(count)]
         for wait in self._waits():

@@ -72,7 +72,7 @@ class ClassNets:
     def least_ms(
         self, kind: int, here: Bools, earlier: Bools, later: Bools, fixed: Sequence[Bools]
     ) -> Vector:
-        """By net, what it costs a stage at the least, if it is cut and has a pin there.
+        """Return, by net, what it costs a stage at the least, if it is cut and has a pin there.
 
         Args:
             kind: the stage's class.
@@ -96,14 +96,16 @@ class ClassNets:
         return np.where(np.isfinite(least), least, 0.0)
 
     def _sent_for_sure(self, kind: int, fixed: Sequence[Bools]) -> Vector:
-        """By net, what a stage with its source sends to all stages that have a reader for sure."""
+        """Return, by net, what a stage with its source sends to all stages that have a reader for
+        sure.
+        """
         total = np.zeros(len(self._sources))
         for other, nodes in enumerate(fixed):
             total += self.costs_ms[:, kind, other] * self._any_reader(nodes).sum(axis=1)
         return total
 
     def _any_reader(self, which: Bools) -> Bools:
-        """By net, whether any of its readers is one of some nodes, in each column."""
+        """Return, by net, whether any of its readers is one of some nodes, in each column."""
         if not len(self._begins):
             return np.zeros((0, which.shape[1]), np.bool_)
         found: Bools = np.logical_or.reduceat(which[self._readers], self._begins, axis=0)
@@ -111,8 +113,9 @@ class ClassNets:
 
 
 def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> list[Link]:
-    """The links from devices of one class to those of another: alike, as devices of a class may be
-    swapped.
+    """Return the links from devices of one class to those of another.
+
+    Alike, as devices of a class may be swapped.
     """
     links = (problem.links[one][other] for one in ones for other in others if one != other)
     return [link for link in links if link is not None]
@@ -121,8 +124,8 @@ def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> li
 def _costs_ms(
     value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool
 ) -> Vector:
-    """By the classes of source and reader, the time of a value there and of its gradient back; none
-    beside work.
+    """Return, by the classes of source and reader, the time of a value there and of its gradient
+    back; none beside work.
     """
 
     def least(between: Sequence[Link], size: int) -> float:

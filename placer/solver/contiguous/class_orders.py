@@ -73,8 +73,8 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a
-    load adds up.
+    """Return whether links are unlike, or memory depends on a stage's place, where orders are few
+    and a load adds up.
     """
     return (
         problem.contiguous
@@ -88,7 +88,7 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _number_of_orders(problem: Problem) -> float:
-    """How many orders there are at the most: of all devices, alike ones not told apart."""
+    """Return how many orders there are at the most: of all devices, alike ones not told apart."""
     sizes = [len(members) for members in problem.alike_devices()]
     # some are left out: no closed form, so counted as if they were in it
     if sum(sizes) > problem.most_devices:
@@ -97,7 +97,7 @@ def _number_of_orders(problem: Problem) -> float:
 
 
 def orders(problem: Problem) -> list[Order]:
-    """The orders of classes for as many stages as there may be."""
+    """Return the orders of classes for as many stages as there may be."""
     sizes = [len(members) for members in problem.alike_devices()]
     found: list[Order] = [()]
     for _ in range(problem.most_devices):
@@ -152,7 +152,7 @@ class ClassOrders:
         self.room = StageRoom(problem, nodes) if can_bind(problem) else None
 
     def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
-        """The best chain of an order; None where ideals are too many, or the time is over.
+        """Return the best chain of an order; None where ideals are too many, or the time is over.
 
         What places on fewer devices leaves the first stages of some order empty: the memory of a
         stage is that with as many micro-batches in flight as the stages behind it ask for.
@@ -185,7 +185,7 @@ class ClassOrders:
 
 
 def _before(problem: Problem, nodes: Reduction) -> Bools:
-    """By node, whether each is itself or one that it depends on."""
+    """Return, by node, whether each is itself or one that it depends on."""
     before, _ = neighbourhood(problem, nodes)
     table = np.zeros((len(before), len(before)), np.bool_)
     for node, bits in enumerate(before):
@@ -231,7 +231,10 @@ class _Chains:
         self.graph = _StageGraph(given, windows)
 
     def value(self) -> float | None:
-        """The smallest bottleneck, infinite if none is within; None if there are too many ideals."""
+        """Return the smallest bottleneck, infinite if none is within.
+
+        The result is None if there are too many ideals.
+        """
         nothing = np.zeros(self.works.shape[1], np.bool_)
         self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached = [np.zeros(1)]
@@ -257,8 +260,9 @@ class _Chains:
         return inf if whole is None else float(self.reached[-1][whole])
 
     def _ranges(self, stage: int) -> list[Range]:
-        """The work of what the first stages hold: no more than the stage can add, nor less than the
-        next can take.
+        """Return the work of what the first stages hold.
+
+        No more than the stage can add, nor less than the next can take.
         """
         work = self.works[self.order[stage]]
         done = self.fronts[-1].sums(work)
@@ -270,7 +274,10 @@ class _Chains:
         return found
 
     def _through(self, stage: int, before: Front, behind: Front) -> Vector | None:
-        """By ideal, the best of the chains that end there; None if the pairs are too many."""
+        """Return, by ideal, the best of the chains that end there.
+
+        The result is None if the pairs are too many.
+        """
         work = self.works[self.order[stage]]
         rows = np.argsort(before.sums(work), kind="stable")
         before, reached = before.some(rows), self.reached[-1][rows]
@@ -289,8 +296,8 @@ class _Chains:
         return value
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than the stage can do; both
-        by their work.
+        """Return some ideals in a row, and those with no more work beyond them than the stage can
+        do; both by their work.
         """
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
@@ -300,7 +307,7 @@ class _Chains:
                 yield slice(start, stop), slice(first, last)
 
     def read(self) -> list[int]:
-        """By layer, its device, following the best choices from the last ideal."""
+        """Return, by layer, its device, following the best choices from the last ideal."""
         left = [list(alike) for alike in self.given.classes]
         devices = [0] * self.works.shape[1]
         place = self.fronts[-1].whole
@@ -347,8 +354,8 @@ class _Loads:
         ]
 
     def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
-        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes
-        on to the other.
+        """Return, by some ideals and some later ones, the bottleneck of the best chain to the one
+        that goes on to the other.
 
         Args:
             rows: some earlier ideals.
@@ -379,7 +386,7 @@ class _Loads:
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """By some ideals and some later ones, whether the device has the memory for what is
+        """Return, by some ideals and some later ones, whether the device has the memory for what is
         between, for sure.
         """
         begins, ends, most = self._sure
@@ -393,7 +400,7 @@ class _Loads:
         return self._room.more_ms(self._device, self._flight, members)
 
     def _of(self, rows: slice, columns: slice) -> Table:
-        """By some ideals and some later ones, the load, or infinity."""
+        """Return, by some ideals and some later ones, the load, or infinity."""
         begins, ends = self._work
         load: Table = self._between.transfers(rows, columns)
         load += ends[None, columns]

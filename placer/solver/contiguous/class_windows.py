@@ -95,11 +95,11 @@ class Windows:
         return int(self.surely.sum()) - int(self.maybe.sum())
 
     def here(self, stage: int) -> Bools:
-        """By node, whether it can be at a stage."""
+        """Return, by node, whether it can be at a stage."""
         return np.asarray(self.maybe[stage + 1] & ~self.surely[stage])
 
     def least_ms(self, stage: int) -> Vector:
-        """By net, what it costs a stage at the least if it is cut there."""
+        """Return, by net, what it costs a stage at the least if it is cut there."""
         stages = range(len(self.order))
         earlier, later = self._on(stages[:stage]), self._on(stages[stage + 1 :])
         sure = self.surely[1:] & ~self.maybe[:-1]
@@ -110,20 +110,21 @@ class Windows:
         return self.graph.nets.least_ms(self.order[stage], self.here(stage), earlier, later, fixed)
 
     def _on(self, stages: range) -> Bools:
-        """By node and class, whether it can be at one of some stages, of that class."""
+        """Return, by node and class, whether it can be at one of some stages, of that class."""
         found = np.zeros((self.maybe.shape[1], len(self.graph.works)), np.bool_)
         for stage in stages:
             found[:, self.order[stage]] |= self.here(stage)
         return found
 
     def stages_of(self) -> list[tuple[int, int]]:
-        """By node, the first and the last stage that it can be at."""
+        """Return, by node, the first and the last stage that it can be at."""
         firsts, lasts = (~self.maybe).sum(axis=0) - 1, (~self.surely).sum(axis=0) - 1
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def _narrow_at(self, stage: int) -> None:
-        """Which nodes cannot be at a stage: they are not within so many stages, or already before
-        it.
+        """Which nodes cannot be at a stage.
+
+        They are not within so many stages, or already before it.
         """
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
@@ -140,8 +141,9 @@ class Windows:
         self.cuts += cutter.cuts
 
     def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
-        """Those of some nodes that cannot be at the stage; where one cannot, nor can those that
-        come with it.
+        """Those of some nodes that cannot be at the stage.
+
+        Where one cannot, nor can those that come with it.
         """
         undecided = asked & ~cutter.held
         unable = asked & cutter.too_heavy
@@ -195,8 +197,8 @@ class _StageCutter:
         self._order(windows, stage)
 
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
-        """By node, whether it, what comes with it there and what is there for sure take longer than
-        may be.
+        """Return, by node, whether it, what comes with it there and what is there for sure take
+        longer than may be.
         """
         free = self._free
         able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
@@ -219,8 +221,9 @@ class _StageCutter:
         )
 
     def _nets(self, pins: Bools, cost_ms: Vector, work: Vector) -> None:
-        """Work, and what is cut: nets with a pin that is elsewhere for sure are paid for as soon as
-        one is here.
+        """Work, and what is cut.
+
+        Nets with a pin that is elsewhere for sure are paid for as soon as one is here.
         """
         here = pins[:, self._free]
         size = here.sum(axis=1)
@@ -239,8 +242,9 @@ class _StageCutter:
         self._many(here, steps, touched[~outside[touched] & (size[touched] > 2)], to_sink=False)
 
     def _many(self, here: Bools, steps: Steps, nets: NDArray[np.int64], *, to_sink: bool) -> None:
-        """Nets of many pins: every pin feeds the net's arc, which ends in the sink or feeds every
-        pin.
+        """Nets of many pins.
+
+        Every pin feeds the net's arc, which ends in the sink or feeds every pin.
         """
         entries = self._next + np.arange(len(nets))
         self._next += len(nets)
@@ -266,8 +270,9 @@ class _StageCutter:
         self._arcs(sources[needed], readers[needed], np.full(int(needed.sum()), ENDLESS))
 
     def least(self, node: int | None = None) -> NDArray[np.int64] | None:
-        """The nodes of a stage with one, and with all that is there for sure; None if any takes too
-        long.
+        """Return the nodes of a stage with one, and with all that is there for sure.
+
+        The result is None if any takes too long.
         """
         arc = None if node is None else int(self._place[node])
         capacity = 0 if arc is None else self._flow.capacity(arc)

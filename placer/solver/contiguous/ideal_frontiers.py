@@ -79,8 +79,8 @@ class Graph:
 
 
 def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
-    """The first and the last stages, so that no node begins before what it needs, nor ends after
-    what needs it.
+    """Return the first and the last stages, so that no node begins before what it needs, nor ends
+    after what needs it.
     """
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
     # ascending sources, so that each is final when it is passed on
@@ -111,7 +111,7 @@ class Front:
         return len(self.taken)
 
     def held(self, nets: NDArray[np.int64]) -> Counts:
-        """By ideal and each of some nets, how many pins of the net the ideal has."""
+        """Return, by ideal and each of some nets, how many pins of the net the ideal has."""
         counts: Counts = product(
             self.taken.astype(np.float32), self.graph.pins[np.ix_(self.free, nets)]
         )
@@ -146,15 +146,15 @@ class Front:
         )
 
     def sums(self, weights: Vector) -> Vector:
-        """By ideal, the weight of its nodes."""
+        """Return, by ideal, the weight of its nodes."""
         return _weights(self.taken, weights[self.free]) + float(weights[self.must].sum())
 
     def some(self, which: Bools | NDArray[np.int64] | slice) -> Front:
-        """Some of them."""
+        """Return some of them."""
         return Front(self.graph, self.must, self.free, self.taken[which])
 
     def ideal(self, place: int) -> Bools:
-        """By node, whether one of them holds it."""
+        """Return, by node, whether one of them holds it."""
         nodes = self.must.copy()
         nodes[self.free] = self.taken[place]
         return nodes
@@ -183,7 +183,7 @@ class Range:
 
 
 def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
-    """The ideals that the stages before one can hold together; None if they are too many.
+    """Return the ideals that the stages before one can hold together; None if they are too many.
 
     Args:
         before: those that the stages before its last can hold.
@@ -283,8 +283,9 @@ class Between:
         self._has, self._lacks = _members(before, nodes), (1 - _members(behind, nodes)).T
 
     def transfers(self, rows: slice, columns: slice) -> Table:
-        """By some ideals and some later ones, the transfers of the stage; infinite if the one is
-        not within the other.
+        """Return, by some ideals and some later ones, the transfers of the stage.
+
+        Infinite if the one is not within the other.
 
         A net costs the stage nothing if it has no pin there, or all. As one ideal is within the
         other, that is so where both have as many pins of the net, or the one none and the other
@@ -296,7 +297,7 @@ class Between:
         return table
 
     def weight(self, rows: slice, columns: slice, weights: Vector) -> Table:
-        """By some ideals and some later ones, the weight of what is between."""
+        """Return, by some ideals and some later ones, the weight of what is between."""
         key = weights.tobytes()
         if key not in self._sums:
             self._sums[key] = self._before.sums(weights), self._behind.sums(weights)
@@ -306,7 +307,7 @@ class Between:
 
 
 def product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
-    """The product of two matrices, in parts so small that each is made on one core."""
+    """Return the product of two matrices, in parts so small that each is made on one core."""
     (rows, inner), columns = left.shape, right.shape[1]
     small = SMALL_PRODUCT if columns > 1 else SMALL_SUMS
     if rows * inner * columns <= small:
@@ -322,12 +323,12 @@ def product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
 
 
 def _weights(chosen: Bools, weights: Vector) -> Vector:
-    """By row, the weight of what is chosen."""
+    """Return, by row, the weight of what is chosen."""
     return product(chosen.astype(np.float64), weights[:, None])[:, 0]
 
 
 def _members(front: Front, nodes: NDArray[np.int64]) -> Counts:
-    """By ideal and each of some nodes, 1 if it holds it, else 0."""
+    """Return, by ideal and each of some nodes, 1 if it holds it, else 0."""
     place = np.full(front.graph.count, -1)
     place[front.free] = np.arange(len(front.free))
     found = np.zeros((len(front), len(nodes)), np.float32)

@@ -61,7 +61,7 @@ ROUNDING = 1e-9
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a stage's load follows from what it holds, or is at least so much."""
+    """Return whether a stage's load follows from what it holds, or is at least so much."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -80,16 +80,16 @@ def best_chain(
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Cut | None:
-    """The best chain of ideals; None where they are too many.
+    """Return the best chain of ideals; None where they are too many.
 
     Args:
         problem: what is asked, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
         upper: only chains with a bottleneck of no more than this count, in milliseconds.
         meter: counts the work.
-        over: asked stage by stage; ends the search as if there were too many.
-        loose: nodes that nothing orders and whose place is not looked for, see ``loose.py``: they
-            are at any device.
+        over: asked stage by stage; ends the search as if there were too many. loose: nodes that
+            nothing orders and whose place is not looked for, see ``loose.py``: they are at any
+            device.
 
     Returns:
         The placement of the best chain, and a bound that holds for all: it counts of memory the
@@ -108,8 +108,8 @@ def best_chain(
 
 
 def too_loose(problem: Problem, nodes: Reduction) -> bool:
-    """Whether there are so many nodes that nothing orders, of which an ideal may have any, that
-    ideals are too many.
+    """Return whether there are so many nodes that nothing orders, of which an ideal may have any,
+    that ideals are too many.
     """
     ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
     return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
@@ -142,7 +142,7 @@ class _Class:
 def _classes(
     problem: Problem, works: Table, state: Vector, upper: float
 ) -> tuple[list[_Class], Vector]:
-    """The classes of devices, and by node, its work on its fastest."""
+    """Return the classes of devices, and by node, its work on its fastest."""
     groups = problem.alike_devices()
     fastest: Vector = works.min(axis=0)
     found = []
@@ -178,8 +178,9 @@ class _Chains:
         return Graph(self.problem, self.nodes, windows)
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
-        """The smallest bottleneck, and a placement that has it, or about it; None if there are too
-        many ideals.
+        """Return the smallest bottleneck, and a placement that has it, or about it.
+
+        The result is None if there are too many ideals.
         """
         nothing = np.zeros(self.graph.count, np.bool_)
         self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
@@ -200,7 +201,7 @@ class _Chains:
         return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
-        """The next front, with what is reached there; whether it has not too many ideals."""
+        """Return the next front, with what is reached there; whether it has not too many ideals."""
         states = self.states[stage]
         every = front(self.fronts[-1], stage, self._ranges(stage))
         if every is None:
@@ -224,8 +225,9 @@ class _Chains:
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
     def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
-        """Take all chains into account, ideals of about the same work together; whether the pairs
-        are not too many.
+        """Take all chains into account, ideals of about the same work together.
+
+        Whether the pairs are not too many.
         """
         blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
         pairs = sum(
@@ -240,8 +242,8 @@ class _Chains:
         return True
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than a device can do; both
-        by their work.
+        """Return some ideals in a row, and those with no more work beyond them than a device can
+        do; both by their work.
         """
         longest = max(one.most for one in self.classes) + self._slack
         for start in range(0, len(begins), ROWS):
@@ -264,8 +266,8 @@ class _Chains:
                     value[columns] = np.minimum(value[columns], through)
 
     def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
-        """By class, some ideals and some later ones, the load of a device that holds what is
-        between, or infinity.
+        """Return, by class, some ideals and some later ones, the load of a device that holds what
+        is between, or infinity.
         """
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
@@ -282,8 +284,8 @@ class _Chains:
         return found
 
     def _can_be(self, counts: Counts, every: Front) -> Bools:
-        """By ideal, whether devices so many of each class can hold it, and those that are left the
-        rest.
+        """Return, by ideal, whether devices so many of each class can hold it, and those that are
+        left the rest.
 
         Every net that is cut keeps a device busy on either side.
         """
@@ -315,7 +317,7 @@ class _Chains:
         return SLACK * float(self.fastest.sum())
 
     def _ranges(self, stage: int) -> list[Range]:
-        """The work and the state of what the first stages hold."""
+        """Return the work and the state of what the first stages hold."""
         found = []
         for weights, each in (
             (self.fastest, self._work_each),
@@ -330,16 +332,16 @@ class _Chains:
         return found
 
     def _most(self, counts: Counts, each: Sequence[float]) -> float:
-        """The most that so many devices of each class hold, from what one does."""
+        """Return the most that so many devices of each class hold, from what one does."""
         return sum(number * one for number, one in zip(counts, each, strict=True))
 
     def _least(self, counts: Counts, weights: Vector, each: Sequence[float]) -> float:
-        """The least that they must hold, as the others hold no more."""
+        """Return the least that they must hold, as the others hold no more."""
         left = sorted((each[kind] for kind in self._left(counts)), reverse=True)
         return float(weights.sum()) - sum(left[: self.problem.most_devices - sum(counts)])
 
     def _left(self, counts: Counts) -> list[int]:
-        """By device that is left, its class; none if no more may be used."""
+        """Return, by device that is left, its class; none if no more may be used."""
         if sum(counts) == self.problem.most_devices:
             return []
         lefts = (
@@ -348,7 +350,7 @@ class _Chains:
         return [kind for kind, number in enumerate(lefts) for _ in range(number)]
 
     def _read(self, counts: Counts) -> list[int]:
-        """By layer, its device, following the best choices from the last ideal."""
+        """Return, by layer, its device, following the best choices from the last ideal."""
         left = [list(one.members) for one in self.classes]
         devices = [0] * self.graph.count
         stage = sum(counts)

@@ -49,8 +49,9 @@ Pair = tuple[int, int]
 def merged(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool] = lambda: False
 ) -> Reduction:
-    """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more
-    than ``upper``.
+    """Return the nodes, fewer of them.
+
+    Some best placement is left, if any has a bottleneck of no more than ``upper``.
 
     Args:
         problem: what is asked, contiguous, by objective ``throughput``.
@@ -86,8 +87,9 @@ def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduct
 def _held_together(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
 ) -> list[Pair]:
-    """Neighbours that never part: where they do, one of them at least is on a device that pays for
-    transfers.
+    """Neighbours that never part.
+
+    Where they do, one of them at least is on a device that pays for transfers.
     """
     if len(problem.untaxed) > 1:
         return []
@@ -150,14 +152,14 @@ def _all_drawn_over(
 
 
 def _may_draw(problem: Problem) -> bool:
-    """Whether a device more or less, and a layer more or less on one, are all the same."""
+    """Return whether a device more or less, and a layer more or less on one, are all the same."""
     return (
         problem.one_link is not None and problem.least_devices == 1 and problem.most_layers is None
     )
 
 
 def _weighty(problem: Problem) -> frozenset[int]:
-    """The layers that take memory that could matter."""
+    """Return the layers that take memory that could matter."""
     layers = problem.layers
     if not memory_bounds.can_bind(problem):
         return frozenset()
@@ -194,7 +196,7 @@ class _Draw:
         return found
 
     def _draws(self, centre: int, node: int) -> bool:
-        """Whether the node may as well be where the centre is."""
+        """Return whether the node may as well be where the centre is."""
         if not self.nodes.allowed[centre] <= self.nodes.allowed[node]:
             return False
         if not self._in_order(centre, node):

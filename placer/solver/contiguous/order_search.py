@@ -46,8 +46,9 @@ too."""
 
 
 def none_in_any_order(search: Search) -> bool:
-    """Go through the orders of classes, where they are few; whether it is proven that no placement
-    fits.
+    """Go through the orders of classes, where they are few.
+
+    Whether it is proven that no placement fits.
 
     Where a bottleneck is enough, only whether there may be one within it: that there is none raises
     the bound.
@@ -71,8 +72,9 @@ def none_in_any_order(search: Search) -> bool:
 
 
 def find_any(search: Search) -> bool:
-    """Look for a placement where no start fits: the best chain of any order, within bottlenecks
-    that grow.
+    """Look for a placement where no start fits.
+
+    The best chain of any order, within bottlenecks that grow.
 
     Those that have none raise the bound.
 
@@ -92,8 +94,9 @@ def find_any(search: Search) -> bool:
 
 
 def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
-    """Look for a placement within a bottleneck, in a share of the time; whether there is one, or
-    may be.
+    """Look for a placement within a bottleneck, in a share of the time.
+
+    Whether there is one, or may be.
     """
     given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
     some = False
@@ -169,8 +172,9 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
 
 
 def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
-    """The best chain of an order, which is offered; where memory does not allow it, that by what
-    memory does allow.
+    """Return the best chain of an order, which is offered.
+
+    Where memory does not allow it, that by what memory does allow.
     """
     found: Chain | None = None
     ways: tuple[Memory, ...] = (
@@ -196,7 +200,7 @@ def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHAR
 
 
 def _asks_too_much(search: Search, devices: list[int]) -> bool:
-    """Whether a placement takes longer than its chain, or does not fit, because of memory."""
+    """Return whether a placement takes longer than its chain, or does not fit, because of memory."""
     result = costs.evaluate(search.problem, devices)
     return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))
 

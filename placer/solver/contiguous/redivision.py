@@ -67,8 +67,9 @@ class Group:
 
 
 class GroupModel(StageModel):
-    """The integer program of a group: all others stay where they are, and take no longer than
-    ``upper``.
+    """The integer program of a group.
+
+    All others stay where they are, and take no longer than ``upper``.
 
     Args:
         problem: what is asked.
@@ -180,7 +181,7 @@ class _Current:
 def _quicker(
     search: Search, nodes: Reduction, current: _Current, group: Group, work: float
 ) -> _Current | None:
-    """The placement with a group divided better; None if no better way is found."""
+    """Return the placement with a group divided better; None if no better way is found."""
     problem = search.problem
     alike = _together(problem, nodes, current.devices)
     stage_of = [current.place[current.devices[layers[0]]] for layers in alike.nodes]
@@ -194,6 +195,6 @@ def _quicker(
 
 
 def _together(problem: Problem, nodes: Reduction, devices: list[int]) -> Reduction:
-    """The nodes that are each on one device, and the layers of the others."""
+    """Return the nodes that are each on one device, and the layers of the others."""
     whole = [layers for layers in nodes.nodes if len({devices[layer] for layer in layers}) == 1]
     return joined(problem, closed_groups([*problem.groups, *whole]))

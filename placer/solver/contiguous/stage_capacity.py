@@ -60,8 +60,8 @@ class StageRoom:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
-        """By node, the bytes that a stage has for it at the least, with so many micro-batches in
-        flight.
+        """Return, by node, the bytes that a stage has for it at the least, with so many
+        micro-batches in flight.
         """
         flight = 1 if self._problem.recompute[device] != "never" else flight
         if (device, flight) not in self._least:
@@ -69,14 +69,17 @@ class StageRoom:
         return self._least[device, flight]
 
     def most(self, flight: int) -> Vector:
-        """By node, bytes of which a stage has no more for it, with so many micro-batches in flight."""
+        """Return, by node, bytes of which a stage has no more for it, with so many micro-batches in
+        flight.
+        """
         if flight not in self._most:
             self._most[flight] = most_by_node(self._problem, self._nodes, flight)
         return self._most[flight]
 
     def more_ms(self, device: int, flight: int, members: Bools) -> float:
-        """What a stage takes longer because of its memory: 0, its forward passes once more, or
-        infinitely long.
+        """What a stage takes longer because of its memory.
+
+        0, its forward passes once more, or infinitely long.
         """
         problem = self._problem
         one = self._cache.footprint(np.flatnonzero(members).tolist())

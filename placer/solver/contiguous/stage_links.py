@@ -38,7 +38,7 @@ class StageLinks:
 
 
 def stage_links(problem: Problem) -> StageLinks | None:
-    """The links of a problem; None if no devices are linked."""
+    """Return the links of a problem; None if no devices are linked."""
     classes = problem.alike_devices()
     place = {device: index for index, members in enumerate(classes) for device in members}
     links = {
@@ -55,8 +55,9 @@ def stage_links(problem: Problem) -> StageLinks | None:
 
 
 def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -> Problem:
-    """The problem with that link between all devices and no limits of memory: no harder, and links
-    all alike.
+    """Return the problem with that link between all devices and no limits of memory.
+
+    No harder, and links all alike.
 
     Args:
         problem: what is asked.
@@ -117,7 +118,7 @@ def _surcharge(
 
 
 def _classes_of(model: StageModel, node: int) -> list[Literal]:
-    """By class, whether the node's stage is of it."""
+    """Return, by class, whether the node's stage is of it."""
     found = [model.cp.new_bool_var("") for _ in model.classes]
     model.cp.add_exactly_one(found)
     for stage in model.stages:
@@ -135,8 +136,9 @@ def _apart(model: StageModel, one: Sequence[Literal], other: Sequence[Literal]) 
 
 
 def _any(model: StageModel, stage: int, pairs: Sequence[tuple[int, Literal]]) -> Literal | None:
-    """A literal that holds if a node is at the stage and its own literal holds; None if none can be
-    there.
+    """Return a literal that holds if a node is at the stage and its own literal holds.
+
+    The result is None if none can be there.
     """
     able = [(node, literal) for node, literal in pairs if model.can_be(node, stage)]
     if not able:

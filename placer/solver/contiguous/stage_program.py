@@ -88,15 +88,15 @@ class StageModel:
             self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
-        possible.
+        """Return a time in the model's unit, rounded down, and cut off where it passes what is
+        known to be possible.
         """
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
     # Variables
 
     def _windows(self) -> list[tuple[int, int]]:
-        """By node, the first and the last stage that it can be at."""
+        """Return, by node, the first and the last stage that it can be at."""
         return narrowed_windows(self.problem, self.nodes, self.upper)
 
     def _choose_stages(self) -> None:
@@ -145,14 +145,14 @@ class StageModel:
 
     @staticmethod
     def negated(literal: Prefix) -> Prefix:
-        """The literal that holds if this one does not."""
+        """Return the literal that holds if this one does not."""
         if isinstance(literal, bool):
             return not literal
         # a literal too, though not of that class
         return cast("cp_model.IntVar", ~literal)
 
     def _before(self, node: int, stage: int) -> Prefix:
-        """Whether the node is before the stage."""
+        """Return whether the node is before the stage."""
         return self.y[node][stage - 1] if stage else False
 
     def absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
@@ -160,7 +160,7 @@ class StageModel:
         return self.negated(self.y[node][stage]), self._before(node, stage)
 
     def can_be(self, node: int, stage: int) -> bool:
-        """Whether the node can be at the stage at all."""
+        """Return whether the node can be at the stage at all."""
         first, last = self.windows[node]
         return first <= stage <= last
 
@@ -222,7 +222,7 @@ class StageModel:
         return range(len(self.nodes.nodes))
 
     def _sum_at(self, stage: int, weights: Iterable[tuple[int, int]]) -> Sum:
-        """The sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
+        """Return the sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
         constant, literals, factors = 0, [], []
         for node, weight in weights:
             for literal, factor in (
@@ -242,7 +242,7 @@ class StageModel:
             constraint.only_enforce_if(given)
 
     def _transfers(self) -> list[tuple[list[Sum], list[Sum]]]:
-        """By stage, what it sends and what it receives."""
+        """Return, by stage, what it sends and what it receives."""
         terms: list[tuple[list[Sum], list[Sum]]] = [([], []) for _ in self.stages]
         shared: dict[tuple[int, ...], float] = defaultdict(float)
         for net in joined_nets(self.problem, self.nodes, self.links.quickest):
@@ -260,15 +260,15 @@ class StageModel:
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
-        """Whether a cut net costs every stage that it touches the same, be it that of the source or
-        of a reader.
+        """Return whether a cut net costs every stage that it touches the same, be it that of the
+        source or of a reader.
         """
         if self.problem.request.transfers == "overlapped":
             return False
         return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
 
     def _touched(self, pins: Sequence[int], stage: int) -> Literal | None:
-        """Whether a net is cut and has a pin at the stage; None if it cannot be so."""
+        """Return whether a net is cut and has a pin at the stage; None if it cannot be so."""
         if all(not self.can_be(node, stage) for node in pins):
             return None
         touched = self.cp.new_bool_var("")
@@ -309,7 +309,7 @@ class StageModel:
                 sent.append(back * reader)
 
     def _taken(self, net: Net, stage: int) -> Literal | None:
-        """Whether a reader is at the stage and the source is not."""
+        """Return whether a reader is at the stage and the source is not."""
         able = [reader for reader in net.readers if self.can_be(reader, stage)]
         if not able:
             return None
@@ -319,8 +319,9 @@ class StageModel:
         return taken
 
     def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
-        """If the source is at the stage, whether another stage reads the net, and how many do: all
-        that take it.
+        """If the source is at the stage, whether another stage reads the net, and how many do.
+
+        All that take it.
         """
         cut = self.cp.new_bool_var("")
         for reader in net.readers:
@@ -361,7 +362,7 @@ class StageModel:
         return chunks * (each + (landing if chunks > 1 else 0)) + shared
 
     def here(self, node: int, stage: int) -> Literal | None:
-        """A literal that holds if the node is at the stage; None if it cannot be."""
+        """Return a literal that holds if the node is at the stage; None if it cannot be."""
         if not self.can_be(node, stage):
             return None
         if (node, stage) not in self._at:
@@ -382,7 +383,7 @@ class StageModel:
         return run(self, limits)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
 
         def holds(literal: Prefix) -> bool:
             return literal if isinstance(literal, bool) else bool(value(literal))
@@ -396,7 +397,7 @@ class StageModel:
         )
 
     def in_unit(self, bound: float) -> float:
-        """A bound in milliseconds."""
+        """Return a bound in milliseconds."""
         return max(0.0, bound) / self.steps_per_ms
 
 
@@ -407,7 +408,7 @@ class _AtStage:
         self.cp, self._model, self._stage = model.cp, model, stage
 
     def here(self, node: int) -> Literal | None:
-        """A literal that holds if the node is there; None if it cannot be."""
+        """Return a literal that holds if the node is there; None if it cannot be."""
         return self._model.here(node, self._stage)
 
     def share(self, node: int) -> Sum:

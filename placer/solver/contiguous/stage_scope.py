@@ -16,12 +16,14 @@ last."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the stage-prefix form can state the problem."""
+    """Return whether the stage-prefix form can state the problem."""
     return bounds(problem) and problem.one_link is not None and knows_memory(problem)
 
 
 def bounds(problem: Problem) -> bool:
-    """Whether the form can state what is no harder than the problem, so that its bound holds."""
+    """Return whether the form can state what is no harder than the problem, so that its bound
+    holds.
+    """
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -31,20 +33,20 @@ def bounds(problem: Problem) -> bool:
 
 
 def knows_memory(problem: Problem) -> bool:
-    """Whether the form can state the limits of memory; it does not know copies."""
+    """Return whether the form can state the limits of memory; it does not know copies."""
     return not memory_bounds.can_bind(problem) or (
         problem.training and _steady(problem) and not problem.shared
     )
 
 
 def worth_building(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program of this problem is small enough to be written down."""
+    """Return whether the integer program of this problem is small enough to be written down."""
     return (len(nodes.nodes) + len(problem.values)) * problem.most_devices <= MOST_RULES
 
 
 def _steady(problem: Problem) -> bool:
-    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs
-    at once.
+    """Return whether every stage has equally many micro-batches in flight, all of whose backward
+    pass runs at once.
     """
     one = problem.request.chunks == 1 and not problem.weights_apart
     return problem.request.schedule == "fill-drain" or one or problem.may_recompute

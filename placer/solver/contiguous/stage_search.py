@@ -85,7 +85,7 @@ def few_ideals(search: Search) -> None:
 
 
 def _worth_chains(search: Search, threshold: float) -> bool:
-    """Whether ideals may tell more about a threshold than is known."""
+    """Return whether ideals may tell more about a threshold than is known."""
     if search.best is None or not search.open() or not ideals.applies(search.problem):
         return False
     return search.bound < threshold < search.too_many * (1 - CLOSER)
@@ -96,8 +96,7 @@ def sweep(search: Search) -> None:
 
     Args:
         search: with a placement, or with a bottleneck that will do; of a problem that
-            ``stage_scope.applies`` to.
-        parts: whether some stages are looked at alone, too.
+            ``stage_scope.applies`` to. parts: whether some stages are looked at alone, too.
     """
     for turn in count():
         if not search.open() or search.over(1.0):
@@ -126,8 +125,9 @@ def _groups_anew(search: Search, work: float) -> None:
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known; where one is, the best that some work
-    finds.
+    """Whether any placement is better than the best known.
+
+    Where one is, the best that some work finds.
     """
     for _ in range(ASKED):
         if (
@@ -158,7 +158,7 @@ def halve(search: Search, work: float) -> None:
 
 
 def _within(search: Search, threshold: float, work: float) -> Answer:
-    """Whether a placement is within a threshold; what is found or proven is the search's."""
+    """Return whether a placement is within a threshold; what is found or proven is the search's."""
     nodes = nodes_within(search, threshold)
     answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(
         search.limits(work)
@@ -170,8 +170,8 @@ def _within(search: Search, threshold: float, work: float) -> Answer:
 
 
 def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
-    """The layers in as few nodes as a placement within a threshold needs, or one that is better
-    than the best known.
+    """Return the layers in as few nodes as a placement within a threshold needs, or one that is
+    better than the best known.
     """
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:

@@ -30,7 +30,7 @@ ROUNDS = 2
 
 
 def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Windows:
-    """By node, the first and the last stage that it can be at in a contiguous placement.
+    """Return, by node, the first and the last stage that it can be at in a contiguous placement.
 
     Args:
         problem: what is asked, by objective ``throughput``.
@@ -121,7 +121,10 @@ class _Reach:
         )
 
     def _firsts(self, known: list[int], lasts: list[int]) -> list[int]:
-        """By node, its first stage, from what is known; ``stages`` where it can be at none."""
+        """Return, by node, its first stage, from what is known.
+
+        ``stages`` where it can be at none.
+        """
         fewer: list[int] | None = None
         # with so many stages, at the most, that pay for no transfer
         for _ in range(self.untaxed + 1):
@@ -166,6 +169,9 @@ class _Reach:
                 ]
 
     def _passes(self, needed: int) -> int | None:
-        """The nodes, as bits, of a stage with those that are needed; None if it takes too long."""
+        """Return the nodes, as bits, of a stage with those that are needed.
+
+        The result is None if it takes too long.
+        """
         value, found = self.cutter.least(members(needed))
         return sum(1 << node for node in found) if value <= self.within else None

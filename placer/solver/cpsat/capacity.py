@@ -17,7 +17,7 @@ Vector = NDArray[np.float64]
 
 
 def work_on(problem: Problem, nodes: Reduction, device: int) -> Vector:
-    """By node, its time on a device; infinite if it may not be there."""
+    """Return, by node, its time on a device; infinite if it may not be there."""
     return np.array(
         [
             sum(problem.compute_ms(layer, device) for layer in layers) if device in allowed else inf
@@ -27,8 +27,8 @@ def work_on(problem: Problem, nodes: Reduction, device: int) -> Vector:
 
 
 def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float]:
-    """The most worth that takes no longer than ``upper``, parts of nodes allowed, and its slope
-    there.
+    """Return the most worth that takes no longer than ``upper``, parts of nodes allowed, and its
+    slope there.
 
     Args:
         worth: by node, 0 or more.
@@ -50,8 +50,9 @@ def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float
 
 
 def most_state(problem: Problem, nodes: Reduction, upper: float) -> list[float]:
-    """The most bytes of state that so many devices hold within a bottleneck: by their number, from
-    none on.
+    """Return the most bytes of state that so many devices hold within a bottleneck.
+
+    By their number, from none on.
     """
     state = np.array(state_of_nodes(problem, nodes), np.float64)
     each: list[float] = []

@@ -55,7 +55,7 @@ def loads(model: PlacementModel) -> None:
 def load_parts(
     model: PlacementModel,
 ) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
-    """By device, the terms of its compute, of what it sends, and of what it receives."""
+    """Return, by device, the terms of its compute, of what it sends, and of what it receives."""
     compute = _compute(model)
     send, receive = _transfers(model)
     for device in model.problem.untaxed:
@@ -73,8 +73,9 @@ def _compute(model: PlacementModel) -> list[list[Term]]:
 
 
 def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]]]:
-    """A value is sent once per device that reads it; its gradient comes back. Values with the same
-    ends go together.
+    """Return a value is sent once per device that reads it; its gradient comes back.
+
+    Values with the same ends go together.
     """
     send: list[list[Term]] = [[] for _ in model.devices]
     receive: list[list[Term]] = [[] for _ in model.devices]
@@ -164,7 +165,7 @@ def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], l
 def _sent(
     model: PlacementModel, source: int, readers: frozenset[int], device: int, other: int
 ) -> cp_model.IntVar | None:
-    """A literal that holds if the source is on one device and a reader on the other."""
+    """Return a literal that holds if the source is on one device and a reader on the other."""
     read = model.any_on(readers, other)
     if device not in model.x[source] or read is None:
         return None
@@ -223,8 +224,9 @@ def _makespan(
     waits: Sequence[tuple[int, int, Value]],
     delay_ms: _Delay,
 ) -> Term:
-    """The last finish of layers in a fixed order; one waits for another, with a delay if they are
-    apart.
+    """Return the last finish of layers in a fixed order.
+
+    One waits for another, with a delay if they are apart.
     """
     inputs: dict[int, list[tuple[int, Value]]] = defaultdict(list)
     for before, after, value in waits:
@@ -253,8 +255,9 @@ def _one_at_a_time(
     start: dict[int, Term],
     finish: dict[int, Term],
 ) -> None:
-    """A device runs one layer at a time, in the order; layers that wait for each other anyway need
-    no rule.
+    """A device runs one layer at a time, in the order.
+
+    Layers that wait for each other anyway need no rule.
     """
     pairs = _independent(order, waits)
     if len(pairs) <= PAIRS_PER_LAYER * len(order):

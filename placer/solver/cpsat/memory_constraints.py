@@ -22,8 +22,9 @@ TERMS_A_RULE = 20
 
 
 def rules_a_device(problem: Problem) -> int:
-    """About how many rules say what a device holds: of steps and readers; in inference, of the
-    values in sums, too.
+    """About how many rules say what a device holds: of steps and readers.
+
+    In inference, of the values in sums, too.
     """
     if problem.request.objective != "memory" and not can_bind(problem):
         return 0
@@ -51,7 +52,9 @@ def memory(model: PlacementModel) -> None:
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
-    """Every size that the model adds up, as often as it may be added with so many micro-batches."""
+    """Return every size that the model adds up, as often as it may be added with so many
+    micro-batches.
+    """
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
@@ -121,7 +124,7 @@ class _OnDevice:
         self.cp, self._model, self._device = model.cp, model, device
 
     def here(self, node: int) -> cp_model.IntVar | None:
-        """A literal that holds if the node is there; None if it cannot be."""
+        """Return a literal that holds if the node is there; None if it cannot be."""
         return self._model.x[node].get(self._device)
 
     def share(self, node: int) -> Term:
@@ -132,8 +135,9 @@ class _OnDevice:
 def _training(
     model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
 ) -> None:
-    """The state; what further micro-batches keep, and the worst moment of one, or what recorded
-    passes have.
+    """The state.
+
+    What further micro-batches keep, and the worst moment of one, or what recorded passes have.
     """
     place = _OnDevice(model, device)
     if model.problem.recorded and model.problem.recompute[device] == "never":
@@ -152,7 +156,7 @@ def _training(
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
-    """How many micro-batches a device holds, and the literals under which it does.
+    """Return how many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p
     + f - 1 is used. Under zero-bubble it holds as many at the least. Where the device may

@@ -44,8 +44,8 @@ RULES_A_SECOND = 40_000
 def worth_building(
     problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES
 ) -> bool:
-    """Whether the integer program of this problem is small enough to be written down, and solved,
-    in this time.
+    """Return whether the integer program of this problem is small enough to be written down, and
+    solved, in this time.
 
     Args:
         problem: what is asked.
@@ -136,8 +136,8 @@ class PlacementModel:
             self.upper = floor(largest * self.steps_per_ms) + 1
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
-        possible.
+        """Return a time in the model's unit, rounded down, and cut off where it passes what is
+        known to be possible.
         """
         return (
             min(floor(time_ms * self.steps_per_ms), self.upper + 1)
@@ -146,7 +146,7 @@ class PlacementModel:
         )
 
     def units(self, size_bytes: int) -> int:
-        """Bytes in the model's unit, rounded down."""
+        """Return bytes in the model's unit, rounded down."""
         return size_bytes // self.byte_unit
 
     # Variables
@@ -186,7 +186,7 @@ class PlacementModel:
             self._map_stages_to_devices()
 
     def _reached_by(self, node: int, stage: int) -> cp_model.IntVar:
-        """Whether the node is at the stage or before: known outside its window."""
+        """Return whether the node is at the stage or before: known outside its window."""
         first, last = self.windows[node]
         if first <= stage < last:
             return self.cp.new_bool_var(f"y{node},{stage}")
@@ -230,8 +230,9 @@ class PlacementModel:
 
     @cached_property
     def stage_is_device(self) -> bool:
-        """Whether stage p may be taken to be device p: stages are asked for, and all devices are
-        alike.
+        """Whether stage p may be taken to be device p.
+
+        Stages are asked for, and all devices are alike.
         """
         return self.problem.contiguous and len(self.alike_devices) == 1
 
@@ -273,8 +274,9 @@ class PlacementModel:
             self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
-        """Free: of alike devices, the second takes a node only if the first has one that weighs
-        more.
+        """Free.
+
+        Of alike devices, the second takes a node only if the first has one that weighs more.
         """
         order = sorted(
             range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True
@@ -295,7 +297,10 @@ class PlacementModel:
         return self.x[node].get(device, 0)
 
     def any_on(self, nodes: Iterable[int], device: int) -> cp_model.IntVar | None:
-        """A literal that holds if some of the nodes are on the device; None if none can be."""
+        """Return a literal that holds if some of the nodes are on the device.
+
+        The result is None if none can be.
+        """
         able = frozenset(node for node in nodes if device in self.x[node])
         if not able:
             return None
@@ -309,7 +314,7 @@ class PlacementModel:
         return self._any[able, device]
 
     def both(self, node: int, device: int, other_node: int, other: int) -> cp_model.IntVar:
-        """A literal that holds if one node is on one device and another node on another."""
+        """Return a literal that holds if one node is on one device and another node on another."""
         key = (node, device, other_node, other)
         if key not in self._pairs:
             self._pairs[key] = self.cp.new_bool_var(f"both{len(self._pairs)}")
@@ -342,12 +347,12 @@ class PlacementModel:
         return run(self, limits)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
         chosen = [next(device for device, literal in x.items() if value(literal)) for x in self.x]
         return self.nodes.spread(chosen)
 
     def in_unit(self, bound: float) -> float:
-        """A bound in the objective's own unit."""
+        """Return a bound in the objective's own unit."""
         if self.objective in ("throughput", "latency"):
             return max(0.0, bound) / self.steps_per_ms
         if self.relaxed and self.byte_unit > 1:
@@ -356,8 +361,9 @@ class PlacementModel:
 
 
 def _weights(problem: Problem, nodes: Reduction) -> list[float]:
-    """By node, its work, and its transfers where links are alike: what weighs most is apart from
-    most others.
+    """Return, by node, its work, and its transfers where links are alike.
+
+    What weighs most is apart from most others.
     """
     devices = range(len(problem.devices))
     weights = [

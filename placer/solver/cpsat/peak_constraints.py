@@ -44,7 +44,7 @@ class Place(Protocol):
         """The program."""
 
     def here(self, node: int) -> Literal:
-        """A literal that holds if the node is there."""
+        """Return a literal that holds if the node is there."""
 
     def share(self, node: int) -> Term:
         """1 if the node is there, else 0."""
@@ -66,8 +66,9 @@ class Moments:
         self._of_inference = cache(partial(rows_of_inference, problem))
 
     def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
-        """What one micro-batch keeps at a place, and what it needs there at its worst moment: at
-        least, and in units.
+        """What one micro-batch keeps at a place, and what it needs there at its worst moment.
+
+        At least, and in units.
 
         Args:
             place: a device or a stage.
@@ -76,8 +77,9 @@ class Moments:
         return self._at(place).written(self._of_training(limit_bytes))
 
     def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
-        """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has
-        it.
+        """What recorded passes have at a place.
+
+        At least, and in units, as ``memory.Recorded`` has it.
 
         Arguments are those of ``of_training``.
 
@@ -97,8 +99,9 @@ class Moments:
         return ahead + crossing, landing, shared + back
 
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
-        """What a place needs beside its state at each moment that may be its worst: at least, and
-        in units.
+        """What a place needs beside its state at each moment that may be its worst.
+
+        At least, and in units.
 
         Arguments are those of ``of_training``.
         """
@@ -109,13 +112,13 @@ class Moments:
 
 
 def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) -> Term:
-    """The sum of the sizes of the layers that are there, each in units."""
+    """Return the sum of the sizes of the layers that are there, each in units."""
     by_node = [sum(sizes[layer] // unit for layer in layers) for layers in nodes.nodes]
     return sum(size * place.share(node) for node, size in enumerate(by_node) if size)
 
 
 def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
-    """The largest of the sizes of the layers that are there."""
+    """Return the largest of the sizes of the layers that are there."""
     by_node = [max(sizes[layer] for layer in layers) for layers in nodes.nodes]
     terms = [size * place.share(node) for node, size in enumerate(by_node) if size]
     able = [term for term in terms if not _is_never(term)]
@@ -128,8 +131,9 @@ def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
 
 
 def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tuple[Term, Term]:
-    """What has its place beside passes, for one micro-batch: ``memory.crossing_bytes`` and
-    ``landing_bytes``.
+    """What has its place beside passes, for one micro-batch.
+
+    ``memory.crossing_bytes`` and ``landing_bytes``.
     """
     crossing: Term = 0
     landing: Term = 0
@@ -156,12 +160,12 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
 
 
 def _is_never(term: Term) -> bool:
-    """Whether the term is the number 0: of what cannot be there."""
+    """Return whether the term is the number 0: of what cannot be there."""
     return isinstance(term, int) and term == 0
 
 
 def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
-    """A literal that holds if any of the terms is 1."""
+    """Return a literal that holds if any of the terms is 1."""
     literal = place.cp.new_bool_var("")
     for term in terms:
         place.cp.add(literal >= term)
@@ -170,8 +174,9 @@ def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
 
 @dataclass
 class _Sum:
-    """A running sum: terms by the step at which they are added, and what they came to at the steps
-    asked for.
+    """A running sum.
+
+    Terms by the step at which they are added, and what they came to at the steps asked for.
     """
 
     cp: cp_model.CpModel
@@ -189,7 +194,7 @@ class _Sum:
         self.most += max(size, 0)
 
     def at(self, step: int) -> Term:
-        """The sum of all terms at a step or before; steps must be asked for in order."""
+        """Return the sum of all terms at a step or before; steps must be asked for in order."""
         news = [
             term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())
         ]
@@ -210,7 +215,7 @@ class _Moment:
         self._either: dict[tuple[int, int], cp_model.IntVar] = {}
 
     def written(self, rows: Sequence[Row]) -> tuple[Term, Term]:
-        """The variables ``kept`` and ``moment``."""
+        """Return the variables ``kept`` and ``moment``."""
         there, back, kept = (_Sum(self._cp) for _ in range(3))
         for step, layer in enumerate(self._problem.layers):
             size = layer.saved_bytes // self._unit
@@ -278,8 +283,9 @@ class _Moment:
         return worst[0], worst[1]
 
     def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
-        """What is live, and the workspace: at each step, wherever its layer is, as values arrive
-        then.
+        """What is live, and the workspace.
+
+        At each step, wherever its layer is, as values arrive then.
         """
         changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
         for index, value in enumerate(self._problem.values):
@@ -340,8 +346,9 @@ class _Moment:
     # What holds from a step on
 
     def _live(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """In inference: a reader that has yet to run is there, or the source, until the last one
-        has run.
+        """In inference.
+
+        A reader that has yet to run is there, or the source, until the last one has run.
         """
         readers = value.readers
         *later, _ = self._prefixes((value.source, *reversed(readers)))[::-1]
@@ -361,8 +368,9 @@ class _Moment:
             yield step, self._any(keeper, waits)
 
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards, of recorded passes: the same where the value is made, or it is sent, until the
-        pass is over.
+        """Forwards, of recorded passes.
+
+        The same where the value is made, or it is sent, until the pass is over.
         """
         source = self._here(value.source)
         if source is None:
@@ -373,7 +381,7 @@ class _Moment:
             yield step, self._any(own, sent) if step > value.source else own
 
     def _sent(self, value: Value) -> Literal:
-        """The value is made here and kept by nobody here, and a reader is elsewhere."""
+        """Return the value is made here and kept by nobody here, and a reader is elsewhere."""
         node_of = self._nodes.node_of
         source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
         keepers = {node_of[keeper] for keeper in value.keepers}
@@ -385,12 +393,13 @@ class _Moment:
         return _at_least(self._place, [share(source) - share(reader) - kept for reader in others])
 
     def _kept(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """A layer that keeps the value is there, and has run."""
+        """Return a layer that keeps the value is there, and has run."""
         yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
 
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: a reader's gradient waits for the source, or is here for an earlier reader's
-        to be added.
+        """Backwards.
+
+        A reader's gradient waits for the source, or is here for an earlier reader's to be added.
         """
         source, readers = self._here(value.source), value.readers
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
@@ -401,16 +410,19 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: what the last reader's gradient is a slice of, while it waits here for the one
-        before; or ties.
+        """Backwards.
+
+        What the last reader's gradient is a slice of, while it waits here for the one before; or
+        ties.
         """
         *others, last = value.source, *value.readers
         yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: the gradient of a reader that is here waits for the source, or is to be sent
-        after the pass.
+        """Backwards.
+
+        The gradient of a reader that is here waits for the source, or is to be sent after the pass.
         """
         before = value.source + 1
         for reader, later in zip(
@@ -434,7 +446,7 @@ class _Moment:
         return found
 
     def _any(self, one: Literal, other: Literal) -> Literal:
-        """A literal that holds if one of two does."""
+        """Return a literal that holds if one of two does."""
         if one is None or other is None or one is other:
             return other if one is None else one
         key = (min(one.index, other.index), max(one.index, other.index))
@@ -445,7 +457,7 @@ class _Moment:
         return self._either[key]
 
     def _both(self, one: Literal, other: Literal) -> Literal:
-        """A literal that holds if both do."""
+        """Return a literal that holds if both do."""
         if one is None or other is None or one is other:
             return None if one is None else other
         both = self._cp.new_bool_var("")

@@ -33,7 +33,7 @@ class Row:
 
 
 def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order, each of the two ways for itself."""
+    """Return the steps that may need the most, in order, each of the two ways for itself."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
@@ -57,7 +57,7 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
 
 
 def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order."""
+    """Return the steps that may need the most, in order."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     kept = memory.kept_by_step(problem, everything)
     moments = memory.moments_of_training(problem, everything, kept)
@@ -88,7 +88,7 @@ def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> li
 
 
 def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order."""
+    """Return the steps that may need the most, in order."""
     values: Counter[int] = Counter()
     for value in problem.values:
         memory.between(values, value.source, value.readers[-1] + 1, value.held_bytes)
@@ -103,7 +103,7 @@ def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
 
 
 def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
-    """By step, the most bytes of values that may wait there, and of gradients."""
+    """Return, by step, the most bytes of values that may wait there, and of gradients."""
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     for value in problem.values:

@@ -84,10 +84,10 @@ class Program(Protocol):
         """The program."""
 
     def read(self, value: Value) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
 
     def in_unit(self, bound: float) -> float:
-        """A bound in the objective's own unit."""
+        """Return a bound in the objective's own unit."""
 
 
 def run(program: Program, limits: Limits) -> Answer:

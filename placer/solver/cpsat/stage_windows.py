@@ -18,7 +18,7 @@ MOST_NODES = 2_000
 
 
 def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
-    """By node, the first and the last stage that it can be at in a contiguous placement.
+    """Return, by node, the first and the last stage that it can be at in a contiguous placement.
 
     All that a node depends on is at its stage or before, so it cannot be at stage p if that is more
     work than p + 1 stages do in ``upper_ms`` each, or more state than they hold; the same from the
@@ -49,14 +49,17 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
 
 
 def _stages_to_hold(size: float, room: Sequence[float]) -> int:
-    """How many stages it takes to hold so much state, by what so many can; one more than there are
-    if none do.
+    """Return how many stages it takes to hold so much state, by what so many can.
+
+    One more than there are if none do.
     """
     return bisect_left(room, size * (1 - SLACK))
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
-    """By node, itself and all that it depends on, as bits, and itself and all that depend on it."""
+    """Return, by node, itself and all that it depends on, as bits, and itself and all that depend
+    on it.
+    """
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
@@ -70,8 +73,9 @@ def _least_work(problem: Problem, layers: Sequence[int]) -> float:
 
 
 def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
-    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs
-    first.
+    """Return, by node, itself and all that can be reached, as bits.
+
+    ``order`` has the targets of arcs first.
     """
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
@@ -95,6 +99,6 @@ _DIGITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
 def members(bits: int) -> list[int]:
-    """The nodes that are set."""
+    """Return the nodes that are set."""
     digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
     return list(compress(range(len(digits)), digits))

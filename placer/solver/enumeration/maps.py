@@ -27,7 +27,7 @@ EVALUATION = 0.005
 
 
 def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list[int]] | None:
-    """By layer, its device, for every map; None if they are not few.
+    """Return, by layer, its device, for every map; None if they are not few.
 
     Args:
         problem: what is asked.
@@ -46,8 +46,9 @@ def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list
 
 
 def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterator[list[int]]:
-    """By node, its device; one with a device ``before`` it only where that is used by an earlier
-    node.
+    """Return, by node, its device.
+
+    One with a device ``before`` it only where that is used by an earlier node.
     """
     if len(taken) == len(nodes.nodes):
         yield taken
@@ -58,14 +59,15 @@ def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterato
 
 
 def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> bool:
-    """Whether the stages of a map can follow one another in no other order."""
+    """Return whether the stages of a map can follow one another in no other order."""
     feeds = {(assignment[source], assignment[reader]) for source, reader in arcs_of(problem.values)}
     return not problem.contiguous or all(pair in feeds for pair in pairwise(stages))
 
 
 def short_bytes(problem: Problem, assignment: list[int]) -> float:
-    """What devices lack together for a map, in bytes; infinite if it breaks a requirement other
-    than memory.
+    """What devices lack together for a map, in bytes.
+
+    Infinite if it breaks a requirement other than memory.
     """
     result = costs.evaluate(problem, assignment) if costs.allowed(problem, assignment) else None
     if result is None:

@@ -68,7 +68,8 @@ class Requirement:
 def explained(
     ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
 ) -> Infeasibility:
-    """The reason with the group of requirements that cannot hold together, as far as time allows.
+    """Return the reason with the group of requirements that cannot hold together, as far as time
+    allows.
 
     Args:
         ways: what is asked, and cannot be: any of them would do.
@@ -91,7 +92,7 @@ def explained(
 
 
 def requirements(ways: Sequence[Problem]) -> list[Requirement]:
-    """All that is asked of a placement, whatever the way, but what every placement meets."""
+    """Return all that is asked of a placement, whatever the way, but what every placement meets."""
     every = [
         [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways
     ]
@@ -166,8 +167,9 @@ class Conflict:
         self._corrections: list[Numbers] = []
 
     def irreducible(self) -> Numbers:
-        """A group of which none can be left out, as far as time allows; empty if all of it is not
-        known to conflict.
+        """Return a group of which none can be left out, as far as time allows.
+
+        Empty if all of it is not known to conflict.
         """
         group = self._everyone
         if self._met_with(group) != IMPOSSIBLE:
@@ -181,7 +183,7 @@ class Conflict:
         return group
 
     def smallest(self, known: Numbers) -> Numbers | None:
-        """A smallest group; None if the time does not suffice.
+        """Return a smallest group; None if the time does not suffice.
 
         Args:
             known: a group, which is taken if none is smaller.
@@ -221,7 +223,9 @@ class Conflict:
         return IMPOSSIBLE if known else None
 
     def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
-        """Whether stages may be contiguous, and may be otherwise, where that is all that is asked."""
+        """Return whether stages may be contiguous, and may be otherwise, where that is all that is
+        asked.
+        """
         if not any(requirement.kind == "contiguous" for requirement in self.all):
             return [problem.contiguous]
         asked = any(self.all[number].kind == "contiguous" for number in numbers)
@@ -229,7 +233,7 @@ class Conflict:
         return [True] if asked else [True, False]
 
     def _met_in(self, easier: Problem, numbers: Numbers) -> Numbers | None:
-        """The same for one way that has no other requirements."""
+        """Return the same for one way that has no other requirements."""
         loose = bottleneck_of(easier) if easier.request.objective == "step" else easier
         nodes = reduced(loose)
         if plain_reason(loose, nodes) is not None:
@@ -266,7 +270,7 @@ class Conflict:
         )
 
     def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
-        """The problem with no other requirements than these."""
+        """Return the problem with no other requirements than these."""
         count = len(problem.devices)
         asked = [self.all[number] for number in sorted(numbers)]
         kinds = {requirement.kind for requirement in asked}
@@ -290,7 +294,7 @@ class Conflict:
         )
 
     def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
-        """The requirements that an answer to an easier problem meets."""
+        """Return the requirements that an answer to an easier problem meets."""
         result = costs.evaluate(easier, devices)
         assert result is not None  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.least_memory]
@@ -316,21 +320,22 @@ class Conflict:
 
 
 def _in_time(problem: Problem, result: costs.Costs) -> bool:
-    """Whether no device is busier than is asked for."""
+    """Return whether no device is busier than is asked for."""
     most_ms = problem.request.bottleneck_ms
     return most_ms is None or max(result.load_ms) <= most_ms * (1 + costs.ROUNDING)
 
 
 def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
-    """Whether values pass over the links that there are; where all was in time without, in time
-    over them.
+    """Return whether values pass over the links that there are.
+
+    Where all was in time without, in time over them.
     """
     result = costs.evaluate(problem, devices)
     return result is not None and (_in_time(problem, result) or not in_time)
 
 
 def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
-    """By layer, the devices that pins and bans leave."""
+    """Return, by layer, the devices that pins and bans leave."""
     allowed = [frozenset(range(len(problem.devices)))] * len(problem.layers)
     for requirement in asked:
         for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
@@ -342,7 +347,7 @@ def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[
 
 
 def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
-    """Layers that share a device: colocated, or pinned to one."""
+    """Return layers that share a device: colocated, or pinned to one."""
     for device in {requirement.device for requirement in asked if requirement.kind == "pin"}:
         yield tuple(r.layers[0] for r in asked if r.kind == "pin" and r.device == device)
     for requirement in asked:
@@ -356,8 +361,9 @@ def _timed(problem: Problem) -> PlacementRequest:
 
 
 def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:
-    """A smallest set of numbers that has one of each set; of those the one with the smallest
-    numbers.
+    """Return a smallest set of numbers that has one of each set.
+
+    Of those the one with the smallest numbers.
     """
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in range(count)]

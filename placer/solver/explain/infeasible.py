@@ -21,7 +21,7 @@ CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers a
 
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A reason that can be seen without a search, or None."""
+    """Return a reason that can be seen without a search, or None."""
     return (
         _no_device_left(problem, nodes)
         or _wrong_numbers(problem, nodes)
@@ -31,7 +31,7 @@ def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
 
 
 def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A node whose layers, each for itself or together, may be on no device."""
+    """Return a node whose layers, each for itself or together, may be on no device."""
     for layer, devices in enumerate(problem.allowed):
         if not devices:
             name = problem.layers[layer].name
@@ -108,7 +108,7 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A node that no device which it may be on can hold."""
+    """Return a node that no device which it may be on can hold."""
     if not memory_bounds.can_bind(problem):
         return None
     for node, need in enumerate(least_of_nodes(problem, nodes)):

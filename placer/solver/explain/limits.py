@@ -77,7 +77,10 @@ def _help(placement: Placement, words: str, value: float) -> Help:
 def _named(
     request: PlacementRequest, placement: Placement, unlimited: float | None
 ) -> tuple[Limiting, str]:
-    """The kind of what limits, and its words: memory, if the answer is better without its limits."""
+    """Return the kind of what limits, and its words.
+
+    Memory, if the answer is better without its limits.
+    """
     before = placement.objective_value or 0.0
     if unlimited is not None and unlimited < before * (1 - WORTH):
         better, now = (_value_text(request.objective, value) for value in (unlimited, before))
@@ -100,7 +103,7 @@ def _named(
 
 
 def _fullest(placement: Placement) -> str:
-    """The device that holds the most, and what most of it is."""
+    """Return the device that holds the most, and what most of it is."""
     load = max(placement.devices, key=lambda load: load.memory.total_bytes)
     sizes = load.memory.model_dump()
     kind = max(sizes, key=lambda name: sizes[name])
@@ -109,7 +112,7 @@ def _fullest(placement: Placement) -> str:
 
 
 def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tuple[Limiting, str]:
-    """The larger of what all devices compute and transfer, which fewer do not do in time."""
+    """Return the larger of what all devices compute and transfer, which fewer do not do in time."""
     compute_ms = sum(load.compute_ms for load in placement.devices)
     transfers_ms = sum(load.send_ms + load.receive_ms for load in placement.devices)
     allowed = f"a device may be busy for {request.bottleneck_ms:.4g} ms"
@@ -155,7 +158,7 @@ def _of_memory(
 
 
 def _of_cluster(request: PlacementRequest) -> Iterator[tuple[str, PlacementRequest]]:
-    """A device more, and faster links."""
+    """Return a device more, and faster links."""
     cluster, most = request.placed_on, request.constraints.max_devices
     if most is not None and most < len(cluster.devices):
         yield f"max_devices = {most + 1}", _ruled(request, max_devices=most + 1)
@@ -186,8 +189,9 @@ def _of_rules(
 
 
 def _may_be_free(request: PlacementRequest) -> bool:
-    """Whether contiguity is a rule that can be left out: under objective ``step``, where it was
-    asked for.
+    """Return whether contiguity is a rule that can be left out.
+
+    Under objective ``step``, where it was asked for.
     """
     if request.objective != "step":
         return True
@@ -219,7 +223,7 @@ def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
 
 
 def _one_more(cluster: Cluster) -> Cluster:
-    """A copy of the last device, linked as it is, and with it over the first of its links."""
+    """Return a copy of the last device, linked as it is, and with it over the first of its links."""
     old = cluster.devices[-1]
     names = {device.name for device in cluster.devices}
     name = next(

@@ -97,7 +97,9 @@ def share_bound(
     over: Over,
     groups: tuple[int, float] = (GROUPS, inf),
 ) -> float:
-    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements, in milliseconds.
+
+    No more than ``upper``.
 
     Args:
         problem: what is asked, of the kind that ``set_graph.applies`` names.
@@ -174,8 +176,8 @@ class _Shares:
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
-        """The bottleneck within which devices could just hold all that is worth something, at no
-        cost of cutting.
+        """Return the bottleneck within which devices could just hold all that is worth something,
+        at no cost of cutting.
         """
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
@@ -189,8 +191,9 @@ class _Shares:
         return low
 
     def _go_on(self, prices: list[float]) -> None:
-        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in
-        smaller groups.
+        """Try bottlenecks between what is proven and what sets suffice for.
+
+        Where that is all, in smaller groups.
         """
         scaled, whole, _ = self._scaled(prices, self.upper)
         self.most_worth = [
@@ -246,8 +249,9 @@ class _Shares:
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
     def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
-        """No more than this is proven by whole prices: the load of the lightest set known that is
-        worth enough.
+        """No more than this is proven by whole prices.
+
+        The load of the lightest set known that is worth enough.
         """
         loads = (
             load
@@ -264,7 +268,7 @@ class _Shares:
         return sum(map(whole_part, held))
 
     def _subsets(self, most_ms: float) -> list[Subsets]:
-        """A search for each kind."""
+        """Return a search for each kind."""
         return [
             Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0))
             for kind in self.graph.kinds
@@ -284,8 +288,9 @@ class _Shares:
     def _generate(
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
-        """Better and better prices for a bottleneck: the best, and whether sets of so much load
-        suffice by group.
+        """Better and better prices for a bottleneck.
+
+        The best, and whether sets of so much load suffice by group.
         """
         searches = self._subsets(target)
         fresh = best = self._tried(searches, prices, target)
@@ -351,7 +356,10 @@ class _Shares:
         target: float,
         most_labels: int,
     ) -> list[tuple[int, Found]]:
-        """Keep what prices prove: the least load of all sets that are worth a share, of any kind."""
+        """Keep what prices prove.
+
+        The least load of all sets that are worth a share, of any kind.
+        """
         found = []
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
             enough = max(share * (1 - SLACK), LITTLE)
@@ -364,8 +372,9 @@ class _Shares:
     def _scaled(
         self, prices: Sequence[float], target: float
     ) -> tuple[list[float], float, list[Owned]]:
-        """Prices by which a share is about one; what is left by devices without transfers, and the
-        sets these hold.
+        """Prices by which a share is about one.
+
+        What is left by devices without transfers, and the sets these hold.
         """
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
@@ -374,8 +383,9 @@ class _Shares:
         return [price / unit for price in prices], rest / unit, owned
 
     def _shares(self, whole: float) -> list[float]:
-        """By kind, the share of a device, as sets were worth at the most; where that is little, a
-        bit more.
+        """Return, by kind, the share of a device, as sets were worth at the most.
+
+        Where that is little, a bit more.
         """
         slow = [most <= LEAST_SHARE for most in self.most_worth]
         if all(slow):
@@ -398,8 +408,9 @@ class _Shares:
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
-        """The set, in the pool from now on; none if there is none, or it is heavier than the
-        target.
+        """Return the set, in the pool from now on.
+
+        The result is None if there is none, or it is heavier than the target.
         """
         load = self.graph.kinds[kind].load(nodes)
         if not nodes or load > target:
@@ -413,8 +424,8 @@ class _Shares:
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float
     ) -> tuple[float, frozenset[int]]:
-        """The most that a device without transfers can hold, in parts of nodes, and the whole ones
-        among them.
+        """Return the most that a device without transfers can hold, in parts of nodes, and the
+        whole ones among them.
         """
         worth, left = 0.0, target
         nodes: list[int] = []

@@ -33,7 +33,9 @@ Over = Callable[[float], bool]
 
 
 def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) -> float:
-    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements, in milliseconds.
+
+    No more than ``upper``.
 
     Args:
         problem: what is asked, of the kind that ``set_graph.applies`` names.
@@ -65,8 +67,9 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
 def _enough(
     graph: SetGraph, heavy: Sequence[int], least: int, upper: float
 ) -> frozenset[int] | None:
-    """So many heavy nodes that devices which pay for transfers hold ``least`` of them; None if
-    there are too few.
+    """So many heavy nodes that devices which pay for transfers hold ``least`` of them.
+
+    The result is None if there are too few.
     """
     count = least
     while count <= len(heavy):
@@ -80,7 +83,7 @@ def _enough(
 
 
 def _most_held(times_ms: Sequence[float], nodes: Sequence[int], upper: float) -> int:
-    """How many of the nodes a device can hold that pays for no transfer."""
+    """Return how many of the nodes a device can hold that pays for no transfer."""
     left, held = upper * (1 + SLACK), 0
     for time_ms in sorted(times_ms[node] for node in nodes):
         left -= time_ms

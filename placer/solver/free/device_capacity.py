@@ -46,12 +46,13 @@ class Room:
         return memory_bounds.kept_of_nodes(self._problem, self._nodes, flight)
 
     def of(self, device: int) -> float:
-        """The sizes that it has room for, as far as is known, in bytes."""
+        """Return the sizes that it has room for, as far as is known, in bytes."""
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
-        """Whether a placement fits; where sizes do not say so, it is told and what devices have
-        room for is known anew.
+        """Return whether a placement fits.
+
+        Where sizes do not say so, it is told and what devices have room for is known anew.
 
         Args:
             devices: by node.

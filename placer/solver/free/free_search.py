@@ -79,7 +79,7 @@ def has_many_nodes(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _pairs(search: Search) -> PairSearch | None:
-    """The search that divides what two devices hold, where it can judge that."""
+    """Return the search that divides what two devices hold, where it can judge that."""
     if (
         search.best is None
         or not search.open()
@@ -147,8 +147,9 @@ def _look_at_few(search: Search) -> None:
 
 
 def _look_briefly(search: Search) -> None:
-    """The integer program for a short time: it proves in a second what takes prices long, and the
-    other way round.
+    """The integer program for a short time.
+
+    It proves in a second what takes prices long, and the other way round.
     """
     if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
         look(search)
@@ -170,7 +171,9 @@ def look(search: Search) -> None:
 
 
 def _may_share(search: Search, share: float) -> bool:
-    """Whether something is to be proven by the sets that devices could hold, and there is time."""
+    """Return whether something is to be proven by the sets that devices could hold, and there is
+    time.
+    """
     possible = set_graph.applies(search.problem) and set_graph.worth_looking(
         search.problem, search.nodes
     )
@@ -178,7 +181,7 @@ def _may_share(search: Search, share: float) -> bool:
 
 
 def _may_prove(search: Search, share: float) -> bool:
-    """Whether something is to be proven of the best so far, and there is time."""
+    """Return whether something is to be proven of the best so far, and there is time."""
     return search.best is not None and search.open() and not search.over(share)
 
 

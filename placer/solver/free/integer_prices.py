@@ -49,8 +49,9 @@ def whole_prices(
 def _less_than_all(
     whole: Whole, shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
 ) -> tuple[list[int], int]:
-    """By kind, what each device may hold so that all hold less than there is; and by how much it is
-    more than one less.
+    """Return, by kind, what each device may hold so that all hold less than there is.
+
+    And by how much it is more than one less.
 
     What is left over is negative where nothing needs to be held.
     """

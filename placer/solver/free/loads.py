@@ -58,7 +58,7 @@ class Loads:
         ]
 
     def by_device(self, devices: Sequence[int]) -> list[float]:
-        """By device, its load, in milliseconds.
+        """Return, by device, its load, in milliseconds.
 
         Args:
             devices: by node.
@@ -85,8 +85,8 @@ class Loads:
 
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
-    """The nets, with times over some link, and by net, device of the source and of the reader,
-    those of a copy.
+    """Return the nets, with times over some link, and by net, device of the source and of the
+    reader, those of a copy.
     """
     links = {_way(link): link for row in problem.links for link in row if link is not None}
     found = exchanges(problem, nodes) if links else []
@@ -110,7 +110,7 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
 
 
 def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:
-    """By device and another one, the way there and that back."""
+    """Return, by device and another one, the way there and that back."""
     ways = [[None if link is None else _way(link) for link in row] for row in problem.links]
     return [
         list(zip(there, back, strict=True))
@@ -119,5 +119,5 @@ def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]
 
 
 def _way(link: Link) -> Way:
-    """Links that take the same time are one."""
+    """Return links that take the same time are one."""
     return link.bandwidth_bytes_per_s, link.latency_s

@@ -67,7 +67,7 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 def improved(
     problem: Problem, nodes: Reduction, start: Sequence[int], over: Over, enough: float = 0.0
 ) -> list[int] | None:
-    """The best assignment met on the way from one.
+    """Return the best assignment met on the way from one.
 
     Args:
         problem: what is asked, of the kind that ``applies`` names.
@@ -102,8 +102,8 @@ class PairSearch:
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
-        """The best assignment met on the way from one, or from where it was stopped if that was no
-        worse.
+        """Return the best assignment met on the way from one, or from where it was stopped if that
+        was no worse.
 
         Args:
             start: by layer, its device; it meets all requirements.
@@ -125,7 +125,7 @@ class PairSearch:
         return None
 
     def _from_here(self, best: list[int], enough: float) -> list[int]:
-        """By node, its device in the best placement that is found."""
+        """Return, by node, its device in the best placement that is found."""
         best_ms = self._most_ms(best)
         while self.idle < self._patience and best_ms > enough and not self._ended:
             worse = next(self._worse)
@@ -151,7 +151,7 @@ class PairSearch:
         return devices
 
     def _less_busy(self, devices: list[int]) -> list[int] | None:
-        """A placement in which the busiest device is not as busy, nor is one in its place."""
+        """Return a placement in which the busiest device is not as busy, nor is one in its place."""
         loads = self._pairs.loads.by_device(devices)
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
@@ -170,7 +170,7 @@ class PairSearch:
         return None
 
     def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
-        """A placement in which some pairs hold something else."""
+        """Return a placement in which some pairs hold something else."""
         for _ in range(self._random.choice(RANDOM_PAIRS)):
             loads = self._pairs.loads.by_device(devices)
             one, other = self._random.sample(range(len(loads)), 2)
@@ -194,8 +194,9 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """What two devices hold divided as evenly as can be; or at random, by some weights, with
-        noise.
+        """What two devices hold divided as evenly as can be.
+
+        Or at random, by some weights, with noise.
         """
         for _ in range(LOOKS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
@@ -213,7 +214,7 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """The same, if sizes that add up were all that counts."""
+        """Return the same, if sizes that add up were all that counts."""
         ways = self._pairs.ways(devices, one, other, most_ms, labels)
         looked_at = 0 if ways is None else ways.labels
         self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)

@@ -73,7 +73,7 @@ class Ways:
         return np.maximum(self.one_ms, self.other_ms)
 
     def theirs(self, way: int) -> list[int]:
-        """The nodes that go to the other device."""
+        """Return the nodes that go to the other device."""
         found, label = [], way
         for node, came in zip(reversed(self._nodes), reversed(self._came), strict=True):
             label, to_other = divmod(int(came[label]), 2)
@@ -126,7 +126,7 @@ class Pairs:
         most_ms: tuple[float, float],
         most_labels: int,
     ) -> Ways | None:
-        """The ways to divide what two devices hold; None if none is found.
+        """Return the ways to divide what two devices hold; None if none is found.
 
         Args:
             devices: by node, where all are.
@@ -148,7 +148,7 @@ class Pairs:
     def _steps(
         self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int
     ) -> list[_Step]:
-        """The steps of the sweep."""
+        """Return the steps of the sweep."""
         paid = _Paid(self, devices, one, other)
         left = Counter(net for node in nodes for net in self.loads.nets_of[node])
         borders: list[Border] = [()]
@@ -208,8 +208,9 @@ class _Paid:
         return (ONE | (MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
-        """What a net costs each of them, from what is known of it; at the least where its source is
-        not known.
+        """What a net costs each of them, from what is known of it.
+
+        At the least where its source is not known.
         """
         key = net, bits
         if key not in self._known:
@@ -290,7 +291,7 @@ class _Search:
         return Ways(load[0], load[1], looked_at, self.nodes, came)
 
     def _rests(self) -> list[Row]:
-        """By step, rate and state behind it, the least that the rest adds."""
+        """Return, by step, rate and state behind it, the least that the rest adds."""
         rates = RATES[:, None, None]
         found = [np.zeros((len(RATES), 1))]
         for step in reversed(self.steps[1:]):
@@ -301,8 +302,9 @@ class _Search:
         return found[::-1]
 
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
-        """So many labels as may be: of those that load the one device about the same, that which
-        loads it most.
+        """So many labels as may be.
+
+        Of those that load the one device about the same, that which loads it most.
 
         It loads the other one least, as none is left that is worse in both. One of each state is
         kept, however many.
@@ -320,8 +322,9 @@ class _Search:
 
 
 def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
-    """Of the able labels those with none of their state that is no more in both loads; by state and
-    load of the one.
+    """Of the able labels those with none of their state that is no more in both loads.
+
+    By state and load of the one.
     """
     if not len(able):
         return able

@@ -81,12 +81,13 @@ class Covering:
             self._goal.SetCoefficient(less, self._half - price)
 
     def leans(self) -> bool:
-        """Whether some dual of the last solution is at an end of its box."""
+        """Return whether some dual of the last solution is at an end of its box."""
         return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
 
     def join(self, sets: Iterable[Owned]) -> bool:
-        """Add sets, each with its owner: a kind, or behind those a device that pays for no
-        transfer; if any is new.
+        """Add sets, each with its owner.
+
+        A kind, or behind those a device that pays for no transfer; if any is new.
         """
         fresh = [one for one in sets if one[1] and one not in self._known]
         for owner, nodes in fresh:
@@ -98,8 +99,8 @@ class Covering:
         return bool(fresh)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The least number of sets, in fractions of them, and the prices that the duals make; None
-        where it fails.
+        """Return the least number of sets, in fractions of them, and the prices that the duals
+        make; None where it fails.
         """
         if self._solver.Solve() != self._solver.OPTIMAL:
             return None

@@ -70,7 +70,7 @@ class SetGraph:
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
+    """Return whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
     request = problem.request
     return (
         not problem.contiguous
@@ -80,13 +80,14 @@ def applies(problem: Problem) -> bool:
 
 
 def worth_looking(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program would not prove as much in no time."""
+    """Return whether the integer program would not prove as much in no time."""
     return len(nodes.nodes) * len(problem.devices) >= MANY
 
 
 def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
-    """The sets of a problem that ``applies`` names; None if there are too many nodes, or none does
-    any work.
+    """Return the sets of a problem that ``applies`` names.
+
+    The result is None if there are too many nodes, or none does any work.
 
     Args:
         problem: what is asked.
@@ -133,8 +134,9 @@ def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
 def _cuts(
     problem: Problem, nodes: Reduction, link: Link | None
 ) -> tuple[list[Step], dict[Pins, float]]:
-    """The sweep, and by pins what it costs to cut nets over a link; none where they have too many
-    states.
+    """Return the sweep, and by pins what it costs to cut nets over a link.
+
+    The result is None where they have too many states.
     """
     nets: dict[Pins, float] = defaultdict(float)
     for net in joined_nets(problem, nodes, link) if link is not None else ():

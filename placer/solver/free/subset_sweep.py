@@ -187,7 +187,7 @@ class Subsets:
             raise Stopped
 
     def _traced(self, came: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
-        """The nodes of a label: even ways lead from inside."""
+        """Return the nodes of a label: even ways lead from inside."""
         nodes = []
         for step, way in zip(reversed(self._steps), reversed(came), strict=True):
             origin, outside = divmod(int(way[label]), 2)
@@ -222,8 +222,8 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
 def _neighbours(
     state: Numbers, load: Numbers, most: int, width: int
 ) -> tuple[Numbers, Numbers, int]:
-    """The first and the last label of each run whose loads are about the same, by state, and how
-    much the same.
+    """Return the first and the last label of each run whose loads are about the same, by state, and
+    how much the same.
 
     Runs are as short as may be for so many, beginning with a width that is likely too small: most
     labels can be of few states.

@@ -47,7 +47,7 @@ class Step:
 
 
 def sweep(count: int, nets: dict[Pins, float]) -> list[Step] | None:
-    """The steps of an order in which few nets are open; None if there are too many states.
+    """Return the steps of an order in which few nets are open; None if there are too many states.
 
     Args:
         count: of nodes.
@@ -57,7 +57,7 @@ def sweep(count: int, nets: dict[Pins, float]) -> list[Step] | None:
 
 
 def order_of(count: int, nets: dict[Pins, float]) -> list[int]:
-    """The nodes in an order in which few nets are open.
+    """Return the nodes in an order in which few nets are open.
 
     Args:
         count: of nodes.
@@ -75,7 +75,7 @@ class _Sweep:
                 self.of[node].append(net)
 
     def steps(self) -> list[Step] | None:
-        """All steps; None if there are too many states."""
+        """Return all steps; None if there are too many states."""
         order = self.order()
         place = {node: index for index, node in enumerate(order)}
         last = [max(place[node] for node in pins) for pins in self.nets]
@@ -97,7 +97,7 @@ class _Sweep:
     def _crossed(
         self, border: Border, node: int, side: int, index: int, last: Sequence[int]
     ) -> tuple[Border, float]:
-        """The border behind a node that is on one side, and what is cut."""
+        """Return the border behind a node that is on one side, and what is cut."""
         sides, cost_ms = dict(border), 0.0
         for net in self.of[node]:
             before = sides.get(net, 0)
@@ -109,12 +109,12 @@ class _Sweep:
         return tuple(sorted(sides.items())), cost_ms
 
     def order(self) -> list[int]:
-        """The order with the fewest nets open of some that go on with what opens the fewest."""
+        """Return the order with the fewest nets open of some that go on with what opens the fewest."""
         starts = range(0, self.count, max(1, self.count // STARTS))
         return min((self._from(start) for start in starts), key=lambda found: found[0])[1]
 
     def _from(self, start: int) -> tuple[tuple[int, int], list[int]]:
-        """The most nets that are open at a time and their sum, and the order."""
+        """Return the most nets that are open at a time and their sum, and the order."""
         left = [len(pins) for pins in self.nets]
         near, waiting = {start}, dict.fromkeys(range(self.count))
         order: list[int] = []
@@ -135,8 +135,8 @@ class _Sweep:
         return (most, total), order
 
     def _opened(self, node: int, left: Sequence[int]) -> tuple[int, int]:
-        """How many nets a node opens less those that it closes, and how many it goes on with, less
-        than none.
+        """Return how many nets a node opens less those that it closes, and how many it goes on
+        with, less than none.
         """
         fresh = [left[net] == self._sizes[net] for net in self.of[node]]
         closed = sum(

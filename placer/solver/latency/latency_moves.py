@@ -88,8 +88,9 @@ def improved(
 def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[float], bool]
 ) -> tuple[list[int] | None, bool]:
-    """One round: the best devices met, by node, if they are better than the first; and whether time
-    is over.
+    """One round: the best devices met, by node, if they are better than the first.
+
+    And whether time is over.
     """
     best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
     most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
@@ -153,7 +154,7 @@ class _State:
         )
 
     def pick(self, random: Random) -> dict[int, int]:
-        """By node that moves, its device; none where there is no such move."""
+        """Return, by node that moves, its device; none where there is no such move."""
         layer = (
             random.choice(self._critical)
             if random.random() < 0.5
@@ -185,8 +186,9 @@ class _State:
         return dict.fromkeys(moved, device) if all(self._may(one, device) for one in moved) else {}
 
     def move(self, devices: Mapping[int, int], most_ms: float) -> bool:
-        """Bring nodes to devices if that meets the requirements and takes no longer; whether it
-        does.
+        """Bring nodes to devices if that meets the requirements and takes no longer.
+
+        Whether it does.
         """
         self._moves += 1
         before = {node: self.device[node] for node in devices}
@@ -200,7 +202,7 @@ class _State:
         return False
 
     def fits(self) -> bool:
-        """Whether all devices can hold what they do, and none recomputes that need not."""
+        """Return whether all devices can hold what they do, and none recomputes that need not."""
         if self._holds:
             return self._room.holds(self.device)
         self._moves += self.layers  # it takes as long
@@ -219,7 +221,7 @@ class _State:
         return device in self._nodes.allowed[node]
 
     def _together(self, node: int, most: int) -> list[int]:
-        """A node with others that are where it is, and exchange values with it or with them."""
+        """Return a node with others that are where it is, and exchange values with it or with them."""
         found = [node]
         for one in found:
             for other in self._near[one] if len(found) < most else ():
@@ -245,8 +247,8 @@ class _State:
             self._quotient.move(node, device)
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
-        """Whether the devices that get nodes have room, the numbers are right, and none waits for
-        itself.
+        """Return whether the devices that get nodes have room, the numbers are right, and none
+        waits for itself.
         """
         problem, room = self._problem, self._room
         used = len(self._layers) - self._layers.count(0)
@@ -261,7 +263,10 @@ class _State:
         )
 
     def _is_short(self, devices: Mapping[int, int], most_ms: float) -> bool:
-        """Whether both passes together take no longer with these nodes there; if so they keep that."""
+        """Return whether both passes together take no longer with these nodes there.
+
+        If so they keep that.
+        """
         layers = {
             layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]
         }

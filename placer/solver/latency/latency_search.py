@@ -44,7 +44,10 @@ def start(search: Search) -> None:
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start; to the end of the time where there is no integer program to come."""
+    """Go on from the best start.
+
+    To the end of the time where there is no integer program to come.
+    """
     if search.best is not None and not free_search.has_many_nodes(search.problem, search.nodes):
         free_search.look(search)
     _move_layers(search, MOVES_SHARE, PATIENCE)

@@ -33,7 +33,7 @@ their layers' sizes."""
 
 
 def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
-    """By layer, its device, of some list schedules, which may break requirements.
+    """Return, by layer, its device, of some list schedules, which may break requirements.
 
     Args:
         problem: what is asked.
@@ -55,8 +55,9 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
 
 
 def _numbers_of_devices(problem: Problem) -> list[int]:
-    """How many devices a schedule may use: where they must not wait for each other, what comes late
-    finds few.
+    """Return how many devices a schedule may use.
+
+    Where they must not wait for each other, what comes late finds few.
     """
     numbers = [problem.most_devices]
     while problem.contiguous and numbers[-1] // 2 >= max(2, problem.least_devices):
@@ -65,7 +66,10 @@ def _numbers_of_devices(problem: Problem) -> list[int]:
 
 
 def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
-    """The layers in blocks: nodes, rows of them, and what hangs together; each partition once."""
+    """Return the layers in blocks: nodes, rows of them, and what hangs together.
+
+    Each partition once.
+    """
     yield nodes
     arcs = nodes.arcs(
         (value.source, reader) for value in problem.values for reader in value.readers
@@ -110,8 +114,8 @@ class _Listing:
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
-        """The blocks by the longest way from their begin to the end, in a topological order where
-        there is one.
+        """Return the blocks by the longest way from their begin to the end, in a topological order
+        where there is one.
         """
         work = [
             sum(row[d] for d in able) / len(able)
@@ -129,8 +133,9 @@ class _Listing:
         return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
-        """By block, the device on which it is done first, as they come; None if there is none for
-        one of them.
+        """Return, by block, the device on which it is done first, as they come.
+
+        The result is None if there is none for one of them.
 
         Args:
             order: of the blocks.
@@ -194,8 +199,8 @@ class _Held:
     def takes(
         self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
     ) -> bool:
-        """Whether a device may hold a block more that reads from these devices, and be one of so
-        many.
+        """Return whether a device may hold a block more that reads from these devices, and be one
+        of so many.
         """
         problem, room = self._problem, self._room
         return (

@@ -23,8 +23,9 @@ Inputs = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Ways:
-    """What a transfer takes, by the devices that it passes between; infinitely long where there is
-    no link.
+    """What a transfer takes, by the devices that it passes between.
+
+    Infinitely long where there is no link.
 
     Attributes:
         latency_ms: whatever its size.
@@ -108,7 +109,7 @@ class Pass:
 
     @classmethod
     def backwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
-        """The mirror image: the last layer has the first place."""
+        """Return the mirror image: the last layer has the first place."""
         last = len(problem.layers) - 1
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
@@ -123,8 +124,9 @@ class Pass:
         return max(self.finish)
 
     def moved(self, places: Mapping[int, int], most_ms: float) -> list[float] | None:
-        """By place, its finish where some go to other devices; None where the last is later than is
-        wanted.
+        """Return, by place, its finish where some go to other devices.
+
+        The result is None where the last is later than is wanted.
         """
         before = {place: self._device[place] for place in places}
         self._put(places)
@@ -142,7 +144,7 @@ class Pass:
         self.finish = finish
 
     def critical(self) -> list[int]:
-        """The places that the last finish waits for, one after another, from that one on."""
+        """Return the places that the last finish waits for, one after another, from that one on."""
         place = max(range(len(self.finish)), key=self.finish.__getitem__)
         found = [place]
         while True:
@@ -167,7 +169,7 @@ class Pass:
             self._device[place] = device
 
     def _run(self, first: int, most_ms: float) -> list[float] | None:
-        """By place, its finish, where those before the first stay as they are."""
+        """Return, by place, its finish, where those before the first stay as they are."""
         finish, devices, tails = self.finish.copy(), self._device, self._tail_ms
         latency, byte, times, inputs = (
             self._ways.latency_ms,

@@ -45,7 +45,7 @@ class Quotient:
         at[node] = device
 
     def is_acyclic(self) -> bool:
-        """Whether no device waits for itself by way of others."""
+        """Return whether no device waits for itself by way of others."""
         waiting = [
             sum(1 << other for other, arcs in enumerate(row) if arcs and other != d)
             for d, row in enumerate(self._arcs)
@@ -59,7 +59,7 @@ class Quotient:
         return not left
 
     def closed(self, node: int, arcs: Sequence[Sequence[int]]) -> list[int]:
-        """A node with all that follows it by such arcs and is where it is."""
+        """Return a node with all that follows it by such arcs and is where it is."""
         found, seen = [node], {node}
         for one in found:
             for other in arcs[one]:

@@ -27,5 +27,5 @@ def near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
 
 
 def close(one: float, other: float, absolute: float = 0.0) -> bool:
-    """Whether two times are the same but for rounding."""
+    """Return whether two times are the same but for rounding."""
     return isclose(one, other, rel_tol=RELATIVE, abs_tol=absolute)

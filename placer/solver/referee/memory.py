@@ -73,8 +73,9 @@ class Memory:
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
     def copies(self, device: str) -> tuple[int, int]:
-        """The copies of shared parameters on a device, and their gradients. The original is with
-        the first layer.
+        """Return the copies of shared parameters on a device, and their gradients.
+
+        The original is with the first layer.
         """
         copied = []
         for tie in self._shared:
@@ -88,8 +89,9 @@ class Memory:
     def splits(
         self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
     ) -> set[Split]:
-        """Return the activations and the workspace at each of the worst moments; arguments are
-        those of ``total``.
+        """Return the activations and the workspace at each of the worst moments.
+
+        Arguments are those of ``total``.
         """
         if not self._training:
             return _largest(self._inference(device))
@@ -106,8 +108,9 @@ class Memory:
         )
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep; what comes from other devices, if all else is
-        computed again.
+        """What micro-batches beside the first keep.
+
+        What comes from other devices, if all else is computed again.
         """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
@@ -124,14 +127,15 @@ class Memory:
         return sorted(self._order[name] for name in names if self._where[name] == device)
 
     def _edges_at(self, device: str, own: bool) -> list[Edge]:
-        """All edges of a device, or those that it makes itself."""
+        """Return all edges of a device, or those that it makes itself."""
         return [
             edge for edge in self._edges[device] if not own or self._where[edge.source] == device
         ]
 
     def _kept_at(self, device: str, own: bool = False) -> dict[int, int]:
-        """By step, what is kept from then on; of values, perhaps those alone that the device makes
-        itself.
+        """Return, by step, what is kept from then on.
+
+        Of values, perhaps those alone that the device makes itself.
         """
         kept: dict[int, int] = defaultdict(int)
         for layer in self._layers[device]:
@@ -142,8 +146,9 @@ class Memory:
         return kept
 
     def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
-        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was
-        read for good.
+        """Play the forward pass.
+
+        A value arrives when it is made, and goes when it is kept or was read for good.
 
         Of recorded passes, which are told of their own values alone, one that others read as well
         never goes.
@@ -169,8 +174,9 @@ class Memory:
             yield kept + waiting, 0
 
     def _backwards(self, device: str) -> Iterator[Split]:
-        """Play the backward pass: a gradient arrives after its first reader, and goes with its
-        source or is sent.
+        """Play the backward pass.
+
+        A gradient arrives after its first reader, and goes with its source or is sent.
 
         That of the last reader may be a slice, and the rest of its storage waits with it for the
         reader before; one of tied parameters waits from the last layer that has them to the first.
@@ -235,15 +241,15 @@ class Memory:
         return sum(edge.gradient_bytes for edge in (*sent, *waiting))
 
     def _waits_where_it_comes(self, edge: Edge) -> bool:
-        """Whether the gradient of a value that is sent is what a weight pass waits with, where
-        there is one reader.
+        """Return whether the gradient of a value that is sent is what a weight pass waits with,
+        where there is one reader.
         """
         sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
         return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 
     def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
-        """The same of segments that each have passes of their own, as if they were on devices of
-        their own.
+        """Return the same of segments that each have passes of their own, as if they were on
+        devices of their own.
         """
         held = workspace = 0
         for name, layers in self._segments._layers.items():
@@ -278,8 +284,9 @@ class Memory:
         return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
     def _backward_pass(self, device: str) -> int:
-        """Play a backward pass, or its input half: what that leaves stays, and so do gradients that
-        are to be sent.
+        """Play a backward pass, or its input half.
+
+        What that leaves stays, and so do gradients that are to be sent.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)

@@ -13,7 +13,7 @@ from placer.solver.referee.memory import Flight, Memory
 def repeated(
     request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]
 ) -> PlacementRequest:
-    """The question as it is for a map whose layers on some devices take a forward pass more
+    """Return the question as it is for a map whose layers on some devices take a forward pass more
     backwards.
     """
     if not devices:
@@ -44,8 +44,9 @@ def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight
 
 
 def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Flight) -> bool:
-    """Whether a device with all layers recomputes: it must, or it helps and memory is short, or all
-    that counts.
+    """Return whether a device with all layers recomputes.
+
+    It must, or it helps and memory is short, or all that counts.
     """
     if must(request, device.name):
         return True
@@ -59,14 +60,15 @@ def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Fli
 
 
 def may(request: PlacementRequest, device: str, flight: Flight) -> bool:
-    """Whether a device may recompute: in training, if asked for, and where a device's stages are
-    counted as one.
+    """Return whether a device may recompute.
+
+    In training, if asked for, and where a device's stages are counted as one.
     """
     return request.is_training and rule(request, device) != "never" and isinstance(flight, int)
 
 
 def must(request: PlacementRequest, device: str) -> bool:
-    """Whether a device that holds layers recomputes in any case."""
+    """Return whether a device that holds layers recomputes in any case."""
     return request.is_training and rule(request, device) == "always"
 
 

@@ -24,7 +24,7 @@ ROUNDING = 1e-12
 
 
 def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:
-    """The most time a step of all chains that repeat.
+    """Return the most time a step of all chains that repeat.
 
     Args:
         waits: by event, those of the same step that it waits for.
@@ -53,7 +53,7 @@ class _Search:
         self._least = ROUNDING * sum(self._time.values())
 
     def longer_than(self, mean: float) -> float | None:
-        """The mean of a chain that has a larger one; None if there is none."""
+        """Return the mean of a chain that has a larger one; None if there is none."""
         came: dict[Event, tuple[Event, int]] = {}
         while self._extend(mean, came):
             found = self._round(came)
@@ -73,7 +73,7 @@ class _Search:
         return longer
 
     def _round(self, came: Mapping[Event, tuple[Event, int]]) -> float | None:
-        """The mean of a chain that a way goes round."""
+        """Return the mean of a chain that a way goes round."""
         seen: dict[Event, int] = {}
         for number, start in enumerate(came):
             event = start

@@ -28,7 +28,7 @@ Pair = tuple[int, int]
 
 
 def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
-    """The question with what the placement chose; None if it may not choose so."""
+    """Return the question with what the placement chose; None if it may not choose so."""
     for asked in choices(request):
         same = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
         if same == (
@@ -42,7 +42,9 @@ def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest 
 
 
 def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """The question once for every micro-batch size, schedule and kind of placement that fits it."""
+    """Return the question once for every micro-batch size, schedule and kind of placement that fits
+    it.
+    """
     whole = request.batch_size or request.chunks * request.profile.batch_size
     contiguous_too = (
         ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
@@ -197,7 +199,7 @@ class StepReading:
         return self.flights_of(self.plan)
 
     def flights_of(self, plan: Plan) -> dict[str, int]:
-        """The same by an order of passes."""
+        """Return the same by an order of passes."""
         return {layer: plan.in_flight[stage] for layer, stage in self.stage_of.items()}
 
     @property
@@ -224,7 +226,7 @@ class StepReading:
         return last + self.optimizer_ms()
 
     def optimizer_ms(self) -> float:
-        """The device whose optimizer takes longest."""
+        """Return the device whose optimizer takes longest."""
         return max(self._optimizer_ms.values(), default=0.0)
 
     def _duration(self, event: Event) -> float:
@@ -280,19 +282,20 @@ class StepReading:
         return waits
 
     def _of_device(self) -> dict[str, list[Event]]:
-        """By device, its passes in order."""
+        """Return, by device, its passes in order."""
         passes: dict[str, list[Event]] = defaultdict(list)
         for stage, phase, batch in self.plan.issue:
             passes[self._devices[stage]].append((stage, phase, batch))
         return passes
 
     def _optimizers(self) -> dict[Event, set[Event]]:
-        """The optimizer of each device, which waits for the last of its passes."""
+        """Return the optimizer of each device, which waits for the last of its passes."""
         return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
 
     def _carried(self) -> dict[Event, set[Event]]:
-        """By event, those of the step before that it waits for: its device, its lane, and what had
-        its buffer.
+        """Return, by event, those of the step before that it waits for.
+
+        Its device, its lane, and what had its buffer.
         """
         carried: dict[Event, set[Event]] = defaultdict(set)
         for device, passes in self._of_device().items():
@@ -309,7 +312,7 @@ class StepReading:
         return carried
 
     def _room(self, stage: int, batch: int) -> set[Event]:
-        """The pass that makes room for a micro-batch."""
+        """Return the pass that makes room for a micro-batch."""
         older = batch - self.plan.in_flight[stage]
         last = "weights" if self.plan.split else "backward"
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
@@ -318,8 +321,8 @@ class StepReading:
 def possible_flights(
     request: PlacementRequest, where: Where, stages: Sequence[str]
 ) -> list[dict[str, int]]:
-    """By layer, what its segment has in flight, by each order that there is, where a device may
-    have several stages.
+    """Return, by layer, what its segment has in flight, by each order that there is, where a device
+    may have several stages.
     """
     reading = StepReading(request, where, stages)
     whole = reading.pipeline
@@ -329,8 +332,9 @@ def possible_flights(
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
-    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all,
-    both times.
+    """Raise on what is said of a whole batch and is not so.
+
+    The best of the choices, bounds of all, both times.
 
     Args:
         request: the question.

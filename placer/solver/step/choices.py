@@ -65,8 +65,8 @@ class Choice:
 
 
 def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
-    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed
-    for.
+    """Return a question by objective ``step`` as one for a small bottleneck, which no less can be
+    placed for.
 
     Args:
         problem: what is asked.
@@ -82,15 +82,17 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
 
 
 def with_few_crossings(problem: Problem) -> Problem:
-    """The same question where transfers add to the bottleneck: each delays a step, though nobody
-    works on it.
+    """Return the same question where transfers add to the bottleneck.
+
+    Each delays a step, though nobody works on it.
     """
     return replace(problem, request=problem.request.model_copy(update={"transfers": "added"}))
 
 
 def work_alone(problem: Problem) -> Problem:
-    """The same question where transfers take no time: several lanes may carry those of a device at
-    once.
+    """Return the same question where transfers take no time.
+
+    Several lanes may carry those of a device at once.
     """
     link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
     numbers = range(len(problem.devices))
@@ -102,7 +104,7 @@ def work_alone(problem: Problem) -> Problem:
 
 
 def by_segment(problem: Problem) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     return problem.request.schedule == "interleaved" and not problem.contiguous
 
 
@@ -183,7 +185,7 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 
 
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
-    """Whether placements are contiguous, and the schedule."""
+    """Return whether placements are contiguous, and the schedule."""
     asked = request.schedule
     by_rule = any(
         request.constraints.recompute_on(device.name) == "always" for device in request.devices
@@ -199,13 +201,13 @@ def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
 
 
 def choice_of(asked: PlacementRequest) -> Choice:
-    """A question with all chosen but the map; nothing is known of it yet."""
+    """Return a question with all chosen but the map; nothing is known of it yet."""
     problem = Problem.from_request(asked)
     return Choice(problem, reduced(problem))
 
 
 def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
-    """The choice with its first bound, as far as there is time for it.
+    """Return the choice with its first bound, as far as there is time for it.
 
     Args:
         choice: gets the bound.
@@ -217,8 +219,9 @@ def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
-    """As they are searched: the micro-batches with the lowest bound first, and of their schedules
-    the likely ones.
+    """As they are searched.
+
+    The micro-batches with the lowest bound first, and of their schedules the likely ones.
     """
     by_chunks: dict[int, list[Choice]] = defaultdict(list)
     for choice in sorted(choices, key=_likely):

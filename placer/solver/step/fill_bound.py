@@ -49,8 +49,9 @@ MOST_BLOCKS = 400
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others
-    behind them.
+    """No contiguous placement's passes take less, in milliseconds.
+
+    0 where nodes are tied to others behind them.
 
     Args:
         problem: what is asked.
@@ -79,8 +80,8 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
-    """How long a stage has nothing to do between its first pass of a step and its last, at the
-    least, in milliseconds.
+    """Return how long a stage has nothing to do between its first pass of a step and its last, at
+    the least, in milliseconds.
 
     Args:
         problem: what is asked.
@@ -103,7 +104,7 @@ def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backw
 
 
 def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
-    """Values that have gradients, by source and reader."""
+    """Return values that have gradients, by source and reader."""
     return [
         (value.source, reader)
         for value in problem.values
@@ -113,15 +114,18 @@ def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _has_two_ends(arcs: Arcs, count: int) -> bool:
-    """Whether each node but the first reads something, and something reads each but the last."""
+    """Return whether each node but the first reads something, and something reads each but the
+    last.
+    """
     return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(
         range(count - 1)
     )
 
 
 def _blocks(arcs: Arcs, count: int) -> list[int]:
-    """By node, its block; a node that comes behind all before it, and before all behind it, is one
-    of its own.
+    """Return, by node, its block.
+
+    A node that comes behind all before it, and before all behind it, is one of its own.
 
     All nodes before one lead to it if each is read by one that is no farther; of those behind it
     likewise.
@@ -156,25 +160,25 @@ def _by_block(block_of: Sequence[int], time_ms: Vector) -> Vector:
 
 
 def _before(arcs: Arcs, time_ms: Vector) -> Vector:
-    """By node, the longest path that ends right before it."""
+    """Return, by node, the longest path that ends right before it."""
     return np.array(longest_before(time_ms.tolist(), sorted(arcs)))
 
 
 def _behind(arcs: Arcs, time_ms: Vector) -> Vector:
-    """By node, the longest path that begins right behind it."""
+    """Return, by node, the longest path that begins right behind it."""
     last = len(time_ms) - 1
     return _before({(last - reader, last - source) for source, reader in arcs}, time_ms[::-1])[::-1]
 
 
 def _least_from(block_of: Sequence[int], way_ms: Vector) -> Vector:
-    """By block, the shortest way of any node of it or of a later one."""
+    """Return, by block, the shortest way of any node of it or of a later one."""
     least = np.full(block_of[-1] + 1, np.inf)
     np.minimum.at(least, np.array(block_of), way_ms)
     return np.minimum.accumulate(least[::-1])[::-1]
 
 
 def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
-    """By block, the shortest way of any node of it or of an earlier one."""
+    """Return, by block, the shortest way of any node of it or of an earlier one."""
     last = block_of[-1]
     return _least_from([last - block for block in reversed(block_of)], way_ms[::-1])[::-1]
 
@@ -201,7 +205,7 @@ def _waits(
 
 
 def _from_to(time_ms: Vector) -> Vector:
-    """By first block and last, the sum of all from the one to the other."""
+    """Return, by first block and last, the sum of all from the one to the other."""
     ends = np.cumsum(time_ms)
     return ends[None, :] - (ends - time_ms)[:, None]
 
@@ -236,7 +240,7 @@ class _Row:
             )
 
     def least_step(self) -> float:
-        """The smallest step for which the stages can hold the work of all blocks."""
+        """Return the smallest step for which the stages can hold the work of all blocks."""
         low, high = 0.0, self._chunks * float(self._ends[-1])
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -247,8 +251,9 @@ class _Row:
         return low
 
     def _reach(self, step_ms: float) -> float:
-        """How much work the stages can hold at the most: each begins where the one before ends, or
-        earlier.
+        """How much work the stages can hold at the most.
+
+        Each begins where the one before ends, or earlier.
         """
         reached = 0.0
         for lost in self._lost:

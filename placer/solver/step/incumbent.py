@@ -72,8 +72,9 @@ class BestStep:
     alone_s: float = 0.0
 
     def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
-        """Keep an assignment if it meets every requirement and is better; what it costs, if it can
-        be.
+        """Keep an assignment if it meets every requirement and is better.
+
+        What it costs, if it can be.
 
         Whether it fits is looked at last, of what is better alone: it takes long to tell.
         """
@@ -112,8 +113,8 @@ class BestStep:
         return step_ms
 
     def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
-        """Whether it meets the plain requirements, and there is time to make an answer of it, or no
-        answer yet.
+        """Return whether it meets the plain requirements, and there is time to make an answer of
+        it, or no answer yet.
         """
         has_time = (
             self.best.devices is None
@@ -122,7 +123,7 @@ class BestStep:
         return has_time and costs.allowed(choice.problem, devices)
 
     def _better(self) -> float:
-        """The step from which a placement counts as better than the best so far."""
+        """Return the step from which a placement counts as better than the best so far."""
         return self.best.value * (1 - PROVEN_GAP / 2)
 
     def _closed(self, choice: Choice) -> bool:
@@ -133,7 +134,7 @@ class BestStep:
         return spent or self._stopped() or self._closed(choice)
 
     def _share(self, part: float) -> Share:
-        """A part of the time and of the work that are left."""
+        """Return a part of the time and of the work that are left."""
         by_work = self.meter.limit < inf
         time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
         return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))

@@ -100,8 +100,8 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
 
 
 def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
-    """The longest ways to layers' passes and from them, each on the fastest devices and over no
-    link.
+    """Return the longest ways to layers' passes and from them, each on the fastest devices and over
+    no link.
 
     Args:
         problem: what is asked.

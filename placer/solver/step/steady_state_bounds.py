@@ -60,7 +60,7 @@ def _work_ms(problem: Problem, layer: int, device: int) -> float:
 
 
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
-    """The longest way from a layer that reads nothing to another, through that with all
+    """Return the longest way from a layer that reads nothing to another, through that with all
     micro-batches, and back.
     """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
@@ -79,8 +79,9 @@ def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> fl
 
 
 def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:
-    """By layer, the longest path to it from one layer, both included; every arc runs with the
-    layers' order.
+    """Return, by layer, the longest path to it from one layer, both included.
+
+    Every arc runs with the layers' order.
     """
     way = [-inf] * len(time_ms)
     way[start] = time_ms[start]

@@ -26,7 +26,7 @@ def found(
     broken: Ties | None,
     time_s: float,
 ) -> Placement:
-    """The best as it is returned: under the whole question's name, with all choices.
+    """Return the best as it is returned: under the whole question's name, with all choices.
 
     Args:
         request: the question.
@@ -50,8 +50,9 @@ def found(
 def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
-    """The best so far as it is told: of the choices as they are now, with ties as they happen to
-    be.
+    """Return the best so far as it is told.
+
+    Of the choices as they are now, with ties as they happen to be.
     """
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
@@ -87,8 +88,9 @@ def bound_of(choices: Sequence[Choice]) -> float:
 
 
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
-    """Why there is none, of the choice that comes nearest; which it is, where memory tells them
-    apart.
+    """Why there is none, of the choice that comes nearest.
+
+    Which it is, where memory tells them apart.
     """
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
@@ -99,15 +101,16 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
 
 
 def _distance(choice: Choice) -> tuple[bool, int]:
-    """How far from a placement a choice is: the bytes that are short, or farther than any number of
-    them.
+    """How far from a placement a choice is.
+
+    The bytes that are short, or farther than any number of them.
     """
     short = choice.reason.short_bytes if choice.reason is not None else 0
     return not short, short
 
 
 def _single_device(choices: Sequence[Choice]) -> SingleDevice:
-    """The best that one device does, whatever the choice."""
+    """Return the best that one device does, whatever the choice."""
     singles = [answer.single_device(choice.problem) for choice in choices]
     return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
@@ -115,7 +118,10 @@ def _single_device(choices: Sequence[Choice]) -> SingleDevice:
 def _step(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
 ) -> Step:
-    """The step of the placement that is returned: what was found, on the devices as they are named."""
+    """Return the step of the placement that is returned.
+
+    What was found, on the devices as they are named.
+    """
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]

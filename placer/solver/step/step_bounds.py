@@ -115,7 +115,7 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def _awaited_ms(problem: Problem) -> Matrix:
-    """By layer and device, what others wait for of a backward pass."""
+    """Return, by layer and device, what others wait for of a backward pass."""
     if problem.request.schedule != "zero-bubble":
         return problem.backward_ms
     return [
@@ -125,8 +125,8 @@ def _awaited_ms(problem: Problem) -> Matrix:
 
 
 def is_row(problem: Problem, nodes: Reduction) -> bool:
-    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours
-    both ways.
+    """Return whether every contiguous placement is a row of stages, each of which waits for its
+    neighbours both ways.
     """
     if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
         return False
@@ -172,7 +172,7 @@ class StepTable(CutTable):
         self._best_trip: dict[Counts, Table] = {}
 
     def _sums(self, time_ms: Matrix) -> Table:
-        """By device and node, the sum over all nodes before it."""
+        """Return, by device and node, the sum over all nodes before it."""
         devices = range(len(self.problem.devices))
         rows = [
             [sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes]
@@ -181,20 +181,21 @@ class StepTable(CutTable):
         return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
 
     def _fastest_sums(self, time_ms: Matrix) -> Table:
-        """By node, the sum over all nodes before it, each layer on its fastest device."""
+        """Return, by node, the sum over all nodes before it, each layer on its fastest device."""
         fastest = fastest_ms(self.problem, time_ms)
         return np.concatenate(
             [[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])]
         )
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first node and end, a lower bound on the step with that stage; infinite where it
-        cannot be.
+        """Return, by first node and end, a lower bound on the step with that stage.
+
+        Infinite where it cannot be.
         """
         return self._bounds_of(kind, stages_left)[0]
 
     def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
-        """The same, and a bound on the time until the first stage has its last gradients."""
+        """Return the same, and a bound on the time until the first stage has its last gradients."""
         key = kind, stages_left
         if key not in self._by_stages_left:
             possible = np.isfinite(super().cost(kind, stages_left))
@@ -214,7 +215,7 @@ class StepTable(CutTable):
         return found
 
     def _least_trip(self, counts: Counts) -> Table:
-        """By first node, the least such time with the stages from there."""
+        """Return, by first node, the least such time with the stages from there."""
         trips = [
             self._trips(counts, kind, slice(None)).min(axis=-1)
             for kind in optimal_cuts.kinds_left(counts)
@@ -222,13 +223,16 @@ class StepTable(CutTable):
         return np.asarray(np.min(trips, axis=0))
 
     def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
-        """By first node and end, such a time where a device of that class takes the stage between."""
+        """Return, by first node and end, such a time where a device of that class takes the stage
+        between.
+        """
         until = self._bounds_of(kind, sum(counts))[1][start]
         return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
 
     def _tail(self, kind: int) -> Table:
-        """By end of the first stage, what it does when it has its last gradients: a weight half,
-        and the optimizer.
+        """Return, by end of the first stage, what it does when it has its last gradients.
+
+        A weight half, and the optimizer.
         """
         device = self.classes[kind][0]
         optimizer = (
@@ -239,8 +243,8 @@ class StepTable(CutTable):
         )
 
     def _transfers(self) -> tuple[Table, Table]:
-        """By node, what a cut before it takes of one micro-batch's way, there and back, over the
-        fastest link.
+        """Return, by node, what a cut before it takes of one micro-batch's way, there and back,
+        over the fastest link.
         """
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
         links = [link for row in self.problem.links for link in row if link is not None]
@@ -253,8 +257,9 @@ class StepTable(CutTable):
         return there, back
 
     def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
-        """By first node and end, bounds on a step's passes with a stage there: all, and until
-        gradients are back.
+        """Return, by first node and end, bounds on a step's passes with a stage there.
+
+        All, and until gradients are back.
         """
         chunks = self._asked.request.chunks
         forward, backward, awaited = (
@@ -280,12 +285,12 @@ class StepTable(CutTable):
         return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
 
     def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
-        """Every cut, the lowest bound first.
+        """Return every cut, the lowest bound first.
 
         Yields:
             Its bound, which is one for all that follow, and by layer its device. None instead while
-            cuts are being put together, so that whoever asks may stop; no devices at all where it
-            gives up, as too many are open.
+                cuts are being put together, so that whoever asks may stop; no devices at all where
+                it gives up, as too many are open.
         """
         if not np.isfinite(self.fill()[0]):
             return
@@ -327,7 +332,7 @@ class StepTable(CutTable):
                 )
 
     def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
-        """By layer, its device, from the end and the class of each stage."""
+        """Return, by layer, its device, from the end and the class of each stage."""
         unused = [iter(members) for members in self.classes]
         devices: list[int] = []
         for stop, kind in stages:
@@ -396,7 +401,7 @@ class _OpenCut:
 
 
 def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
-    """The table of a row; None if the model is none, or has too many kinds of devices.
+    """Return the table of a row; None if the model is none, or has too many kinds of devices.
 
     Args:
         problem: what is asked.

@@ -28,8 +28,8 @@ Change = Callable[[], list[int]]
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
-    """The layers in their order dealt out to the devices, so many times round, to each as much as
-    it is fast.
+    """Return the layers in their order dealt out to the devices, so many times round, to each as
+    much as it is fast.
 
     Args:
         problem: what is asked.
@@ -60,7 +60,7 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
 def climb(
     problem: Problem, nodes: Reduction, start: list[int], value: Value, over: Callable[[], bool]
 ) -> list[int]:
-    """The best assignment on a way of small changes, each of which shortens the step.
+    """Return the best assignment on a way of small changes, each of which shortens the step.
 
     Args:
         problem: what is asked.
@@ -90,7 +90,7 @@ def climb(
 def kicked(
     problem: Problem, nodes: Reduction, assignment: Sequence[int], random: Random
 ) -> list[int]:
-    """An assignment a few small changes away, whatever they cost."""
+    """Return an assignment a few small changes away, whatever they cost."""
     found = list(assignment)
     for _ in range(KICKS):
         options = list(changes(problem, nodes, found))
@@ -103,8 +103,9 @@ def kicked(
 def neighbours(
     problem: Problem, nodes: Reduction, assignment: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Assignments a small change away: some nodes on the other side of a cut, or two devices
-    swapped.
+    """Assignments a small change away.
+
+    Some nodes on the other side of a cut, or two devices swapped.
     """
     return (change() for change in changes(problem, nodes, assignment))
 
@@ -126,8 +127,9 @@ def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> It
 def _runs(
     problem: Problem, nodes: Reduction, assignment: Sequence[int], device_of: Sequence[int]
 ) -> list[list[int]]:
-    """The nodes stage by stage: by device in pipeline order, or, where placements are free, by
-    segment.
+    """Return the nodes stage by stage.
+
+    By device in pipeline order, or, where placements are free, by segment.
     """
     if not problem.contiguous:
         order = sorted(range(len(device_of)), key=lambda node: nodes.nodes[node])

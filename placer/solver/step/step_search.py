@@ -100,7 +100,7 @@ class StepSearch(BestStep):
     search: BottleneckSearch
 
     def answer(self) -> Placement:
-        """The best placement of the best choice; not yet checked."""
+        """Return the best placement of the best choice; not yet checked."""
         self.choices = in_order(map(choice_of, questions(self.request)))
         self.best = self.choices[0]
         self.random = Random(self.request.seed)
@@ -139,8 +139,9 @@ class StepSearch(BestStep):
         )
 
     def _offer_one_device(self) -> None:
-        """Try each device alone, those of a kind once: there is always an answer then, if one will
-        do.
+        """Try each device alone, those of a kind once.
+
+        There is always an answer then, if one will do.
         """
         began = self._time_s()
         for choice in self.choices:
@@ -199,8 +200,9 @@ class StepSearch(BestStep):
             idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, share: Share) -> None:
-        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the
-        smallest bottleneck.
+        """Placements to change.
+
+        Maps of other choices, rounds, the lowest cuts of a row, the smallest bottleneck.
         """
         for other in self.choices:
             if other.devices is not None and not self._over(choice, share):
@@ -281,7 +283,7 @@ class StepSearch(BestStep):
         )
 
     def _may_be_better(self, choice: Choice, share: Share) -> bool:
-        """Whether it is worth while to look for the smallest bottleneck.
+        """Return whether it is worth while to look for the smallest bottleneck.
 
         Not where memory binds, and with so little work on every device that the step may be better
         nothing is found.
@@ -295,8 +297,9 @@ class StepSearch(BestStep):
     def _ask_for_work(
         self, choice: Choice, share: Share, part: float, enough: float | None
     ) -> None:
-        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one
-        that is enough.
+        """A bound by what some device has to do, and a map to try.
+
+        The smallest bottleneck, or one that is enough.
         """
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
@@ -307,8 +310,9 @@ class StepSearch(BestStep):
         self._try(choice, placement)
 
     def _enough(self, choice: Choice) -> float | None:
-        """The work of a device, for one micro-batch, from which no step is better; None where
-        memory sets no limit.
+        """Return the work of a device, for one micro-batch, from which no step is better.
+
+        The result is None where memory sets no limit.
         """
         limited = choice.problem.contiguous and memory_bounds.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
@@ -350,7 +354,7 @@ class StepSearch(BestStep):
     def _smallest_bottleneck(
         self, asked: Problem, share: Share, part: float, enough: float | None = None
     ) -> Placement:
-        """The answer to a question for a bottleneck, in a part of the time and the work."""
+        """Return the answer to a question for a bottleneck, in a part of the time and the work."""
         allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
         limit_s = max(0.01, self._left_s() if by_work else part * (share.time_s - self._time_s()))
@@ -360,8 +364,9 @@ class StepSearch(BestStep):
         return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
-        """Where a device may have several segments: the layers dealt out to the devices, round
-        after round.
+        """Where a device may have several segments.
+
+        The layers dealt out to the devices, round after round.
         """
         if choice.problem.contiguous:
             return
@@ -381,8 +386,9 @@ class StepSearch(BestStep):
                     yield step_moves.rounds(choice.problem, choice.nodes, used, times)
 
     def _all_cuts(self, choice: Choice, share: Share) -> None:
-        """Try every cut of a row that may be better, the lowest bound first: none that follows is
-        below it.
+        """Try every cut of a row that may be better, the lowest bound first.
+
+        None that follows is below it.
         """
         while choice.cuts is not None and not self._over(choice, share):
             if not self._next_cut(choice) and choice.cuts is not None:
@@ -391,8 +397,9 @@ class StepSearch(BestStep):
                 choice.cuts = None
 
     def _next_cut(self, choice: Choice) -> bool:
-        """Try one more cut of a row, if it has come to one; whether there may be others. None are
-        left of too many.
+        """Try one more cut of a row, if it has come to one; whether there may be others.
+
+        None are left of too many.
         """
         assert choice.cuts is not None
         bound, devices = next(choice.cuts, (inf, []))
