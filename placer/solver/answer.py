@@ -51,9 +51,7 @@ def found(
 def nothing(
     problem: Problem, reason: Infeasibility | None, bound: float, method: str, solve_time_s: float
 ) -> Placement:
-    """Return the answer where there is no placement (with a reason), or none was found in time
-    (without).
-    """
+    """Return an answer without a placement: infeasible for a reason, or unknown if time ran out."""
     return Placement(
         **_header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
@@ -116,7 +114,7 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
 def device_loads(
     problem: Problem, assignment: costs.Assignment, result: costs.Costs
 ) -> tuple[DeviceLoad, ...]:
-    """What an assignment asks of each device, the busiest ones marked."""
+    """Return the load of each device under an assignment, with the busiest devices marked."""
     busiest = max(result.load_ms)
     layers = Counter(assignment)
     return tuple(

@@ -1,8 +1,7 @@
-"""An independent referee: recomputes every cost and every rule of a placement from its request
-alone.
+"""The referee: recomputes every cost and every rule of a placement from its request alone.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
-read a second time.
+Nothing here is shared with the solver. The formulas are those of the docstring of ``costs.py``,
+implemented a second time.
 """
 
 from __future__ import annotations
@@ -248,9 +247,7 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 
 
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    """Only devices that hold layers recompute, only where it is asked for, and everywhere where it
-    must be.
-    """
+    """Refuse recomputation on idle devices or where not allowed, and its absence where required."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         may = recompute.may(request, device, 1) and not _by_segment(request, placement.contiguous)
@@ -376,9 +373,7 @@ def _flight(
     device: str,
     reading: step.StepReading | None = None,
 ) -> Flight:
-    """Return the micro-batches that are in flight on a device, or on each of its segments, by what
-    was claimed.
-    """
+    """Return the claimed micro-batches in flight on a device, or on each of its segments."""
     if reading is not None and _by_segment(request, placement.contiguous):
         return reading.flights
     if placement.in_flight and device in placement.stages:
@@ -387,11 +382,11 @@ def _flight(
 
 
 def _backwards(request: PlacementRequest, placement: Placement, device: str) -> int | None:
-    """Return for how many micro-batches in flight backward passes have memory of their own, where
-    there is a choice.
+    """Return for how many micro-batches in flight backward passes have memory of their own.
 
-    Each beyond the fewest in flight lets one more weight pass be put off, which takes such a
-    memory. Micro-batches are dealt out in whole runs, and those of a run have one each.
+    Each micro-batch beyond the fewest in flight lets one more weight-gradient pass be postponed,
+    which needs such memory. Micro-batches are dealt out in whole runs, and those of a run have one
+    each.
     """
     if (
         request.schedule != "zero-bubble"
@@ -503,8 +498,8 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
 def _alone(
     request: PlacementRequest, placement: Placement, contiguous: bool
 ) -> list[tuple[int, float, str]]:
-    """Return, by device, how many bytes are short with all layers there, the objective or the load,
-    and the name.
+    """Return, by device that holds all layers, its excess bytes, its objective or load, and its
+    name.
     """
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}

@@ -1,6 +1,4 @@
-"""Graph pieces: groups joined where they overlap, strongly connected components, a topological
-order.
-"""
+"""Graph algorithms: union of overlapping groups, strong components, topological order."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ Arc = tuple[int, int]
 
 
 def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of two or more, joined where they share a member, each ascending."""
+    """Return the groups of two or more, joined where they share a member, each ascending."""
     parent: dict[int, int] = {}
 
     def root(member: int) -> int:
@@ -41,16 +39,15 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
 def strong_components(
     count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]
 ) -> list[list[int]]:
-    """Return the strongly connected components of a graph in which every group is one vertex, in
-    topological order.
+    """Return the strong components, in topological order, where every group counts as one vertex.
 
     Args:
-        count: how many vertices there are.
+        count: the number of vertices.
         arcs: pairs of vertices.
         groups: disjoint sets of vertices that count as one.
 
     Returns:
-        The vertices of each component, ascending; of the topological orders the one that follows
+        The vertices of each component, ascending. Of the topological orders, the one that follows
         their first vertices.
 
     Source: Tarjan, "Depth-first search and linear graph algorithms", 1972.
@@ -79,7 +76,7 @@ def strong_components(
 def topological_order(
     count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None
 ) -> list[int]:
-    """Return the vertices so that every arc runs forwards, the smallest rank first where there is a
+    """Return the vertices so that every arc runs forwards, with the smallest rank first on a
     choice.
 
     A vertex on a cycle, or behind one, is left out.

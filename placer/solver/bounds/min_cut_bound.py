@@ -1,16 +1,16 @@
-"""Knots: layers that keep every device that holds one busy, as parting from the rest costs as much
-as keeping it.
+"""Bounds from minimum cuts: layers that keep any device busy, wherever they are.
 
 The device of node v holds some set S of nodes with v in it. Its load is at least::
 
     least(v) = min over S with v in S of
-               (sum of work(n) over n in S  +  sum of transfer(e) over nets e with a pin in S and a pin outside)
+               (sum of work(n) over n in S
+                + sum of transfer(e) over nets e with a pin in S and a pin outside)
 
-which is a minimum cut between v and a sink, and the bottleneck is at least the largest least(v). It
-holds for free and for contiguous placements and for any number of devices.
+This is a minimum cut between v and a sink. The bottleneck is at least the largest least(v), for free
+and for contiguous placements and for any number of devices::
 
-    v ──transfer(e)── u      a net of two pins is an edge; one of more pins is an arc that every pin feeds and
-    │                 │      that feeds every pin
+    v ──transfer(e)── u      a net of two pins is an edge; a net of more pins is an arc
+    │                 │      that every pin feeds and that feeds every pin
   work(v)          work(u)
     └────▶ sink ◀─────┘
 
@@ -201,7 +201,7 @@ class Cutter:
 
     @contextmanager
     def without(self, outside: Sequence[int]) -> Iterator[None]:
-        """For as long as it is open, no device has any of these nodes."""
+        """Exclude these nodes from every set while the context is open."""
         for node in outside:
             self._flow.set_arc_capacity(node, ENDLESS)
         yield
@@ -209,8 +209,8 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """Return the least load of a device with some nodes and without others, in milliseconds,
-        and the set S.
+        """Return the least load in milliseconds of a device with some nodes and without others, and
+        its set S.
         """
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)

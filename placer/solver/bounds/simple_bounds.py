@@ -22,17 +22,16 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
-    """What the largest node needs at the least, and what all need shared by the devices."""
+    """Return the least bytes of the largest node, or the mean over all devices if that is more."""
     shared = -(-least_of_all(problem) // problem.most_devices)
     return float(max(*least_of_nodes(problem, nodes), shared))
 
 
 def _least_latency(problem: Problem, nodes: Reduction) -> float:
-    """Return the longest path and what devices share at best, forwards and backwards, with free
-    transfers.
+    """Return the longest path, and the work that devices share at best, with free transfers.
 
-    Devices hold different layers. So before the first one of the second device there is at least
-    what goes before some second layer, and so on, and the same of what follows its last one.
+    Devices hold different layers. So the first layer of the second device waits for at least
+    everything before some layer, and everything after some layer follows its last one.
     """
     passes = [(problem.forward_ms, arcs_of(problem.values))]
     if problem.training:  # the backward pass is looked at from its end

@@ -1,13 +1,14 @@
-r"""What unlike devices can share at best: the least bottleneck if nodes could be cut anywhere, at
-no cost.
+r"""Bounds from sharing work: the least bottleneck if nodes could be cut anywhere at no cost.
 
-With t(n, d) the time of node n on device d and any rates r(d) >= 0, the bottleneck T of every placement has::
+With t(n, d) the time of node n on device d and any rates r(d) >= 0, the bottleneck T of every
+placement satisfies::
 
-    T * sum of r(d) over devices  >=  sum of r(d) * load(d)  >=  sum over nodes n of min over d of r(d) * t(n, d)
+    T * sum of r(d) over devices  >=  sum of r(d) * load(d)
+                                  >=  sum over nodes n of min over d of r(d) * t(n, d)
 
-Each node's part of the right side, over the sum of rates, is its price. By the best rates prices
-add up to the value of a linear program, by its duality; by any others to less, so that no rounding
-of it makes a bound wrong.
+The price of a node is its part of the right side over the sum of rates. With the best rates, prices
+add up to the value of a linear program, by duality. With any other rates they add up to less, so no
+rounding of the rates makes a bound wrong.
 
 Source: Lawler and Labetoulle, "On preemptive scheduling of unrelated parallel processors by linear
 programming", 1978.
@@ -50,8 +51,8 @@ def least_work(
     time_ms: Callable[[int, int], float],
     aside_ms: Sequence[float] = (),
 ) -> float:
-    """What some device must do at the least, and wait for, by a time of layer and device, in that
-    time's unit.
+    """Return the least time of the busiest device, its work and waiting, in the unit of
+    ``time_ms``.
 
     Args:
         problem: what is asked.
@@ -81,9 +82,7 @@ def least_work(
 
 
 def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], most: int) -> float:
-    """Return the least bottleneck of some of the devices, by what all nodes are worth and a
-    millisecond of each device.
-    """
+    """Return the least bottleneck of some devices, from the nodes' worth and the devices' rates."""
     rising = sorted(rates)
     least = inf
     for used in range(1, most + 1):

@@ -1,13 +1,13 @@
-"""Cuts of a linear order whose devices come class by class, with transfers between classes over
-their own links.
+"""Cuts of a linear order in which devices of one class follow one another.
 
-``optimal_cuts.py`` prices every transfer as over the fastest link, and where hosts differ it cuts as if these were one. Here
-each class's devices come one after another, in one of few orders of the classes::
+``optimal_cuts.py`` prices every transfer at the fastest link. Where hosts differ, it cuts as if
+they were one. Here the devices of each class follow one another, in one of few orders of the
+classes::
 
-    nodes    0 1 2 | 3 4 | 5 6 7 | 8 9      the two stages at a border of classes pay for what passes it
-    devices    a      a  ║   b      b       over the link that is there
+    nodes    0 1 2 | 3 4 | 5 6 7 | 8 9      the two stages at a border of classes pay for
+    devices    a      a  ║   b      b       their values over the link between the classes
 
-It is a start: the cost model tells what a cut is worth.
+The cut is only a start: the cost model decides what it is worth.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _passing(
     order: Sequence[int],
     fastest: Link,
 ) -> dict[tuple[int, int], Times]:
-    """Return, by two classes in a row and border of nodes, what passes it takes more than over the
-    fastest link.
+    """Return, by two neighbouring classes and border of nodes, the extra time over the fastest
+    link.
     """
     found = {}
     for pair in itertools.pairwise(order):
@@ -91,8 +91,9 @@ def _passing(
 def _best(
     table: optimal_cuts.CutTable, kinds: Sequence[int], passing: dict[tuple[int, int], Times]
 ) -> list[range] | None:
-    """Return, by device in their order, the nodes that it holds in the cut with the smallest
-    bottleneck; None if there is none.
+    """Return, by device in their order, its nodes in the cut with the smallest bottleneck.
+
+    The result is None if there is no such cut.
 
     Args:
         table: what stages cost.

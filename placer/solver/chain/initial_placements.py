@@ -52,9 +52,9 @@ class Start:
 
 
 def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
-    """Starts for the search, the likely best first.
+    """Yield starts for the search, the most promising first.
 
-    When it is over, only those that take no time.
+    When the time is over, only starts that take no time follow.
     """
     if problem.contiguous:
         cut = optimal_cuts.best_cut(problem, nodes)
@@ -157,8 +157,8 @@ def _late_order(
 
 
 def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
-    """Return a topological order in which few nodes at a time wait for readers, so that a cut of it
-    cuts few values.
+    """Return a topological order in which few nodes at a time wait for readers: its cuts cut few
+    values.
     """
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]
@@ -196,9 +196,7 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
 
 def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
-    """Return nodes that nothing orders moved next to the middle one of those that they exchange
-    values with.
-    """
+    """Return an order whose unordered nodes are next to the middle one of their neighbours."""
     place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
     key = {node: float(index) for node, index in place.items()}
     for node in order:

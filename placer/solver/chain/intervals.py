@@ -60,8 +60,10 @@ class Intervals:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Return the micro-batches that a stage with so many stages left, itself included, must be
-        able to hold.
+        """Return the micro-batches that a stage must be able to hold.
+
+        Args:
+            stages_left: the number of stages from this one on.
         """
         request = self.problem.request
         if not self.problem.training or not self._limited:
@@ -127,8 +129,8 @@ class Intervals:
         return compute + send + receive
 
     def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
-        """Return the lowest latency, in ms, and the lowest time per byte of the links of a device
-        in one direction.
+        """Return a device's lowest latency in ms and lowest time per byte over its links in one
+        direction.
         """
         others = range(len(self.problem.devices))
         links = [
@@ -150,7 +152,7 @@ class Intervals:
         return time_ms + transfers.number * link[0] if link[0] else time_ms
 
     def _measure_transfers(self, exchanged: Iterable[Exchange]) -> None:
-        """How many values and gradients enter and leave each interval, and their bytes."""
+        """Count the values and gradients that enter and leave each interval, and their bytes."""
         self._received, self._sends = _Transfers(self._count), _Transfers(self._count)
         block_of = {node: block for block, nodes in enumerate(self.blocks) for node in nodes}
         for one in exchanged:
@@ -167,9 +169,8 @@ class Intervals:
         return self._fixed + self._passing(flight)
 
     def _passing(self, flight: int) -> Table:
-        """What micro-batches in flight keep, and the worst moment of one.
-
-        Or what each of them has for itself.
+        """Return what further micro-batches keep and the peak of one, or what each needs for
+        itself.
         """
         if self.problem.recorded:
             backwards = self.problem.backwards(flight)
@@ -189,7 +190,7 @@ class Intervals:
 
     @cached_property
     def _entering(self) -> Table:
-        """What comes in from other stages for one micro-batch."""
+        """Return the bytes of the values that come in from other stages for one micro-batch."""
         return self._coming(attrgetter("held_bytes"))
 
     def _coming(self, size: Callable[[Value], int]) -> Table:
@@ -200,8 +201,8 @@ class Intervals:
         return transfers.size
 
     def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
-        """Return the values that blocks exchange, each with the block of its source and those of
-        its readers elsewhere.
+        """Return the values that blocks exchange, with the block of the source and those of its
+        readers.
         """
         for value in self.problem.values:
             source = self._block_of[value.source]
@@ -211,7 +212,9 @@ class Intervals:
 
     @cached_property
     def _crossing(self) -> Table:
-        """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
+        """Return the bytes stored outside passes for one micro-batch; see
+        ``memory.crossing_bytes``.
+        """
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, value.held_bytes)
@@ -231,7 +234,9 @@ class Intervals:
 
     @cached_property
     def _sent(self) -> Table:
-        """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
+        """Return the bytes of one micro-batch that are sent to other stages and that no layer here
+        keeps.
+        """
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             keepers = {self._block_of[keeper] for keeper in value.keepers}
@@ -274,9 +279,7 @@ class Intervals:
             self._moment = inference_moments(problem, self._layers)
 
     def _copied(self) -> Table:
-        """Return the copies of shared parameters in each interval that has some of their layers and
-        not the first.
-        """
+        """Return the bytes of copies in each interval with a sharing layer that is not the first."""
         transfers = _Transfers(self._count)
         for shared in self.problem.shared:
             first = self._block_of[shared.first]
@@ -318,7 +321,7 @@ class _Transfers:
         self._sizes: list[int] = []
 
     def enter(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
-        """Values of that size in all enter the intervals that hold a reader, but not their source."""
+        """Add values of that size to the intervals that hold a reader, but not their source."""
         before = source
         for reader in (reader for reader in readers if reader > source):
             self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1), number)
@@ -329,9 +332,7 @@ class _Transfers:
             after = reader
 
     def leave(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
-        """Values of that size in all leave the intervals that hold their source, but not all of
-        their readers.
-        """
+        """Add values of that size to the intervals that hold their source, but not all readers."""
         first, last = min(source, readers[0]), max(source, readers[-1])
         self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
         self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
@@ -346,12 +347,12 @@ class _Transfers:
 
     @cached_property
     def number(self) -> Table:
-        """By interval, how many."""
+        """The number of values, by interval."""
         return self._filled(self._numbers)
 
     @cached_property
     def size(self) -> Table:
-        """By interval, their bytes."""
+        """The bytes of the values, by interval."""
         return self._filled(self._sizes)
 
     def _filled(self, amounts: Sequence[int]) -> Table:

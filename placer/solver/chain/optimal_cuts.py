@@ -1,12 +1,12 @@
-"""The best cut of a linear order into stages: dynamic programming over the nodes in topological
-order.
+"""The best cut of a linear order into stages, by dynamic programming over the nodes.
 
     nodes   0 1 2 | 3 4 5 6 | 7 8      best(devices left, i) = min over j of
-    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
+    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage,
+                                                best(devices left but one, j))
 
-It is exact where the order is the only one (each node reads from the one before) and every value
-that is cut is read by one stage, as in a chain. Where the order is the only one its value is still
-a lower bound, as it counts every cut value once and over the fastest link; else the cut is a start
+The cut is optimal where the order is the only one (each node reads from the one before) and one
+stage reads every value that is cut, as in a chain. If the order is the only one, its value is still
+a lower bound: every cut value counts once and over the fastest link. Otherwise the cut is a start
 for the integer program.
 
 Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020,
@@ -65,8 +65,7 @@ def best_cut(
     order: Sequence[int] | None = None,
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """Return the best cut of an order of the nodes into one stage per device, contiguity
-    understood.
+    """Return the best cut of an order of the nodes into one contiguous stage per device.
 
     Args:
         problem: what is asked.
@@ -113,11 +112,11 @@ def _counts_all(problem: Problem) -> bool:
 
 
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
-    """Return the best when every transfer counts, of the cut that was found and those with fewer
+    """Return the best cut when every transfer counts, among the one found and those with fewer
     devices.
 
-    What the table says of a cut is no more than that, so that the least is looked at first and few
-    need be.
+    The table's value of a cut is a lower bound, so the least is evaluated first and few need
+    evaluation.
     """
     by_number: dict[int, tuple[float, Counts]] = {}
     for counts, best in table.best.items():
@@ -156,13 +155,13 @@ def runs_at_first(problem: Problem) -> int:
 
 
 def ends_of_values(problem: Problem, runs: int) -> int:
-    """In how many of so many runs values may be made or read, all values together."""
+    """Return in how many runs values may be made or read, summed over all values."""
     return sum(min(1 + len(value.readers), runs) for value in problem.values)
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """Return how many choices of a device for a stage a cut looks at, by which ones the later
-    stages take.
+    """Return the number of states of a cut: choices of a device and of those that later stages
+    take.
     """
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
@@ -259,7 +258,7 @@ class CutTable:
         return self.nodes.spread(devices)
 
     def _options(self, counts: Counts, kind: int) -> Table:
-        """Return, by first block and end, the value where a device of that class takes the stage
+        """Return, by first block and end, the value if a device of that class takes the stage
         between.
         """
         joined: Table = self.join(
@@ -275,9 +274,7 @@ class CutTable:
         return row
 
     def _least(self, counts: Counts, kind: int) -> Table:
-        """Return, by first block, the least value where a device of that class takes the stage from
-        there on.
-        """
+        """Return, by first block, the least value if a device of that class takes the next stage."""
         cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
         parts = [
             # a stage ends behind it
@@ -287,8 +284,8 @@ class CutTable:
         return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """Return, by first block and end, what a stage there costs, with so many stages left,
-        itself included.
+        """Return, by first block and end, the cost of the stage with this many stages left, itself
+        included.
         """
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:

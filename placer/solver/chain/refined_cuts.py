@@ -1,14 +1,14 @@
-"""Better cuts of a linear order that has too many nodes to look at each: again, with finer runs
-beside the borders.
+"""Refinement of cuts of long linear orders: finer runs near the borders of a known cut.
 
-``optimal_cuts.py`` cuts long orders between runs of nodes. Here a cut that was found is looked at again with runs that are the
-finer the nearer they are to one of its borders, from single nodes on, so that borders move together, far and little::
+``optimal_cuts.py`` cuts long orders between runs of nodes. Here a known cut is improved with runs
+that are finer the nearer they are to one of its borders, down to single nodes, so that borders move
+together, far and little::
 
     nodes    . . . . . . . . . . . . . . . . | . . . . . . . . . . . . . .
     runs     |       |       |   |   | |.|.|.|.|.| | |   |   |       |
 
-Each time there are twice as many runs, as long as time is left: at last each node, if they are not
-too many.
+The number of runs doubles each time while time is left, until each node is a run if they are few
+enough.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
-"""The worst moment of a training step for every interval of a linear order as one stage.
+"""The peak memory of a training step for every interval of a linear order as one stage.
 
 The layers of the order are its steps, block by block. For a stage that begins with block ``first``,
-a table over first block and step says what is held at the step; as the stage takes in one block
-after another the table grows: a reader that joins makes values, and gradients, wait at the steps
-before it, back to the reader before it.
+a table over first block and step says how many bytes are held at the step. The table grows as the
+stage takes in one block after another: a reader that joins makes values, and gradients, wait at the
+steps before it, back to the reader before it::
 
-    v   s . . r1 . . . r2        r1 joins: v waits at the steps between s and r1 of the stages without a keeper there;
-          |------|  |-----|      r2 joins: it waits from r1 on, as does its gradient where s is in another stage
+    v   s . . r1 . . . r2      r1 joins: v waits at the steps between s and r1 of the stages
+          |------|  |-----|    without a keeper there;
+                               r2 joins: it waits from r1 on, as does its gradient where s is
+                               in another stage
 
-Where the order is not the profile's, the moment is about that of the placement.
+Where the order is not the profile's, the peak is an approximation.
 
-Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is
-kept does not count backwards, but what layers have yet to leave to weight passes does, as less than
-nothing. What other stages make has its place beside, and is not counted here; what they alone have
-yet to read stays until the pass is over.
+Recorded passes have memory of their own: forwards and backwards each have a peak. Kept bytes do not
+count backwards. Bytes that layers have yet to leave to weight-gradient passes do, with a negative
+sign. Values that other stages make are stored outside passes and are not counted here. Values that
+only other stages have yet to read stay until the pass is over.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ class TrainingMoments:
         self.moment: Table = np.maximum(self.ahead, self.back)
 
     def _to_leave(self, order: Sequence[int]) -> Table:
-        """Return, by first block and step, what the layers from one to the other leave to weight
+        """Return, by first block and step, the bytes that a range of layers leaves to weight
         passes.
         """
         sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
@@ -121,10 +123,10 @@ class TrainingMoments:
     def _keep(
         self, change: Table, keepers: Sequence[int], size: int, most: int | None = None
     ) -> None:
-        """A size that is kept from the first of some steps that is in the stage, as differences
-        along both axes.
+        """Add a size that is kept from the first of some steps in the stage, as differences along
+        both axes.
 
-        Where ``most`` is given, only in stages that begin before that block.
+        Where ``most`` is given, only stages that begin before that block count.
         """
         before = 0
         for step in keepers if size else ():
@@ -173,7 +175,9 @@ class TrainingMoments:
                 yield self._rest(value)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Forwards, from the source or the reader before, in stages without a keeper until then."""
+        """Add values that wait forwards, from the source or the reader before, in stages without a
+        keeper.
+        """
         keepers = {self._step[keeper] for keeper in value.keepers}
         if self._recorded and not (readers or keepers):
             return  # as for gradients
@@ -207,8 +211,8 @@ class TrainingMoments:
             )
 
     def _rest(self, value: Value) -> _Wait:
-        """Backwards, beside the gradient of the last reader, while it waits for the one before,
-        where that is too.
+        """Add what waits backwards in addition to the last reader's gradient, until the reader
+        before it.
         """
         before, until, last = (
             self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1])

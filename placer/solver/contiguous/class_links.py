@@ -62,7 +62,7 @@ class ClassNets:
 
     @cached_property
     def pins(self) -> Bools:
-        """By net and node, whether the net has a pin there."""
+        """Whether the net has a pin at the node, by net and node."""
         pins = np.zeros((len(self._sources), self._count), np.bool_)
         pins[np.arange(len(pins)), self._sources] = True
         sizes = np.diff(self._begins, append=len(self._readers))
@@ -96,9 +96,7 @@ class ClassNets:
         return np.where(np.isfinite(least), least, 0.0)
 
     def _sent_for_sure(self, kind: int, fixed: Sequence[Bools]) -> Vector:
-        """Return, by net, what a stage with its source sends to all stages that have a reader for
-        sure.
-        """
+        """Return, by net, what the source's stage sends to all stages that certainly have a reader."""
         total = np.zeros(len(self._sources))
         for other, nodes in enumerate(fixed):
             total += self.costs_ms[:, kind, other] * self._any_reader(nodes).sum(axis=1)
@@ -124,8 +122,8 @@ def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> li
 def _costs_ms(
     value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool
 ) -> Vector:
-    """Return, by the classes of source and reader, the time of a value there and of its gradient
-    back; none beside work.
+    """Return, by the classes of source and reader, the times of a value there and of its gradient
+    back.
     """
 
     def least(between: Sequence[Link], size: int) -> float:

@@ -1,22 +1,21 @@
-"""Unlike devices, order by order: which class of device each stage is, and for that the best chain
-of ideals.
+"""Unlike devices: for each order of device classes, the best chain of ideals.
 
-    classes   a a b b    chains of ideals within the windows of that order; what a stage sends and receives goes over
-              a b a b    the links between its class and those where the other ends can be
-              ...        ✗ most orders have no chain within a bottleneck that is known
+    classes   a a b b    chains of ideals within the windows of that order; transfers of a
+              a b a b    stage use the links between its class and the classes of the other
+              ...        ends. ✗ most orders have no chain within the known bottleneck
 
-An order is that of the classes of all stages; a placement on fewer devices leaves stages empty. As
-the classes of the other ends are known, or nearly, links count with what they cost, be they unlike:
-over the best of them alone many chains look good that must pass between hosts.
+An order lists the classes of all stages. A placement on fewer devices leaves stages empty. As the
+classes of the other ends are known, or nearly, unlike links count with their real costs. With the
+best links alone, many chains look good although they cross hosts.
 
-A stage's place is known too, and with it how many micro-batches it has in flight. So devices that
-are all alike, which have one order, are solved so as well where memory binds in training: by sums
-of what nodes take at the least, or, for the chains that are best, exactly (``stage_capacity.py``).
-A placement that leaves devices idle is a chain of the order that begins with those, whose stages
-are empty, so that all behind them are in use.
+The place of a stage is known too, and so is its number of micro-batches in flight. So this search
+also serves devices that are all alike, which have one order, where memory binds in training. Memory
+counts by sums of the nodes' least bytes, or exactly for the best chains (``stage_capacity.py``). A
+placement that leaves devices idle is a chain of the order that begins with those devices: their
+stages are empty, and all stages behind them are in use.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
-NeurIPS 2020, section 5, of chains of ideals.
+NeurIPS 2020, section 5, for chains of ideals.
 """
 
 from __future__ import annotations
@@ -73,9 +72,7 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether links are unlike, or memory depends on a stage's place, where orders are few
-    and a load adds up.
-    """
+    """Return whether orders are few and matter: links are unlike, or memory depends on the place."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -194,7 +191,7 @@ def _before(problem: Problem, nodes: Reduction) -> Bools:
 
 
 class _StageGraph(ideal_frontiers.Graph):
-    """The graph as ``ideal_frontiers.py`` takes it, for one order, and what nets cost one of its
+    """The graph of ``ideal_frontiers.py`` for one order, with the nets' costs for one of its
     stages.
 
     Args:
@@ -296,8 +293,8 @@ class _Chains:
         return value
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Return some ideals in a row, and those with no more work beyond them than the stage can
-        do; both by their work.
+        """Yield ranges of ideals and of their possible successors within the stage's work, both by
+        work.
         """
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
@@ -354,8 +351,7 @@ class _Loads:
         ]
 
     def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
-        """Return, by some ideals and some later ones, the bottleneck of the best chain to the one
-        that goes on to the other.
+        """Return, by earlier and later ideal, the bottleneck of the best chain through both.
 
         Args:
             rows: some earlier ideals.
@@ -386,8 +382,8 @@ class _Loads:
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """Return, by some ideals and some later ones, whether the device has the memory for what is
-        between, for sure.
+        """Return, by earlier and later ideal, whether the device certainly has memory for the
+        difference.
         """
         begins, ends, most = self._sure
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)

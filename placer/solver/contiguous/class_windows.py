@@ -1,13 +1,14 @@
-"""Windows of stages where the class of each stage is known: what the first stages hold for sure,
-and may hold.
+"""Windows of stages of known class: which nodes the first stages certainly, or possibly, hold.
 
-    classes     fast  fast  slow  fast         surely[p]  nodes that the first p stages hold in any placement
-    stages       0     1     2     3           maybe[p]   nodes that they hold in some
-    surely      {}    {a}  {a,b}  ...          at stage p: of maybe[p + 1] less surely[p]
+    classes     fast  fast  slow  fast      surely[p]  nodes that the first p stages hold in
+    stages       0     1     2     3                   any placement
+    surely      {}    {a}  {a,b}  ...       maybe[p]   nodes that they hold in some placement
+                                            at stage p: of maybe[p + 1] less surely[p]
 
-Node v can be at stage p only if the least load of a stage with it is within the bottleneck. That is
-a minimum cut, as in ``reach.py``: a stage holds what it must, with each node also all that the node
-needs and stages before cannot hold, and all that needs the node and stages behind cannot hold.
+Node v can be at stage p only if the least load of a stage with it is within the bottleneck. This is
+a minimum cut, as in ``transfer_windows.py``. A stage holds what it must. With each node it holds
+all that the node needs and earlier stages cannot hold, and all that needs the node and later stages
+cannot hold.
 """
 
 from __future__ import annotations
@@ -122,9 +123,8 @@ class Windows:
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def _narrow_at(self, stage: int) -> None:
-        """Which nodes cannot be at a stage.
-
-        They are not within so many stages, or already before it.
+        """Return the nodes that cannot be at a stage: they cannot be so early, or are already
+        before it.
         """
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
@@ -141,9 +141,9 @@ class Windows:
         self.cuts += cutter.cuts
 
     def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
-        """Those of some nodes that cannot be at the stage.
+        """Return the nodes, of some, that cannot be at the stage.
 
-        Where one cannot, nor can those that come with it.
+        If a node cannot be there, neither can the nodes that come with it.
         """
         undecided = asked & ~cutter.held
         unable = asked & cutter.too_heavy
@@ -197,9 +197,7 @@ class _StageCutter:
         self._order(windows, stage)
 
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
-        """Return, by node, whether it, what comes with it there and what is there for sure take
-        longer than may be.
-        """
+        """Return, by node, whether it is too long for the stage, with all that comes with it."""
         free = self._free
         able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
         late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
@@ -260,7 +258,7 @@ class _StageCutter:
         self._arcs(exits[net], pin, endless)
 
     def _order(self, windows: Windows, stage: int) -> None:
-        """With a node comes what it needs and stages before cannot hold, and likewise backwards."""
+        """Let each node bring what it needs and earlier stages cannot hold, and likewise backwards."""
         sources, readers = self._place[windows.graph.arcs].reshape(-1, 2).T
         both = (sources >= 0) & (readers >= 0)
         sources, readers = sources[both], readers[both]

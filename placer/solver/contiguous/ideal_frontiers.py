@@ -1,10 +1,10 @@
-"""Fronts: the ideals that the first p stages of a contiguous placement can hold together, all of
-them at once.
+"""Frontiers: all ideals that the first p stages of a contiguous placement can hold together.
 
-An ideal is a set of nodes that holds all that its nodes depend on. Windows of stages decide most nodes: those whose
-last stage is before p are in every ideal of front p, those whose first is p or later in none. The others are gone
-through in topological order, each taken or left, and a choice is dropped as soon as what it holds is too much for p
-stages, or what it leaves too much for the others::
+An ideal is a set of nodes that contains all that its nodes depend on. Windows of stages decide most
+nodes: those whose last stage is before p are in every ideal of frontier p, those whose first stage
+is p or later in none. The other nodes are taken or left in topological order. A choice is dropped
+as soon as its nodes are too much for p stages, or the remaining nodes too much for the other
+stages::
 
     last < p          first < p <= last          first >= p
     in all      │  a taken ─┬─ b taken ...   │   in none
@@ -79,8 +79,8 @@ class Graph:
 
 
 def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
-    """Return the first and the last stages, so that no node begins before what it needs, nor ends
-    after what needs it.
+    """Return first and last stages such that no node starts before its needs, or ends after its
+    readers.
     """
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
     # ascending sources, so that each is final when it is passed on
@@ -119,25 +119,25 @@ class Front:
 
     @cached_property
     def fixed(self) -> Counts:
-        """By net, how many pins of it all ideals have."""
+        """The number of the net's pins that all ideals have, by net."""
         counts: Counts = self.graph.pins[self.must].sum(axis=0)
         return counts
 
     @property
     def common(self) -> Bools:
-        """By node, whether all of these hold it."""
+        """Whether all ideals hold the node, by node."""
         nodes = self.must.copy()
         nodes[self.free] = self.taken.all(axis=0)
         return nodes
 
     @cached_property
     def unlike(self) -> Bools:
-        """By net, whether ideals may differ in how many pins they have."""
+        """Whether ideals may differ in the number of the net's pins, by net."""
         return np.asarray(self.graph.pins[self.free].any(axis=0), np.bool_)
 
     @cached_property
     def cut_ms(self) -> Vector:
-        """By ideal, what the nets cost that it cuts."""
+        """The cost of the nets that the ideal cuts, by ideal."""
         nets = np.flatnonzero(self.unlike)
         held, fixed = self.held(nets), self.fixed
         cut = _weights((held > 0) & (held < self.graph.size[nets]), self.graph.cost_ms[nets])
@@ -248,7 +248,7 @@ class Between:
         self._outside()
 
     def _match(self, here: Counts, there: Counts) -> None:
-        """What tells where ideals have as many pins of a net, or the one none and the other all."""
+        """Prepare the comparison of pins: equal numbers, or none here and all there."""
         left, right = [here == 0], [there == self._size]
         costs = [self._cost_ms]
         for number in range(1, int(self._size.max(initial=1))):
@@ -273,7 +273,7 @@ class Between:
         )
 
     def _outside(self) -> None:
-        """What tells where the one is not within the other."""
+        """Prepare the test whether one ideal is within the other."""
         before, behind = self._before, self._behind
         has = before.must.copy()
         has[before.free] |= before.taken.any(axis=0)

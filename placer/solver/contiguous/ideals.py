@@ -1,16 +1,18 @@
-"""Dynamic programming over ideals, where they are few: exact for any graph, not for one linear
-order alone.
+"""Dynamic programming over ideals, where they are few: exact for any graph.
 
-What the first stages of a contiguous placement hold is an ideal, so a placement is a chain of ideals, and a stage is
-what one has more than the one before::
+The first stages of a contiguous placement hold an ideal. So a placement is a chain of ideals, and a
+stage is the difference of two neighbours::
 
-    {} < {0, 1} < {0, 1, 2, 4} < all        best(devices, J) = min over ideals I within J and a class c of devices of
-     stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
+    {} < {0, 1} < {0, 1, 2, 4} < all
+     stage  a         b         c
 
-Only chains within a bottleneck count, so few ideals are left of each front
-(``ideal_frontiers.py``): those that stages so far can hold, and whose rest the other devices can. A
-value that several stages read counts once for the stage of its source, so the bottleneck of a chain
-is a lower bound where the value is sent to each of them.
+    best(devices, J) = min over ideals I within J and a class c of devices of
+                       max(best(devices less one of c, I), load_c(J less I))
+
+Only chains within a bottleneck count, so few ideals are left in each frontier
+(``ideal_frontiers.py``): those that the stages so far can hold, and whose rest the other devices
+can hold. A value that several stages read counts once for the stage of its source, so the
+bottleneck of a chain is a lower bound where the value is sent to each of them.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, section 5.
@@ -80,21 +82,19 @@ def best_chain(
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> Cut | None:
-    """Return the best chain of ideals; None where they are too many.
+    """Return the best chain of ideals, or None if there are too many ideals.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: only chains with a bottleneck of no more than this count, in milliseconds.
+        upper: only chains with a bottleneck of at most this count, in milliseconds.
         meter: counts the work.
-        over: asked stage by stage; ends the search as if there were too many. loose: nodes that
-            nothing orders and whose place is not looked for, see ``loose.py``: they are at any
-            device.
+        over: asked stage by stage; ends the search as if there were too many ideals.
 
     Returns:
-        The placement of the best chain, and a bound that holds for all: it counts of memory the
-        state alone, and, where there are too many ways to send values to several stages, these
-        once. No placement and an infinite bound if no chain counts.
+        The placement of the best chain, and a bound that holds for all placements: of memory it counts
+        the state alone, and a value that several stages read counts once. No placement and an infinite
+        bound if no chain counts.
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
@@ -108,9 +108,7 @@ def best_chain(
 
 
 def too_loose(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether there are so many nodes that nothing orders, of which an ideal may have any,
-    that ideals are too many.
-    """
+    """Return whether nodes without order are so many that there are too many ideals."""
     ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
     return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
 
@@ -242,8 +240,8 @@ class _Chains:
         return True
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Return some ideals in a row, and those with no more work beyond them than a device can
-        do; both by their work.
+        """Yield ranges of ideals and of their possible successors within a device's work, both by
+        work.
         """
         longest = max(one.most for one in self.classes) + self._slack
         for start in range(0, len(begins), ROWS):
@@ -266,8 +264,10 @@ class _Chains:
                     value[columns] = np.minimum(value[columns], through)
 
     def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
-        """Return, by class, some ideals and some later ones, the load of a device that holds what
-        is between, or infinity.
+        """Return, by class, earlier and later ideal, the load of a device that holds the
+        difference.
+
+        It is infinite where no device of the class can.
         """
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
@@ -284,8 +284,7 @@ class _Chains:
         return found
 
     def _can_be(self, counts: Counts, every: Front) -> Bools:
-        """Return, by ideal, whether devices so many of each class can hold it, and those that are
-        left the rest.
+        """Return, by ideal, whether devices of these classes can hold it and the others the rest.
 
         Every net that is cut keeps a device busy on either side.
         """

@@ -1,22 +1,22 @@
-"""Nodes that are together in some best contiguous placement, made one: the graph that is left has
-the same optimum.
+"""Merging of nodes that are together in some best contiguous placement.
 
-Two rules, one after the other until neither finds more:
+The merged graph has the same optimum. Two rules alternate until neither finds more:
 
-    held together   u and v never part within ``upper``: the stage of v without u is some set S of nodes with v in it,
-                    and the least of work(S) + transfer of the nets that S cuts, a minimum cut, is
-                    more than ``upper``
-    drawn over      v may as well be where u is: what else v exchanges, and its work, are no more than what the two
-                    exchange with nobody else:  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
+    inseparable   u and v never part within ``upper``: the stage of v without u is some set S of
+                  nodes with v in it, and the least of work(S) + transfer of the nets that S
+                  cuts, a minimum cut, is more than ``upper``
+    absorbed      v may as well be with u: what else v exchanges, and its work, are no more than
+                  what the two exchange with nobody else:
+                  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
 
-    u ══12══ v ──1── r     v brought to the stage of u: that stage trades 12 for work(v) + 1, that of v 12 + work(v)
-          work 2           for 1 at the most, and no other sees a difference
+    u ══12══ v ──1── r     v moves to the stage of u: that stage trades 12 for work(v) + 1, the
+          work 2           stage of v trades 12 + work(v) for 1 at most, no other sees a change
 
-A node is drawn over only where order allows it: all that comes right before v is u or before u, all
-that comes right behind it is u or behind u.
+A node is absorbed only where order allows it: every direct predecessor of v is u or before u, and
+every direct successor of v is u or behind u.
 
-Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990 (of
-minimum cuts).
+Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990,
+for minimum cuts.
 """
 
 from __future__ import annotations
@@ -106,10 +106,9 @@ def _held_together(
 def _needing(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
 ) -> set[Pair]:
-    """Pairs of a node and a neighbour that every device has that has the node and pays for
-    transfers.
+    """Return pairs of a node and a neighbour that shares every taxed device with it.
 
-    A set that was found for a pair parts all pairs across its border.
+    A set that was found for one pair separates all pairs across its border.
     """
     nets = nets_by_pins(problem, nodes)
     work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]

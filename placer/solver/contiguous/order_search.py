@@ -1,12 +1,11 @@
-"""A search order by order of classes (``class_orders.py``): what no order has a chain within is
-proven.
+"""A search over orders of device classes (``class_orders.py``), which proves what no order allows.
 
-    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
+    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ the next orders are asked for less
+                                                         └── b a b a ✗ ──▶ proven
 
-A chain may be better than the placement that is made of it, as its cost is that of the best links
-its values may have. Its order is then asked again for what is better than the best known, which may
-tell where its values' ends are. Memory counts by sums first; where it does not allow the placement,
-or not without recompute, exactly.
+A chain may be better than its placement, as its cost assumes the best links that its values may
+have. Its order is then asked again for something better than the best known. Memory counts by sums
+first. Where it does not allow the placement, or only with recomputation, it counts exactly.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
 
 
 def _longest_ms(problem: Problem) -> float:
-    """No device takes longer, whatever it holds."""
+    """Return a time that no device exceeds, whatever it holds."""
     devices = range(len(problem.devices))
     work = sum(
         max(problem.compute_ms(layer, device) for device in devices)
@@ -200,7 +199,7 @@ def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHAR
 
 
 def _asks_too_much(search: Search, devices: list[int]) -> bool:
-    """Return whether a placement takes longer than its chain, or does not fit, because of memory."""
+    """Return whether memory makes a placement longer than its chain, or infeasible."""
     result = costs.evaluate(search.problem, devices)
     return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))
 

@@ -1,15 +1,14 @@
-"""Neighbouring stages divided anew: what the busiest and a few beside it hold is placed at best,
-the rest stays.
+"""Redivision of neighbouring stages: the busiest and a few neighbours are placed optimally.
 
-    stages    a │ b   C   d │ e      C is the busiest: what b, C and d hold is divided anew, so that none takes as long;
-                                     where devices are left over, into one stage more, and e moves
-                                     on
+    stages    a │ b   C   d │ e      C is the busiest: the nodes of b, C and d are divided again,
+                                     so that none takes as long. Where devices are left over,
+                                     into one stage more, and e moves on
 
-Each time the busiest of the group gets quicker, another stage is the busiest. Groups are small
-first; a few stages are divided in no time where all of them are out of reach.
+Each time the busiest stage of the group gets faster, another stage is the busiest. Small groups
+come first.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
-problems", 1998 (of large neighbourhoods).
+problems", 1998, for large neighbourhoods.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Group:
     room: int
 
     def window(self, stage: int) -> tuple[int, int]:
-        """Where what is at a stage may be afterwards."""
+        """Return the first and last stage that a stage's nodes may have afterwards."""
         if stage < self.first:
             return stage, stage
         if stage >= self.end:
@@ -62,14 +61,12 @@ class Group:
 
     @property
     def stages(self) -> range:
-        """Those that the group takes afterwards."""
+        """The stages of the group afterwards."""
         return range(self.first, self.end + self.room)
 
 
 class GroupModel(StageModel):
-    """The integer program of a group.
-
-    All others stay where they are, and take no longer than ``upper``.
+    """The integer program of a group: all other stages stay where they are, within ``upper``.
 
     Args:
         problem: what is asked.
@@ -97,7 +94,7 @@ class GroupModel(StageModel):
         return [self._group.window(stage) for stage in self._stage_of]
 
     def most(self, stage: int) -> Sum:
-        """What the stage may take at the most, in steps."""
+        """Return the longest that the stage may take, in steps."""
         return self.makespan if stage in self._group.stages else TIME_STEPS
 
 
@@ -145,15 +142,15 @@ class _Current:
 
     @property
     def busy(self) -> list[float]:
-        """What stages take, the busiest first."""
+        """The loads of the stages, the busiest first."""
         return sorted(self.load_ms, reverse=True)
 
     def groups(self, some: int) -> Iterator[Group]:
-        """Those with the busiest stage first, the smallest first, of these first the one whose
-        others are idlest.
+        """Yield groups around the busiest stages: small groups first, then those with idle
+        neighbours.
 
         Args:
-            some: of so many stages, the busiest.
+            some: the number of busiest stages to consider.
         """
         count = len(self.load_ms)
         room = min(1, self.problem.most_devices - count)
@@ -168,11 +165,11 @@ class _Current:
                         yield group
 
     def most_ms(self, group: Group) -> float:
-        """What the busiest of a group takes."""
+        """Return the load of a group's busiest stage."""
         return max(self.load_ms[group.first : group.end])
 
     def tried(self, group: Group) -> Tried:
-        """What tells a group from others, though its stages are divided otherwise."""
+        """Return a key of a group that does not depend on how its stages are divided."""
         stages = range(group.first, group.end)
         held = (layer for layer, device in enumerate(self.devices) if self.place[device] in stages)
         return frozenset(held), len(group.stages)

@@ -1,9 +1,7 @@
-"""Whether a device has the memory for a stage, told exactly, for sets of nodes that may be looked
-at again and again.
+"""Exact memory of stages, for sets of nodes that a search asks about repeatedly.
 
-What it needs is no sum over nodes: it has a worst moment, and what crosses is there only where it
-does. So sums (``capacity.least_held``, ``most_held``) tell soon of most sets that they are too
-large, or small enough, and this of the few that are left.
+A stage's memory is not a sum over nodes: it has a peak, and crossing values exist only there. So
+sums (``memory_bounds.least_by_node``, ``most_by_node``) decide most sets, and this module the rest.
 """
 
 from __future__ import annotations
@@ -60,26 +58,21 @@ class StageRoom:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
-        """Return, by node, the bytes that a stage has for it at the least, with so many
-        micro-batches in flight.
-        """
+        """Return, by node, the least bytes that a stage uses for it."""
         flight = 1 if self._problem.recompute[device] != "never" else flight
         if (device, flight) not in self._least:
             self._least[device, flight] = least_by_node(self._problem, self._nodes, device, flight)
         return self._least[device, flight]
 
     def most(self, flight: int) -> Vector:
-        """Return, by node, bytes of which a stage has no more for it, with so many micro-batches in
-        flight.
-        """
+        """Return, by node, the most bytes that a stage uses for it."""
         if flight not in self._most:
             self._most[flight] = most_by_node(self._problem, self._nodes, flight)
         return self._most[flight]
 
     def more_ms(self, device: int, flight: int, members: Bools) -> float:
-        """What a stage takes longer because of its memory.
-
-        0, its forward passes once more, or infinitely long.
+        """Return the extra time of a stage because of memory: 0, its forward passes again, or
+        infinite.
         """
         problem = self._problem
         one = self._cache.footprint(np.flatnonzero(members).tolist())

@@ -1,9 +1,8 @@
-"""Links that are not all alike, in the stage-prefix form: a bound from below, exact where values
-have one reader.
+"""Unlike links in the stage-prefix form: a lower bound, exact where values have one reader.
 
-Every transfer takes at least what it takes over the quickest link. A class of devices, which may be
-swapped, is of one host; where a value's source and its reader are at stages of unlike classes it
-takes at least what it takes over the quickest link between two classes. Literals:
+Every transfer takes at least its time over the quickest link. A class of devices, which may be
+swapped, is of one host. Where a value's source and reader are at stages of unlike classes, the
+transfer takes at least its time over the quickest link between two classes. Literals:
 
     of[n, c]      node n is at a stage of class c
     apart[n, r]   node n and its reader r are of unlike classes
@@ -80,9 +79,7 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
 
 
 def surcharges(model: StageModel, between: Link, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
-    """Add to what stages send and receive what it takes longer between unlike classes, for each
-    stage once a net.
-    """
+    """Add the extra time of transfers between unlike classes, once for each stage and net."""
     of = [_classes_of(model, node) for node in range(len(model.nodes.nodes))]
     quick = joined_nets(model.problem, model.nodes, model.links.quickest)
     slow = {

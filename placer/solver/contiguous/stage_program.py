@@ -1,14 +1,13 @@
-"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from
-below.
+"""The integer program in stage-prefix form: exact if all links are alike, else a lower bound.
 
-    y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
+    y[n, p]     node n is at stage p or before: x[n, p] = y[n, p] - y[n, p - 1]
     t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
-    kind[p, c]  stage p is a device of class c; a class is devices that may be swapped
+    kind[p, c]  stage p is a device of class c; devices of a class may be swapped
 
-A net is a value, its source and its readers; values with the same ends are one net. Numbering
-stages along the pipeline leaves no symmetry between alike devices, and needs far fewer variables
-than node by device. Times are whole numbers, rounded down, so what is proven about them holds for
-the true ones.
+A net is a value with its source and readers; values with the same ends are one net. Stages are
+numbered along the pipeline. This leaves no symmetry between alike devices, and needs far fewer
+variables than one per node and device. Times are integers, rounded down, so their bounds hold for
+the true times.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ class StageModel:
             self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
-        """Return a time in the model's unit, rounded down, and cut off where it passes what is
-        known to be possible.
+        """Return a time in the model's unit, rounded down, and capped just above the known
+        bottleneck.
         """
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
@@ -111,8 +110,8 @@ class StageModel:
                 self.clause(self.negated(row[p - 1]), row[p])
 
     def _choose_kinds(self) -> None:
-        """Every stage is of one class, no class has more stages than devices, and nodes keep to
-        allowed devices.
+        """Give every stage one class, within each class's number of devices and the nodes' allowed
+        devices.
         """
         classes = range(len(self.classes))
         if len(self.classes) == 1:
@@ -168,17 +167,19 @@ class StageModel:
 
     @cached_property
     def arcs(self) -> list[tuple[int, int]]:
-        """Which node must not be behind which."""
+        """The pairs of nodes whose second must not be at an earlier stage."""
         return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
 
     def _values_run_forwards(self) -> None:
-        """A value is read at its source's stage or later."""
+        """Require every reader to be at its source's stage or later."""
         for source, reader in self.arcs:
             for p in self.stages:
                 self.clause(self.negated(self.y[reader][p]), self.y[source][p])
 
     def _first_stages_are_used_first(self) -> None:
-        """Where a stage is empty, so are all later ones: all ends of the pipeline are before it."""
+        """Require all stages behind an empty one to be empty: all ends of the pipeline are before
+        it.
+        """
         inner = {source for source, _ in self.arcs}
         ends = [node for node in self._nodes if node not in inner]
         used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
@@ -188,7 +189,9 @@ class StageModel:
                 self.clause(used[p], self.y[node][p - 1])
 
     def _stages_hold_enough_and_not_too_much(self) -> None:
-        """The stages that must be used hold a node, and none more layers than it may."""
+        """Require nodes at the stages that must be used, and at most ``most_layers`` layers at any
+        stage.
+        """
         one = [(node, 1) for node in self._nodes]
         for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
             self.cp.add(self._sum_at(p, one) >= 1)
@@ -198,7 +201,7 @@ class StageModel:
                 self.cp.add(self._sum_at(p, sizes) <= self.problem.most_layers)
 
     def _loads(self) -> None:
-        """The bottleneck is at least every stage's load, as the device that the stage is."""
+        """Require the bottleneck to be at least the load of every stage on its class of device."""
         transfers = self._transfers()
         for p in self.stages:
             for c, members in enumerate(self.classes):
@@ -214,7 +217,7 @@ class StageModel:
                     self._enforce(self.cp.add(part <= self.most(p)), self.kind[p][c])
 
     def most(self, stage: int) -> Sum:
-        """What a stage may take at the most, in steps."""
+        """Return the longest that a stage may take, in steps."""
         return self.makespan
 
     @property
@@ -260,9 +263,7 @@ class StageModel:
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
-        """Return whether a cut net costs every stage that it touches the same, be it that of the
-        source or of a reader.
-        """
+        """Return whether a cut net costs every stage that it touches the same, source or reader."""
         if self.problem.request.transfers == "overlapped":
             return False
         return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
@@ -279,7 +280,7 @@ class StageModel:
         return touched
 
     def _apart(self, node: int, other: int, stage: int, then: Prefix) -> None:
-        """If a node is at the stage and the other is not, then something holds."""
+        """Require ``then`` if one node is at the stage and the other is not."""
         if not self.can_be(node, stage):
             return
         absent = self.absent(node, stage)
@@ -293,7 +294,7 @@ class StageModel:
         return frozenset(self.arcs)
 
     def _cut_by_reader(self, net: Net, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
-        """A net that costs its source's stage once per stage that reads it."""
+        """Add the terms of a net that costs its source's stage once per stage that reads it."""
         there, back = self.steps(net.there_ms), self.steps(net.back_ms)
         taken = [self._taken(net, p) for p in self.stages]
         most = min(len(net.readers), len(self.stages) - 1)
@@ -319,10 +320,7 @@ class StageModel:
         return taken
 
     def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
-        """If the source is at the stage, whether another stage reads the net, and how many do.
-
-        All that take it.
-        """
+        """Return literals for whether another stage reads the source's net, and for how many do."""
         cut = self.cp.new_bool_var("")
         for reader in net.readers:
             self._apart(net.source, reader, stage, cut)
@@ -337,8 +335,8 @@ class StageModel:
         return cut, times
 
     def _memory(self) -> None:
-        """Every stage stays within the limit of the device that it is, in training with steady
-        micro-batches.
+        """Require every stage to stay within its device's limit, with constant micro-batches in
+        flight.
         """
         problem = self.problem
         unit = max(1, -(-memory_bounds.most_use_bytes(problem) // BYTE_STEPS))
@@ -352,7 +350,7 @@ class StageModel:
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
     def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
-        """What passes take at a stage, with all micro-batches in flight."""
+        """Return the bytes that passes take at a stage with all micro-batches in flight."""
         problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
         if memory_bounds.holds_state_alone(problem):
             return 0

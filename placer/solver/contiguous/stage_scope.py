@@ -21,9 +21,7 @@ def applies(problem: Problem) -> bool:
 
 
 def bounds(problem: Problem) -> bool:
-    """Return whether the form can state what is no harder than the problem, so that its bound
-    holds.
-    """
+    """Return whether the form can state a relaxation of the problem, so that its bound holds."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -45,8 +43,8 @@ def worth_building(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _steady(problem: Problem) -> bool:
-    """Return whether every stage has equally many micro-batches in flight, all of whose backward
-    pass runs at once.
+    """Return whether all stages have equally many micro-batches in flight, without split backward
+    passes.
     """
     one = problem.request.chunks == 1 and not problem.weights_apart
     return problem.request.schedule == "fill-drain" or one or problem.may_recompute

@@ -1,13 +1,13 @@
-"""Contiguous placements by objective throughput: thresholds, each met by a placement or proven to
-be out of reach.
+"""Search for contiguous placements of small bottleneck: thresholds that are met or refuted.
 
-A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
-nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``redivision.py``), then
-halves what is open; before it come chains of ideals but for loose nodes::
+A threshold asks less than the optimum: does any placement have a bottleneck of at most T? The
+smaller T is, the more nodes must be together and the fewer stages each node can be at. So a
+threshold well below the best known placement is refuted quickly, and raises the bound. A sweep
+first asks for anything better, also in parts (``redivision.py``), then halves the open interval::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
-                   2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
+                   2. no    4. ? 3. ?          1. ?     so the bound is the T of 2., until the
+                                                        next sweep
 """
 
 from __future__ import annotations
@@ -125,10 +125,7 @@ def _groups_anew(search: Search, work: float) -> None:
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known.
-
-    Where one is, the best that some work finds.
-    """
+    """Ask whether any placement is better than the best known, and improve it if one is."""
     for _ in range(ASKED):
         if (
             not search.open()
@@ -170,9 +167,7 @@ def _within(search: Search, threshold: float, work: float) -> Answer:
 
 
 def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
-    """Return the layers in as few nodes as a placement within a threshold needs, or one that is
-    better than the best known.
-    """
+    """Return the layers in as few nodes as a placement within a threshold, or a better one, needs."""
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes

@@ -1,14 +1,15 @@
-"""Windows of stages that know of transfers: the first stage at which a node can be, stage by stage.
+"""Windows of stages that account for transfers: the first stage at which a node can be.
 
-Where node v is at stage p, so is all that it depends on and that cannot be before it. Node v can be there only if::
+If node v is at stage p, so is all that it depends on and that cannot be earlier. Node v can be
+there only if::
 
     needed(v, p)  =  v and all before v that no stage before p can hold
     min over S with needed(v, p) in S of (work(S) + transfer of the nets that S cuts)  <=  upper
 
-which is a minimum cut; S holds no node that is known to be behind p, or before. A node that fails
-takes all behind it with it, one that passes all before it, so few cuts decide a stage. Stages on
-devices that pay for no transfer are few: their number so far is counted too. The last stages are
-the first ones of the graph turned round.
+This is a minimum cut. S holds no node that is known to be behind p, or before it. A node that fails
+rules out all nodes behind it, and a node that passes admits all before it, so few cuts decide a
+stage. Stages on devices that pay for no transfer are few, and their number so far is counted too.
+The last stages are the first stages of the reversed graph.
 """
 
 from __future__ import annotations
