@@ -120,24 +120,20 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """By device, what it holds at its worst moment, by kind.
-
-        Takes longer to tell than times, if asked for.
+        """The memory of each device at its worst moment, computed on first use, as it takes longer
+        than times.
         """
         return self.use()
 
     @cached_property
     def least_memory(self) -> tuple[MemoryUse, ...]:
-        """The same with the fewest micro-batches in flight that the schedule allows, whatever the
-        limits leave.
-        """
+        """The same with the fewest micro-batches in flight that the schedule allows."""
         return self.least_use()
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, for how many micro-batches it has room in training.
-
-        Empty where devices have all of them.
+        """The micro-batches that each stage has memory for in training; empty if devices hold all
+        of them.
         """
         return self.rooms()
 
@@ -232,9 +228,7 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
-    """Return whether every device stays within its limit, and within the bottleneck that is asked
-    for.
-    """
+    """Return whether every device stays within its memory limit, and within ``bottleneck_ms``."""
     most_ms = problem.request.bottleneck_ms
     if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
         return False
@@ -242,7 +236,7 @@ def fits(problem: Problem, costs: Costs) -> bool:
 
 
 def judged(problem: Problem, assignment: Assignment) -> Costs | None:
-    """What an assignment costs; None if it breaks a requirement."""
+    """Return the costs of an assignment, or None if it breaks a requirement."""
     if not allowed(problem, assignment):
         return None
     result = evaluate(problem, assignment)
@@ -250,8 +244,8 @@ def judged(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Return whether pins, forbidden devices, colocation and the numbers of devices and layers are
-    respected.
+    """Return whether an assignment respects pins, forbidden devices, colocation and numbers of
+    devices.
     """
     layers = Counter(assignment)
     return (
@@ -311,7 +305,7 @@ def _memory(
     again: frozenset[int],
     rooms: Callable[[], Sequence[int]],
 ) -> tuple[MemoryUse, ...]:
-    """What each device holds at its worst moment."""
+    """Return the memory of each device at its worst moment."""
     chunks = problem.request.chunks
     flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
     # of placements that need not be contiguous there are none
@@ -351,7 +345,7 @@ def _rooms(
 
 
 def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
-    """Return for how many of the micro-batches in flight backward passes have memory of their own."""
+    """Return for how many micro-batches in flight backward passes have memory of their own."""
     request = problem.request
     return -(-room // schedule.sharing(request.schedule, stages, stage, request.chunks, room))
 
@@ -423,11 +417,10 @@ def _roomiest_order(
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
-    """Of the orders in which values run forwards, one with the smallest largest excess over the
-    limits.
+    """Return the order of stages whose largest excess over the memory limits is smallest.
 
-    A stage needs the more, the earlier it stands. So the first place goes, of the stages that wait
-    for no other, to the one that needs the least there, and so on.
+    A stage needs more the earlier it stands. So the first place goes to the stage, among those
+    without open predecessors, that needs the least there, and so on.
 
     Source: Lawler, "Optimal sequencing of a single machine subject to precedence constraints",
     1973.
@@ -454,8 +447,8 @@ def _roomiest_order(
 
 
 def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> int:
-    """What a device needs with so many micro-batches in flight, recomputed where it must, or may
-    and that is less.
+    """Return a device's memory with this many micro-batches in flight, recomputed where that is
+    less.
     """
     rule = problem.recompute[device]
     if rule == "always":
@@ -467,9 +460,7 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
 def latency_ms(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> float:
-    """One micro-batch's way through the model, forwards and, in training, backwards, in
-    milliseconds.
-    """
+    """Return the time of one micro-batch through the model, forwards and, in training, backwards."""
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]

@@ -18,10 +18,9 @@ _SAME = 1e-9
 def as_named(
     problem: Problem, assignment: costs.Assignment, before: costs.Costs
 ) -> tuple[costs.Assignment, costs.Costs]:
-    """Return the placement with the stages of each type of device in the order in which the devices
-    were named.
+    """Return the placement with stages on devices of a type in the order of the devices' names.
 
-    It is the same one if any cost would change, or a requirement be broken.
+    It stays the same if any cost would change, or if the exchange would break a requirement.
 
     Args:
         problem: what is asked.

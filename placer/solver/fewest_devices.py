@@ -137,7 +137,7 @@ class FewestSearch:
         return costs.judged(self._problem, devices) is not None
 
     def _least(self) -> int:
-        """No fewer devices do all the work, each layer on its fastest, within the bottleneck."""
+        """Return a lower bound on devices: no fewer do all work within the bottleneck."""
         nodes = reduced(self._problem)
         work_ms = sum(
             min(
@@ -151,7 +151,9 @@ class FewestSearch:
         )
 
     def _too_slow(self) -> Infeasibility:
-        """How near to the bottleneck a placement on all devices comes."""
+        """Return the reason that no placement on all devices meets the bottleneck, with the
+        nearest.
+        """
         devices, bound, reason = self._search(self._within(self._problem.most_devices), None)
         if reason is not None:
             return reason

@@ -6,8 +6,8 @@ The device of node v holds some set S of nodes with v in it. Its load is at leas
                (sum of work(n) over n in S
                 + sum of transfer(e) over nets e with a pin in S and a pin outside)
 
-This is a minimum cut between v and a sink. The bottleneck is at least the largest least(v), for free
-and for contiguous placements and for any number of devices::
+This is a minimum cut between v and a sink. The bottleneck is at least the largest least(v), for
+free and for contiguous placements and for any number of devices::
 
     v ──transfer(e)── u      a net of two pins is an edge; a net of more pins is an arc
     │                 │      that every pin feeds and that feeds every pin
@@ -209,9 +209,7 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """Return the least load in milliseconds of a device with some nodes and without others, and
-        its set S.
-        """
+        """Return the least load in ms of a device with some nodes and without others, and its set."""
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):

@@ -51,8 +51,7 @@ def least_work(
     time_ms: Callable[[int, int], float],
     aside_ms: Sequence[float] = (),
 ) -> float:
-    """Return the least time of the busiest device, its work and waiting, in the unit of
-    ``time_ms``.
+    """Return the least work and waiting of the busiest device, in the unit of ``time_ms``.
 
     Args:
         problem: what is asked.

@@ -68,9 +68,7 @@ def _passing(
     order: Sequence[int],
     fastest: Link,
 ) -> dict[tuple[int, int], Times]:
-    """Return, by two neighbouring classes and border of nodes, the extra time over the fastest
-    link.
-    """
+    """Return, by two neighbouring classes and border, the extra time over the fastest link."""
     found = {}
     for pair in itertools.pairwise(order):
         one, other = (classes[kind][0] for kind in pair)

@@ -92,9 +92,9 @@ def best_chain(
         over: asked stage by stage; ends the search as if there were too many ideals.
 
     Returns:
-        The placement of the best chain, and a bound that holds for all placements: of memory it counts
-        the state alone, and a value that several stages read counts once. No placement and an infinite
-        bound if no chain counts.
+        The placement of the best chain, and a bound that holds for all placements. The bound counts
+        only the state in memory, and a value that several stages read once. There is no placement
+        and an infinite bound if no chain counts.
     """
     if not all(nodes.allowed):
         return Cut(None, inf)

@@ -1,6 +1,4 @@
-"""How much a device can hold at the most within a bottleneck: of work, of state, of anything that
-nodes weigh.
-"""
+"""The most that a device can hold within a bottleneck: work, state, or any other weight of nodes."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ def work_on(problem: Problem, nodes: Reduction, device: int) -> Vector:
 
 
 def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float]:
-    """Return the most worth that takes no longer than ``upper``, parts of nodes allowed, and its
-    slope there.
+    """Return the largest worth within ``upper``, parts of nodes allowed, and its slope there.
 
     Args:
         worth: by node, 0 or more.

@@ -20,7 +20,7 @@ of pairs."""
 
 
 def values_need_links(model: PlacementModel) -> None:
-    """A value, and its gradient, passes only where there is a link."""
+    """Require a link wherever a value, or its gradient, crosses."""
     problem, nodes = model.problem, model.nodes
     refused = set()
     missing = [
@@ -41,7 +41,7 @@ def values_need_links(model: PlacementModel) -> None:
 
 
 def loads(model: PlacementModel) -> None:
-    """The objective is at least every device's load."""
+    """Require the objective to be at least every device's load."""
     compute, send, receive = model.load_parts
     for device in model.devices:
         most = model.makespan
@@ -111,7 +111,7 @@ def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: 
 def _given(
     model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term
 ) -> Term:
-    """If the source is on the device, how many other devices read its value: all takers."""
+    """Return the number of other devices that read the value, if the source is on the device."""
     if device not in model.x[source]:
         return 0
     here = model.x[source][device]
@@ -137,7 +137,7 @@ def _transfers_by_pair(
     send: list[list[Term]],
     receive: list[list[Term]],
 ) -> None:
-    """The same where links differ: a literal for every pair of devices."""
+    """Add transfers where links differ: a literal for every pair of devices."""
     for device, other in _pairs(model):
         if not all(model.problem.linked(value, device, other) for value in values):
             continue
@@ -189,9 +189,7 @@ _Delay = Callable[[Value, int, int], float | None]
 
 
 def latency(model: PlacementModel) -> None:
-    """The objective is at least the last finish forwards plus, in training, the last finish
-    backwards.
-    """
+    """Require the objective to be at least the last finish forwards plus the last one backwards."""
     problem = model.problem
     count = len(problem.layers)
     waits = [(value.source, reader, value) for value in problem.values for reader in value.readers]
@@ -255,7 +253,7 @@ def _one_at_a_time(
     start: dict[int, Term],
     finish: dict[int, Term],
 ) -> None:
-    """A device runs one layer at a time, in the order.
+    """Require a device to run one layer at a time, in the profile's order.
 
     Layers that wait for each other anyway need no rule.
     """

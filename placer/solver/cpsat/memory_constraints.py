@@ -1,6 +1,4 @@
-"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one
-function a rule.
-"""
+"""The memory model of ``memory.py`` as constraints over nodes and devices, one function per rule."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def rules_a_device(problem: Problem) -> int:
 
 
 def memory(model: PlacementModel) -> None:
-    """Every device stays within its limit, and, if memory is the objective, within the objective."""
+    """Require every device to stay within its limit, and within the objective if that is memory."""
     if (
         not model.relaxed
         and model.objective != "memory"
@@ -52,8 +50,8 @@ def memory(model: PlacementModel) -> None:
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
-    """Return every size that the model adds up, as often as it may be added with so many
-    micro-batches.
+    """Return every size that the model adds up, multiplied by the number of times that it may
+    count.
     """
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
@@ -78,7 +76,7 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
 def _within(
     model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()
 ) -> None:
-    """The use stays within the device's limit, at least where all of some literals hold."""
+    """Require the use to stay within the device's limit, at least where all given literals hold."""
     limit = model.problem.devices[device].usable_bytes // model.byte_unit
     if model.relaxed:
         model.cp.add(use <= limit + model.makespan).only_enforce_if(*given)
@@ -90,9 +88,7 @@ def _within(
 
 
 def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a
-    device, and copies.
-    """
+    """Return the state of the layers on a device, and of its copies of shared parameters."""
     terms: list[Term] = []
     most = 0
     for node, layers in enumerate(model.nodes.nodes):
@@ -135,9 +131,9 @@ class _OnDevice:
 def _training(
     model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
 ) -> None:
-    """The state.
+    """Require the state, what further micro-batches keep, and the peak of one to fit.
 
-    What further micro-batches keep, and the worst moment of one, or what recorded passes have.
+    Where passes are recorded, their own memory counts instead.
     """
     place = _OnDevice(model, device)
     if model.problem.recorded and model.problem.recompute[device] == "never":
@@ -183,9 +179,7 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 def _inference(
     model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
 ) -> None:
-    """At every step the values that are live on a device, and the workspace of the layer that runs
-    there, fit.
-    """
+    """Require the live values and the running layer's workspace to fit at every step."""
     _within(model, device, fixed)
     for use in moments.of_inference(_OnDevice(model, device), limit_bytes):
         _within(model, device, fixed + use)

@@ -44,14 +44,13 @@ RULES_A_SECOND = 40_000
 def worth_building(
     problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES
 ) -> bool:
-    """Return whether the integer program of this problem is small enough to be written down, and
-    solved, in this time.
+    """Return whether the integer program is small enough to be built and solved in this time.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         time_s: the time that is left.
-        most: so many rules it may have, whatever the time.
+        most: the most rules that it may have, whatever the time.
     """
     count, devices = len(nodes.nodes), len(problem.devices)
     pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
@@ -136,9 +135,7 @@ class PlacementModel:
             self.upper = floor(largest * self.steps_per_ms) + 1
 
     def steps(self, time_ms: float) -> int:
-        """Return a time in the model's unit, rounded down, and cut off where it passes what is
-        known to be possible.
-        """
+        """Return a time in the model's unit, rounded down, and capped just above what is possible."""
         return (
             min(floor(time_ms * self.steps_per_ms), self.upper + 1)
             if self.objective != "memory"
@@ -152,7 +149,7 @@ class PlacementModel:
     # Variables
 
     def _choose_devices(self) -> None:
-        """Every node is on one device, and only on one that it may be on."""
+        """Put every node on exactly one of its allowed devices."""
         self.x: list[dict[int, cp_model.IntVar]] = []
         for node, devices in enumerate(self.nodes.allowed):
             first, last = self.windows[node]
@@ -164,7 +161,7 @@ class PlacementModel:
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
-        """Stages are numbered along the pipeline, each is one device, and the first are used first."""
+        """Number the stages along the pipeline, each on one device, and use the first ones first."""
         count = len(self.nodes.nodes)
         self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
@@ -230,10 +227,7 @@ class PlacementModel:
 
     @cached_property
     def stage_is_device(self) -> bool:
-        """Whether stage p may be taken to be device p.
-
-        Stages are asked for, and all devices are alike.
-        """
+        """Whether stage p can be device p: the placement has stages, and all devices are alike."""
         return self.problem.contiguous and len(self.alike_devices) == 1
 
     @property
@@ -244,13 +238,13 @@ class PlacementModel:
     # Shape of the placement
 
     def _values_run_forwards(self) -> None:
-        """Contiguous: a value is read at its source's stage or later."""
+        """Require every reader to be at its source's stage or later, in contiguous placements."""
         for source, reader in sorted(self.nodes.arcs(arcs_of(self.problem.values))):
             for p in self.stages[:-1]:
                 self.cp.add_implication(self.y[reader][p], self.y[source][p])
 
     def _use_so_many_devices(self) -> None:
-        """Free: at most, and at least, so many devices hold nodes."""
+        """Limit the number of devices that hold nodes, in free placements."""
         least, most = self.problem.least_devices, self.problem.most_devices
         if most == len(self.devices) and least == 1:
             return
@@ -263,7 +257,7 @@ class PlacementModel:
         self.cp.add_linear_constraint(cp_model.LinearExpr.sum(used), least, most)
 
     def _hold_few_layers(self) -> None:
-        """No device holds more layers than it may."""
+        """Limit the number of layers on each device."""
         most = self.problem.most_layers
         if most is None:
             return
@@ -274,9 +268,9 @@ class PlacementModel:
             self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
-        """Free.
+        """Break symmetry of free placements: open the second of alike devices only after the first.
 
-        Of alike devices, the second takes a node only if the first has one that weighs more.
+        The second takes a node only if the first has a node that weighs more.
         """
         order = sorted(
             range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True
@@ -326,7 +320,7 @@ class PlacementModel:
 
     @cached_property
     def load_parts(self) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
-        """By device, the terms of its compute, of what it sends, and of what it receives."""
+        """The terms of each device's compute, of what it sends, and of what it receives."""
         return cost_constraints.load_parts(self)
 
     def _set_goal(self) -> None:

@@ -1,19 +1,19 @@
-"""The worst moment of a training step as constraints of an integer program, for one device or one
-stage.
+"""The peak memory of a pass as constraints of an integer program, for one device or one stage.
 
     kept[t]    what one micro-batch keeps there of the layers up to step t
     there[t]   kept[t], and the values that wait for a later reader
     back[t]    kept[t], and the gradients that wait for a later step backwards
-    moment     at least there[t] + forward workspace and back[t] + backward workspace of every layer t that is there
+    peak       at least there[t] + forward workspace and back[t] + backward workspace of every
+               layer t that is there
 
 ``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in
 layers and values.
 
-Recorded passes have memory of their own, so that forwards and backwards have a worst moment each:
+Recorded passes have memory of their own, so forwards and backwards each have a peak::
 
-    there[t]   without values that are made elsewhere, and with those that are sent, until the pass is over
-    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave to weight
-               passes, where those run apart
+    there[t]   without values that are made elsewhere, and with sent values, until the pass ends
+    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have
+               yet to leave to weight-gradient passes, where those run apart
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class Moments:
         self._of_inference = cache(partial(rows_of_inference, problem))
 
     def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
-        """What one micro-batch keeps at a place, and what it needs there at its worst moment.
-
-        At least, and in units.
+        """Return what one micro-batch keeps at a place, and its peak there: lower bounds, in units.
 
         Args:
             place: a device or a stage.
@@ -77,15 +75,12 @@ class Moments:
         return self._at(place).written(self._of_training(limit_bytes))
 
     def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
-        """What recorded passes have at a place.
+        """Return the memory of recorded passes at a place, as in ``memory.Recorded``.
 
-        At least, and in units, as ``memory.Recorded`` has it.
-
-        Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. Arguments are those of ``of_training``.
 
         Returns:
-            What each micro-batch has for itself; what it has beside where there are several; what
-            they share.
+            The bytes of each micro-batch, its further bytes where there are several, and the shared bytes.
         """
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
@@ -99,11 +94,9 @@ class Moments:
         return ahead + crossing, landing, shared + back
 
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
-        """What a place needs beside its state at each moment that may be its worst.
+        """Yield the memory of a place, without its state, at each step that may be its peak.
 
-        At least, and in units.
-
-        Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. Arguments are those of ``of_training``.
         """
         return self._at(place).of_inference(self._of_inference(limit_bytes))
 
@@ -131,10 +124,7 @@ def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
 
 
 def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tuple[Term, Term]:
-    """What has its place beside passes, for one micro-batch.
-
-    ``memory.crossing_bytes`` and ``landing_bytes``.
-    """
+    """Return ``memory.crossing_bytes`` and ``landing_bytes`` of a place for one micro-batch."""
     crossing: Term = 0
     landing: Term = 0
     for value in problem.values:
@@ -187,7 +177,7 @@ class _Sum:
     least: int = 0
 
     def add(self, step: int, size: int, term: Term) -> None:
-        """So much more from a step on, where the term is 1."""
+        """Add this size from a step on, where the term is 1."""
         if _is_never(term):
             return
         self.terms.setdefault(step, []).append(size * term)
@@ -283,9 +273,9 @@ class _Moment:
         return worst[0], worst[1]
 
     def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
-        """What is live, and the workspace.
+        """Yield the live values and the workspace at each step, wherever its layer is.
 
-        At each step, wherever its layer is, as values arrive then.
+        Values arrive at steps of other devices too.
         """
         changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
         for index, value in enumerate(self._problem.values):
@@ -306,7 +296,7 @@ class _Moment:
                 yield cp_model.LinearExpr.sum([*live.values(), row.workspace // self._unit * here])
 
     def _able(self, rows: Iterable[Row]) -> Iterator[tuple[Row, cp_model.IntVar]]:
-        """Those of layers that can be there, each with the literal that holds if it is."""
+        """Yield the rows of layers that can be there, each with the literal that holds if it is."""
         for row in rows:
             here = self._here(row.step)
             if here is not None:
@@ -320,8 +310,8 @@ class _Moment:
         held: Term,
         may_fall: bool = False,
     ) -> None:
-        """If the layer is there, the moment is no less than what is held at its step and its
-        workspace.
+        """Require the peak to include the held bytes and the workspace of the layer, if it is
+        there.
         """
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
         # what is held at its step counts where the layer is
@@ -346,9 +336,9 @@ class _Moment:
     # What holds from a step on
 
     def _live(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """In inference.
+        """Yield when a value is live in inference: until its last reader has run.
 
-        A reader that has yet to run is there, or the source, until the last one has run.
+        A later reader is there, or the source.
         """
         readers = value.readers
         *later, _ = self._prefixes((value.source, *reversed(readers)))[::-1]
@@ -357,7 +347,7 @@ class _Moment:
         )
 
     def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards: a layer that keeps the value is there, or one that reads it later."""
+        """Yield when a value is held forwards: a layer that keeps it, or reads it later, is there."""
         if value.source in value.keepers:
             yield value.source, self._here(value.source)
         keeper = self._prefixes(value.keepers)[-1] if value.keepers else None
@@ -368,10 +358,7 @@ class _Moment:
             yield step, self._any(keeper, waits)
 
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards, of recorded passes.
-
-        The same where the value is made, or it is sent, until the pass is over.
-        """
+        """Yield when a recorded forward pass holds a value: made here, and kept, awaited or sent."""
         source = self._here(value.source)
         if source is None:
             return
@@ -381,7 +368,9 @@ class _Moment:
             yield step, self._any(own, sent) if step > value.source else own
 
     def _sent(self, value: Value) -> Literal:
-        """Return the value is made here and kept by nobody here, and a reader is elsewhere."""
+        """Return a literal that holds if the value is made here, kept by nobody here, and read
+        elsewhere.
+        """
         node_of = self._nodes.node_of
         source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
         keepers = {node_of[keeper] for keeper in value.keepers}
@@ -393,13 +382,12 @@ class _Moment:
         return _at_least(self._place, [share(source) - share(reader) - kept for reader in others])
 
     def _kept(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Return a layer that keeps the value is there, and has run."""
+        """Yield when a value is kept: a layer that keeps it is there, and has run."""
         yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
 
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards.
-
-        A reader's gradient waits for the source, or is here for an earlier reader's to be added.
+        """Yield when a gradient waits backwards: for its source, or for an earlier reader's
+        gradient.
         """
         source, readers = self._here(value.source), value.readers
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
@@ -410,9 +398,7 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards.
-
-        What the last reader's gradient is a slice of, while it waits here for the one before; or
+        """Yield when the rest of a sliced gradient waits backwards for the reader before, or for
         ties.
         """
         *others, last = value.source, *value.readers
@@ -420,10 +406,7 @@ class _Moment:
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards.
-
-        The gradient of a reader that is here waits for the source, or is to be sent after the pass.
-        """
+        """Yield when a reader's gradient stays in a recorded pass: for its source, or to be sent."""
         before = value.source + 1
         for reader, later in zip(
             value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True
@@ -439,7 +422,7 @@ class _Moment:
         return self._place.here(self._nodes.node_of[layer])
 
     def _prefixes(self, layers: Sequence[int]) -> list[Literal]:
-        """For each layer, whether it or one before it in the list is here."""
+        """Return, for each layer, a literal that holds if it or an earlier one of the list is here."""
         found: list[Literal] = []
         for layer in layers:
             found.append(self._any(found[-1] if found else None, self._here(layer)))

@@ -1,5 +1,4 @@
-"""The steps at which a device may need the most, whatever is on it: only they have rules in an
-integer program.
+"""The steps at which a device may reach its peak: only these have rules in an integer program.
 
 Each function leaves out the steps that keep a device within ``limit_bytes`` with all layers on it.
 """

@@ -47,7 +47,7 @@ class Meter:
 
     @property
     def left(self) -> float:
-        """What may still be done."""
+        """The work that may still be done."""
         return self.limit - self.done
 
 
@@ -131,7 +131,7 @@ class _Progress(cp_model.CpSolverSolutionCallback):
         self._program, self._report = program, report
 
     def on_solution_callback(self) -> None:
-        """Called by the solver."""
+        """Report the solution; CP-SAT calls this."""
         self._report(
             self._program.read(self.value), self._program.in_unit(self.best_objective_bound)
         )

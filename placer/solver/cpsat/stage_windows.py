@@ -1,6 +1,4 @@
-"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is
-known.
-"""
+"""Windows of stages: where a node can be if no stage exceeds a known bottleneck."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def _stages_to_hold(size: float, room: Sequence[float]) -> int:
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
-    """Return, by node, itself and all that it depends on, as bits, and itself and all that depend
-    on it.
-    """
+    """Return, by node, all that it depends on and all that depend on it, itself included, as bits."""
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))

@@ -1,12 +1,11 @@
-"""Every map of a question whose layers and devices are few, and how far a map is from what memory
-allows.
+"""Enumeration of all maps of a small problem, and the distance of a map from the memory limits.
 
-Where the model is no row, bounds know little: of few maps each is simulated, which proves the best
-one, or that there is none. Devices that are alike are taken in their order, as exchanging them
-changes nothing.
+Where the model is not a chain, bounds are weak. If there are few maps, simulating each of them
+proves the best one, or that there is none. Devices that are alike are taken in their order, as
+exchanging them changes nothing.
 
-A map is what it costs in one order of its stages (see ``costs``). Where values allow another one,
-its step may be shorter in that, so that no bound is made of it.
+A map is evaluated in one order of its stages (see ``costs``). Where values allow another order, its
+step may be shorter, so the enumeration gives no bound.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[
 
 
 def short_bytes(problem: Problem, assignment: list[int]) -> float:
-    """What devices lack together for a map, in bytes.
+    """Return the bytes that devices lack together for a map.
 
-    Infinite if it breaks a requirement other than memory.
+    It is infinite if the map breaks a requirement other than memory.
     """
     result = costs.evaluate(problem, assignment) if costs.allowed(problem, assignment) else None
     if result is None:

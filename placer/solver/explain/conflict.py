@@ -1,16 +1,16 @@
-"""The smallest group of requirements that cannot hold together, in words.
+"""The smallest set of requirements that cannot hold together, in words.
 
-First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller
-group is looked for. Of a set of requirements it can be tried whether some placement meets them all.
-What a placement leaves unmet is a
-correction: every group that cannot hold has one of its requirements in it. So a smallest set that
-has one of every correction known is looked for; if no placement meets it, it is the group, else
-what meets it gives another correction.
+First, requirements are left out one by one, as long as the others cannot hold. Then a smaller set
+is sought. For a set of requirements, a search can try whether some placement meets them all. The
+requirements that a placement leaves unmet are a correction: every conflicting set contains one of
+them. So the search takes a smallest set that hits every known correction. If no placement meets it,
+it is the answer; otherwise the placement gives another correction.
 
-Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind:
-the ways.
+Under objective ``step`` a placement may have any number of micro-batches, any schedule and kind, so
+there are several questions::
 
-    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
+    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d
+                               ->  {a, c} {b, c} {d}  ->  {c, d} ...
 
 Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015.
 """
@@ -68,8 +68,7 @@ class Requirement:
 def explained(
     ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
 ) -> Infeasibility:
-    """Return the reason with the group of requirements that cannot hold together, as far as time
-    allows.
+    """Return the reason with the smallest conflicting set of requirements, if time allows.
 
     Args:
         ways: what is asked, and cannot be: any of them would do.
@@ -203,7 +202,7 @@ class Conflict:
         return frozenset(range(len(self.all)))
 
     def _grown(self, met: Numbers) -> Numbers:
-        """As many requirements as one placement can be found to meet, with these among them."""
+        """Return a maximal superset of these requirements that one found placement meets."""
         for number in sorted(self._everyone - met):
             more = (
                 self._met_with(met | {number}) if number not in met and not self._over() else None
@@ -212,7 +211,7 @@ class Conflict:
         return met
 
     def _met_with(self, numbers: Numbers) -> Numbers | None:
-        """What a placement that meets some requirements meets in all; None if it is not known."""
+        """Return all requirements that a placement for some of them meets, or None if unknown."""
         known = True
         for problem in self._ways:
             for shape in self._shapes(problem, numbers):
@@ -223,8 +222,8 @@ class Conflict:
         return IMPOSSIBLE if known else None
 
     def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
-        """Return whether stages may be contiguous, and may be otherwise, where that is all that is
-        asked.
+        """Return whether stages may be contiguous and may be otherwise, where nothing else is
+        required.
         """
         if not any(requirement.kind == "contiguous" for requirement in self.all):
             return [problem.contiguous]
@@ -356,7 +355,7 @@ def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
 
 
 def _timed(problem: Problem) -> PlacementRequest:
-    """What is asked, but for the smallest bottleneck."""
+    """Return the request without its objective of a small bottleneck."""
     return problem.request.model_copy(update={"objective": "throughput"})
 
 

@@ -75,9 +75,7 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
 
 
 def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or
-    together.
-    """
+    """Return a reason if the required numbers of devices and layers per device cannot be met."""
     least, most = problem.least_devices, problem.most_layers
     if least > len(nodes.nodes):
         kept = "the colocated layers" + (
@@ -176,9 +174,7 @@ class Searcher:
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
-    """How near to its memory limits a placement can be, or that the other requirements contradict
-    each other.
-    """
+    """Return how near to its memory limits a placement can be, or that requirements contradict."""
     return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
 
 
@@ -206,13 +202,13 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
 def reason_of_closest(
     problem: Problem, devices: list[int], short: int = 0, found: str = ""
 ) -> Infeasibility:
-    """By how much the placement that comes closest to the memory limits passes them.
+    """Return by how much the placement closest to the memory limits exceeds them.
 
     Args:
-        problem: what is asked.
-        devices: by layer, its device; over the limits somewhere, with all links.
-        short: by how much every placement does at the least, in bytes; 0 where it is this one's.
-        found: what is to be said of it.
+        problem: the placement problem.
+        devices: by layer, its device; over some limit, with all links.
+        short: the excess of every placement at least, in bytes; 0 where it is that of this one.
+        found: the beginning of the sentence.
     """
     result = costs.evaluate(problem, devices)
     assert result is not None  # all that is missing is memory

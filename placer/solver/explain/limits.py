@@ -1,6 +1,4 @@
-"""What limits a placement, and what would help: found by solving the changed question, never by a
-rule of thumb.
-"""
+"""What limits a placement, and what would help: found by solving changed requests, not by rules."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ UNLIMITED = "memory without limits"
 def limits_of(
     request: PlacementRequest, placement: Placement, solve: Solve, time_left_s: float
 ) -> Limits:
-    """What limits a placement, and what would help most.
+    """Return what limits a placement, and what would help most.
 
     Args:
         request: the question.
@@ -131,7 +129,7 @@ def _value_text(objective: Objective, value: float) -> str:
 def _changes(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """In words and as a request, every change that is tried."""
+    """Yield every change to try, in words and as a request."""
     yield from _of_memory(request, placement)
     yield from _of_cluster(request)
     yield from _of_rules(request, placement)
@@ -140,7 +138,9 @@ def _changes(
 def _of_memory(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """No limits at all, more memory where it may be short, and recomputing."""
+    """Yield requests without limits, with more memory where it may be short, and with
+    recomputation.
+    """
     cluster = request.placed_on
     ample = tuple(
         device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices
@@ -223,7 +223,9 @@ def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
 
 
 def _one_more(cluster: Cluster) -> Cluster:
-    """Return a copy of the last device, linked as it is, and with it over the first of its links."""
+    """Return a copy of the last device, with its links and a link like its first one to the
+    original.
+    """
     old = cluster.devices[-1]
     names = {device.name for device in cluster.devices}
     name = next(

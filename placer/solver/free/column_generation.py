@@ -1,25 +1,25 @@
-"""Shares: put a price on every node, and some device must hold its share of all prices.
+"""Bounds by prices of nodes: some device must hold its share of all prices.
 
-For any prices, let C be the most that devices which pay for no transfer can hold within the bottleneck that is known.
-The others hold the rest. Let n(k) of these be of kind k, and let shares u(k) add up to it::
+For any prices, let C be the most that devices which pay for no transfer can hold within the known
+bottleneck. The other devices hold the rest. Let n(k) of these be of kind k, and let shares u(k) add
+up to the rest::
 
     sum of n(k) u(k) over kinds k = sum of all prices - C
 
-Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at
-least the least load of such sets, of any kind: the least load(S) of one kind alone where all
-devices are alike. ``subset_sweep.py`` finds it, however the sets lie; shares are as what devices of
-the kinds can hold within a bottleneck that is tried. The prices are the duals of the set-covering
-program
+Then some device of some kind k holds a set S with ``worth(S) >= u(k)``. The bottleneck is at least
+the least load of such sets of any kind, which ``subset_sweep.py`` finds. Shares are proportional to
+what devices of the kinds can hold within the bottleneck that is tried. The prices are the duals of
+the set-covering program::
 
-    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each
-    kind alike
+    minimise the number of sets, each of load <= bottleneck, that hold every node once,
+    with n(k) sets of each kind k
 
-solved by column generation: the set that is worth most by the prices joins the program, which gives
-new prices. These are kept near the best ones so far, in a box, or they would swing from end to end.
-The set is looked for among few, and among all only where none of the few is worth its share: then
-the prices may prove something. Where sets for K devices suffice for a bottleneck, as far as
-fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are rounded to whole
-ones (``integer_prices.py``), which prove at once what the program's own come near to.
+Column generation solves it: the set that is worth most by the prices joins the program, which gives
+new prices. A box keeps these near the best ones so far, or they would oscillate. The set is sought
+among few labels, and among all only where none of the few is worth its share: then the prices may
+prove something. Where sets for K devices suffice for a bottleneck, in the linear relaxation, a
+smaller bottleneck is tried. Between bottlenecks prices are rounded to integers
+(``integer_prices.py``), which prove at once what the program's own prices come near to.
 
 Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du
 Merle, Villeneuve, Desrosiers and Hansen, "Stabilized column generation", 1999.
@@ -161,7 +161,7 @@ class _Shares:
         self.most_worth = [1.0] * len(self.counts)
 
     def bound(self) -> float:
-        """What is proven until the end, or until it is stopped in the midst of it."""
+        """Return the bound that is proven when the search ends or is stopped."""
         prices = self._prices_of_work()
         self.known = self._of_work(prices)
         with suppress(Stopped):
@@ -169,16 +169,14 @@ class _Shares:
         return self.known
 
     def _prices_of_work(self) -> list[float]:
-        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and
-        all end together.
+        """Return prices by work alone: nodes may be cut anywhere at no cost, and all devices end
+        together.
         """
         owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
-        """Return the bottleneck within which devices could just hold all that is worth something,
-        at no cost of cutting.
-        """
+        """Return the bottleneck within which devices hold everything of worth, without transfers."""
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -229,8 +227,8 @@ class _Shares:
                 stride *= 2
 
     def _try_whole(self, prices: Sequence[float]) -> None:
-        """Round prices to whole ones, and keep what those prove by which no light set of the pool
-        is worth a share.
+        """Round prices to integers, and keep what is proven where no light set of the pool has a
+        share.
         """
         shares = list(zip(self.counts, self._shares(self.devices), strict=True))
         rounded = list(whole_prices(prices, shares, self._free_worth))
@@ -249,9 +247,8 @@ class _Shares:
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
     def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
-        """No more than this is proven by whole prices.
-
-        The load of the lightest set known that is worth enough.
+        """Return a limit on what integer prices prove: the load of the lightest known set of enough
+        worth.
         """
         loads = (
             load
@@ -261,7 +258,7 @@ class _Shares:
         return min(loads, default=self.upper)
 
     def _free_worth(self, whole: Whole) -> int:
-        """What devices that pay for no transfer hold of whole prices, at the most."""
+        """Return the most that devices without transfers hold of integer prices."""
         held = (
             self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms
         )
@@ -275,7 +272,7 @@ class _Shares:
         ]
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
-        """Runs of the sweep that cost about the same."""
+        """Return runs of the sweep that cost about the same."""
         groups: list[list[int]] = []
         whole, passed = sum(max(0.0, price) for price in prices), 0.0
         for step in self.graph.fastest.steps:
@@ -322,7 +319,7 @@ class _Shares:
         return best.prices, self.known < target
 
     def _tried(self, searches: Sequence[Subsets], prices: Sequence[float], target: float) -> _Tried:
-        """What prices prove, and the sets that are worth most by them."""
+        """Return what prices prove, and the sets that are worth most by them."""
         scaled, whole, held = self._scaled(prices, target)
         shares, sets = self._shares(whole), list(held)
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
@@ -403,7 +400,7 @@ class _Shares:
         return sum(count * most for count, most in zip(self.counts, worth, strict=True))
 
     def _counted(self, found: Found) -> Found:
-        """What was found, after its work is counted."""
+        """Count the work of a search and return its result."""
         self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
         return found
 
@@ -424,8 +421,8 @@ class _Shares:
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float
     ) -> tuple[float, frozenset[int]]:
-        """Return the most that a device without transfers can hold, in parts of nodes, and the
-        whole ones among them.
+        """Return the most that a device without transfers holds, in parts of nodes, and the whole
+        ones.
         """
         worth, left = 0.0, target
         nodes: list[int] = []

@@ -1,15 +1,14 @@
-"""Counting: of many heavy nodes some device holds several, and with them what it would cost to cut
-them off.
+"""Bounds by counting: some device holds several heavy nodes, and pays for cutting them off.
 
-Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all sets with so many of
-them, the lightest first among what else is in such a set::
+Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all
+sets with m + 1 of them::
 
     ●──●──○──●──●──○──●──●──○──●     7 heavy nodes (●) on 3 devices: one holds 3 of them,
        └─────────────┘               and pays for what it cuts off
 
-``subset_sweep.py`` tells it; a worth that is a whole number makes few labels. Of devices that pay
-for no transfer it is counted how many of the nodes they can hold within a bottleneck that is known:
-there are so many nodes more.
+``subset_sweep.py`` finds the set; worths that are integers make few labels. Devices that pay for no
+transfer hold as many of the nodes as they can within the known bottleneck, and so many nodes more
+are needed.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
 def _enough(
     graph: SetGraph, heavy: Sequence[int], least: int, upper: float
 ) -> frozenset[int] | None:
-    """So many heavy nodes that devices which pay for transfers hold ``least`` of them.
+    """Return as many heavy nodes as make devices that pay for transfers hold ``least`` of them.
 
     The result is None if there are too few.
     """

@@ -70,7 +70,7 @@ class Room:
         return all(use <= usable for use, usable in zip(uses, self._usable, strict=True))
 
     def _use_bytes(self, device: int, nodes: Sequence[int]) -> int:
-        """What a device takes with some nodes."""
+        """Return the memory of a device with these nodes."""
         if not nodes:
             return 0
         again = self._problem.recompute[device] == "always"

@@ -92,13 +92,14 @@ def _pairs(search: Search) -> PairSearch | None:
 def _divide_pairs(
     search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0
 ) -> bool:
-    """What two devices hold, divided between them as well as can be; whether that could be told.
+    """Divide the nodes of pairs of devices as well as possible; return whether that could be
+    judged.
 
     Args:
-        search: that which is given it.
-        pairs: what goes on; None where it cannot be told.
-        share: of the time or the work, when it ends.
-        longest: when it does if it still finds better ones then.
+        search: the search for which it runs.
+        pairs: the pair search to continue; None where it does not apply.
+        share: the share of time or work at which it ends.
+        longest: the share at which it ends if it still finds better placements.
     """
     if pairs is None or search.best is None or not search.open():
         return False
@@ -125,9 +126,7 @@ def _count(search: Search) -> None:
 
 
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
-    """Prove a bound, or that nothing is better than the best, by so many groups of nodes for each
-    device.
-    """
+    """Prove a bound, or that nothing is better, with this many groups of nodes per device."""
     if _may_share(search, share):
         upper, over = search.better(), _told(search, share)
         bound = share_bound(
@@ -137,9 +136,7 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
 
 
 def _look_at_few(search: Search) -> None:
-    """The integer program for a short time, where nodes are so few that it mostly proves what there
-    is to be proven.
-    """
+    """Run the integer program briefly if nodes are so few that it mostly proves the best."""
     if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(
         search.problem, search.nodes
     ):
@@ -147,18 +144,15 @@ def _look_at_few(search: Search) -> None:
 
 
 def _look_briefly(search: Search) -> None:
-    """The integer program for a short time.
-
-    It proves in a second what takes prices long, and the other way round.
+    """Run the integer program briefly: it proves in a second what takes prices long, and vice
+    versa.
     """
     if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
         look(search)
 
 
 def look(search: Search) -> None:
-    """A tenth of what is left of the time for the integer program, or less if it is done with its
-    work before.
-    """
+    """Run the integer program for a tenth of the time that is left, or until its work is done."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
     time_s = BRIEF_SHARE * search.left_s()
     if worth_building(search.problem, nodes, time_s):
@@ -171,9 +165,7 @@ def look(search: Search) -> None:
 
 
 def _may_share(search: Search, share: float) -> bool:
-    """Return whether something is to be proven by the sets that devices could hold, and there is
-    time.
-    """
+    """Return whether sets that devices could hold may prove something, and there is time."""
     possible = set_graph.applies(search.problem) and set_graph.worth_looking(
         search.problem, search.nodes
     )
@@ -186,7 +178,9 @@ def _may_prove(search: Search, share: float) -> bool:
 
 
 def _told(search: Search, share: float) -> Callable[[float], bool]:
-    """Counts work, and tells whether a share of it, or of the time, is over."""
+    """Return a function that counts work and returns whether a share of it, or of the time, is
+    over.
+    """
 
     def over(work: float) -> bool:
         search.meter.done += work

@@ -1,4 +1,4 @@
-"""Loads of nodes and nets on devices, where loads alone judge a placement (see ``loads_add_up``)."""
+"""Loads of devices from nodes and nets, where loads alone judge a placement."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Loads:
         return load
 
     def sent_ms(self, net: int, source: int, takers: Collection[int]) -> float:
-        """What a net that some other devices read costs its source's."""
+        """Return what a net with some receiving devices costs its source's device."""
         copies_ms = sum(self.each_ms[net][source][taker] for taker in takers)
         return (
             copies_ms - self.nets[net].there_ms * max(0, len(takers) - 1) * self._problem.multicast
@@ -85,9 +85,7 @@ class Loads:
 
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
-    """Return the nets, with times over some link, and by net, device of the source and of the
-    reader, those of a copy.
-    """
+    """Return the nets over some link, and by net, source and target device, the time of a copy."""
     links = {_way(link): link for row in problem.links for link in row if link is not None}
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}

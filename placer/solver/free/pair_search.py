@@ -56,8 +56,8 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether loads and room alone judge a division, and devices may hold any number of
-    layers.
+    """Return whether loads and memory alone judge a division, whatever numbers of layers devices
+    hold.
     """
     any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
     judged = loads_add_up(problem) and any_number and problem.most_layers is None
@@ -102,8 +102,8 @@ class PairSearch:
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
-        """Return the best assignment met on the way from one, or from where it was stopped if that
-        was no worse.
+        """Return the best assignment found from a start, or from where the search stopped if no
+        worse.
 
         Args:
             start: by layer, its device; it meets all requirements.
@@ -151,7 +151,7 @@ class PairSearch:
         return devices
 
     def _less_busy(self, devices: list[int]) -> list[int] | None:
-        """Return a placement in which the busiest device is not as busy, nor is one in its place."""
+        """Return a placement whose busiest device is less busy, with no other in its place."""
         loads = self._pairs.loads.by_device(devices)
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
@@ -194,10 +194,7 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """What two devices hold divided as evenly as can be.
-
-        Or at random, by some weights, with noise.
-        """
+        """Return two devices' nodes divided as evenly as possible, or at random by noisy weights."""
         for _ in range(LOOKS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
             if found is None or self._pairs.room.holds(found):

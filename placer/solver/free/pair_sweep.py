@@ -1,15 +1,15 @@
-"""Two devices divide anew what they hold: all ways to do so that matter, gone through by a sweep.
+"""All ways in which two devices may divide their nodes anew, enumerated by a sweep.
 
-The nodes are taken one by one, each to the one device or to the other. What was decided matters later by the nets that
-are open alone, as in ``sweep_orders.py``, and by the load of each device so far::
+The nodes are taken one by one, each to one device or the other. Earlier decisions matter later only
+through the nets that are open, as in ``sweep_orders.py``, and through the loads so far::
 
-    nodes taken ──▶ │ border │ ──▶ nodes to come       label: state of the border, load of the one, load of the other
+    nodes taken ──▶ │ border │ ──▶ nodes to come     label: state of the border, both loads
 
-Of two labels in the same state, one that is no less in both loads is dropped, and so is one that
-cannot end within what the devices may take: what the rest adds at the least, weighted by some
-rates, a plain dynamic program tells beforehand. Where labels are too many, one is kept of those
-that load the one device about the same. All other nodes stay where they
-are: what is found is a placement, and no proof.
+Of two labels in the same state, one that is no better in either load is dropped. So is one that
+cannot end within the devices' limits: a plain dynamic program computes beforehand the least that
+the rest adds, weighted by some rates. Where labels are too many, one is kept of those that load the
+first device about the same. All other nodes stay where they are: the result is a placement, not a
+proof.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class TooWide(Exception):
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to divide some nodes between two devices, none of them better in one load but worse in
-    the other.
+    """Non-dominated ways to divide some nodes between two devices.
 
     Attributes:
         one_ms: by way, the load of the one device.
@@ -69,7 +68,7 @@ class Ways:
 
     @property
     def most_ms(self) -> Row:
-        """By way, the larger load."""
+        """The larger of the two loads, by way."""
         return np.maximum(self.one_ms, self.other_ms)
 
     def theirs(self, way: int) -> list[int]:
@@ -202,16 +201,15 @@ class _Paid:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def bits(self, node: int, net: int, column: int) -> int:
-        """What is known of a net if a node is at the one device, or in column 1 at the other."""
+        """Return what is known of a net if a node is at the first device, or in column 1 at the
+        other.
+        """
         one = self._loads.nets[net]
         source = one.source == node and (one.back_ms or self._by_value)
         return (ONE | (MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
-        """What a net costs each of them, from what is known of it.
-
-        At the least where its source is not known.
-        """
+        """Return the least cost of a net to each device, from what is known of it."""
         key = net, bits
         if key not in self._known:
             paid = self._paid(net, bits)
@@ -260,7 +258,7 @@ class _Search:
     most_labels: int
 
     def ways(self) -> Ways | None:
-        """What is left at the end; None if nothing."""
+        """Return the labels that are left at the end, or None if there are none."""
         rests = self._rests()
         rates, most = (
             RATES[:, None],
@@ -302,12 +300,11 @@ class _Search:
         return found[::-1]
 
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
-        """So many labels as may be.
+        """Return as many labels as allowed, spread over the load of the first device.
 
-        Of those that load the one device about the same, that which loads it most.
-
-        It loads the other one least, as none is left that is worse in both. One of each state is
-        kept, however many.
+        Of labels that load the first device about the same, the one with the largest load is kept.
+        It loads the other device least, as no label is dominated. One label of each state is kept
+        in any case.
         """
         width = self.most_ms[0] / self.most_labels
         while len(some) > self.most_labels:
@@ -322,10 +319,7 @@ class _Search:
 
 
 def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
-    """Of the able labels those with none of their state that is no more in both loads.
-
-    By state and load of the one.
-    """
+    """Return the able labels that none of the same state dominates, by state and first load."""
     if not len(able):
         return able
     able = able[np.lexsort((load[1, able], load[0, able], state[able]))]

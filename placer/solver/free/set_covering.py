@@ -1,6 +1,4 @@
-"""The set-covering program of ``column_generation.py``: few sets that hold all nodes, with its
-duals kept in a box.
-"""
+"""The set-covering program of ``column_generation.py``, with its duals kept in a box."""
 
 from __future__ import annotations
 
@@ -99,8 +97,8 @@ class Covering:
         return bool(fresh)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """Return the least number of sets, in fractions of them, and the prices that the duals
-        make; None where it fails.
+        """Return the least number of sets, in fractions, and the duals' prices, or None if it
+        fails.
         """
         if self._solver.Solve() != self._solver.OPTIMAL:
             return None

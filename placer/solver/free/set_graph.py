@@ -1,6 +1,4 @@
-"""A problem of free placements as one of sets: each device holds a set of nodes, and pays for the
-nets that it cuts.
-"""
+"""Free placement as choice of sets: each device holds a set of nodes and pays for the nets it cuts."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class Kind:
     work_ms: list[float]
 
     def load(self, nodes: frozenset[int]) -> float:
-        """What a set loads one of them with, in milliseconds."""
+        """Return the load of a set on a device of this kind, in milliseconds."""
         cut = sum(
             cost
             for pins, cost in self.nets.items()
@@ -70,7 +68,7 @@ class SetGraph:
 
 
 def applies(problem: Problem) -> bool:
-    """Return whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
+    """Return whether a device's load is its work and its transfers, as for sets."""
     request = problem.request
     return (
         not problem.contiguous
@@ -121,7 +119,7 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
 
 
 def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
-    """As good as any link from or to some of the devices; None if there is none."""
+    """Return a link as good as any from or to these devices, or None if there is no link."""
     links = [
         link
         for source, target in permutations(range(len(problem.devices)), 2)

@@ -1,18 +1,18 @@
-"""The sets of nodes that a device could hold, gone through by a sweep: which is worth most, and
-which is lightest.
+"""A sweep over the sets of nodes that a device could hold: the most worthy and the lightest.
 
-    load(S)  = sum of work(n) over n in S + sum of cost(e) over nets e with a pin in S and a pin outside
+    load(S)  = sum of work(n) over n in S
+               + sum of cost(e) over nets e with a pin in S and a pin outside
     worth(S) = sum of price(n) over n in S
 
-Of two sets in the same state the one that is lighter and worth more will do: of these pairs,
-``labels``, all are kept that can still lead to a set of enough worth within the load allowed. How
-much worth the rest of the nodes can add is told by Lagrange's multipliers: worth less a rate times
-the load has a plain dynamic program. Where labels are too many, neighbours become one, with the
-lesser load and the greater worth: what is found then bounds the true answer. Loads are whole
-numbers rounded down, worths rounded up, so nothing is lost.
+A label is the load and worth of a set in a state of the sweep. Of two sets in the same state, the
+one that is lighter and worth more suffices. All labels are kept that can still lead to a set of
+enough worth within the allowed load. Lagrange multipliers bound the worth that the rest of the
+nodes can add: worth less a rate times the load has a plain dynamic program. Where labels are too
+many, neighbours become one, with the lesser load and the greater worth: the result then bounds the
+true answer. Loads are integers rounded down, worths rounded up, so nothing is lost.
 
-Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005; sets
-instead of paths.
+Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005, here for
+sets instead of paths.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Subsets:
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
-        """Good rates, and by step, rate and state the most that the rest can add in worth less the
-        rate times load.
+        """Return good rates, and by step, rate and state the most that the rest adds in worth less
+        rate * load.
         """
         rates = self._rates[:, None, None]
         # more than what floats round off on the way
@@ -198,9 +198,7 @@ class Subsets:
 
 
 def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -> Numbers:
-    """Of the able labels those with no lighter one of their state that is worth as much, by state
-    and load.
-    """
+    """Return the able labels that none of the same state dominates, by state and load."""
     if not len(able):
         return able
     place = state[able] * (LOAD_STEPS + 1) + load[able]
@@ -222,10 +220,9 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
 def _neighbours(
     state: Numbers, load: Numbers, most: int, width: int
 ) -> tuple[Numbers, Numbers, int]:
-    """Return the first and the last label of each run whose loads are about the same, by state, and
-    how much the same.
+    """Return the first and last label of each run of similar loads, by state, and the runs' width.
 
-    Runs are as short as may be for so many, beginning with a width that is likely too small: most
+    Runs are as short as the number of labels allows. The first width is likely too small, as most
     labels can be of few states.
     """
     while True:

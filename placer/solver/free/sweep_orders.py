@@ -1,11 +1,11 @@
-"""Orders of the nodes in which few nets are open at a time, so that all sets of nodes can be gone
-through.
+"""Orders of the nodes with few nets open at a time, so that all sets of nodes can be enumerated.
 
-A sweep takes the nodes one by one, each into a set or out of it. Of what was decided only one thing matters later: of
-the nets with pins on both sides of the border, which have a pin inside, outside, or both. These are the states::
+A sweep takes the nodes one by one, each into a set or out of it. Earlier decisions matter later
+only through the nets with pins on both sides of the border: do they have a pin inside, outside, or
+both? These are the states::
 
-    nodes taken ──▶ │ border │ ──▶ nodes to come        a net is cut, and paid for, when it first has both
-                     nets a: inside, b: both
+    nodes taken ──▶ │ border │ ──▶ nodes to come     a net is cut, and paid for, when it first
+                     nets a: inside, b: both         has both
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Sweep:
         return tuple(sorted(sides.items())), cost_ms
 
     def order(self) -> list[int]:
-        """Return the order with the fewest nets open of some that go on with what opens the fewest."""
+        """Return the order with the fewest open nets, of greedy orders from several first nodes."""
         starts = range(0, self.count, max(1, self.count // STARTS))
         return min((self._from(start) for start in starts), key=lambda found: found[0])[1]
 
@@ -135,8 +135,8 @@ class _Sweep:
         return (most, total), order
 
     def _opened(self, node: int, left: Sequence[int]) -> tuple[int, int]:
-        """Return how many nets a node opens less those that it closes, and how many it goes on
-        with, less than none.
+        """Return the number of nets that a node opens less those it closes, and minus those it
+        continues.
         """
         fresh = [left[net] == self._sizes[net] for net in self.of[node]]
         closed = sum(

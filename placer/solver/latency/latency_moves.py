@@ -1,10 +1,9 @@
-"""Local search for a small latency: layers move, or swap devices, and both passes tell what that
-takes.
+"""Local search for a small latency: layers move, or swap devices, and both passes are recomputed.
 
-Half of the moves begin at a layer that the last finish waits for. Contiguous placements move layers
-with all that reads from them on their device, or all that they read from, so that devices do not
-wait for each other. Moves that take longer are taken with a chance that falls to nothing (simulated
-annealing), round after round.
+Half of the moves begin at a layer on the critical path. Contiguous placements move layers with all
+that reads from them on their device, or all that they read from, so that devices do not wait for
+each other. Moves that make the latency longer are accepted with a probability that falls to zero
+(simulated annealing), round after round.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983; van Laarhoven,
 Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992, for moves on the critical
@@ -88,9 +87,8 @@ def improved(
 def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[float], bool]
 ) -> tuple[list[int] | None, bool]:
-    """One round: the best devices met, by node, if they are better than the first.
-
-    And whether time is over.
+    """Run one round; return the best devices by node if better than the first, and whether time is
+    over.
     """
     best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
     most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
@@ -146,7 +144,7 @@ class _State:
 
     @property
     def looked_at(self) -> int:
-        """So many layers have been reckoned, or as long was worked, until now."""
+        """The work so far, in layers that were recomputed."""
         return (
             self._there.looked_at
             + (self._back.looked_at if self._back else 0)
@@ -221,7 +219,7 @@ class _State:
         return device in self._nodes.allowed[node]
 
     def _together(self, node: int, most: int) -> list[int]:
-        """Return a node with others that are where it is, and exchange values with it or with them."""
+        """Return a node with neighbours on its device, up to a random number."""
         found = [node]
         for one in found:
             for other in self._near[one] if len(found) < most else ():
@@ -247,8 +245,8 @@ class _State:
             self._quotient.move(node, device)
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
-        """Return whether the devices that get nodes have room, the numbers are right, and none
-        waits for itself.
+        """Return whether receiving devices have memory, numbers are right, and no device waits for
+        itself.
         """
         problem, room = self._problem, self._room
         used = len(self._layers) - self._layers.count(0)

@@ -1,8 +1,9 @@
-"""Objective latency: the search around the integer program.
+"""The search for a small latency, around the integer program.
 
-list schedules ─▶ of few nodes, a first look of the program ─▶ local search ─▶ integer program ─▶
-local search
-                                                                               if worth building   if not
+list schedules ─▶ few nodes: a first look of the program ─▶ local search
+                                                               │
+                      integer program, if worth building ◀─────┤
+                      else more local search             ◀─────┘
 """
 
 from __future__ import annotations

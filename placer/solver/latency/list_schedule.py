@@ -1,13 +1,13 @@
-"""List schedules: one block of layers after another goes to the device on which it is done first.
+"""List schedules: one block of layers after another goes to the device that finishes it first.
 
-Blocks are nodes, rows of them without a branch, or all that hangs together. They come in the profile's order, which is
-that in which devices run them, or the one with the longest way to the end first: of blocks that wait for no other, the
-longest first. What a block takes is what it takes forwards and backwards, and so is what it waits for::
+Blocks are nodes, chains of them without a branch, or connected parts. They come in the profile's
+order, in which devices run them, or by the longest path to the end. Times are those of both passes,
+and so are waits::
 
     device 0   a a a a │ c c c │ e e      d reads b: on device 1 it may begin when that is free,
     device 1   · · b b │ d d              on device 0 not before c is done and b's value is there
 
-Contiguous ones leave out devices that would wait for each other.
+Contiguous schedules leave out devices that would wait for each other.
 
 Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
 heterogeneous computing", 2002 (HEFT, without insertion); Graham, "Bounds on multiprocessing timing
@@ -114,9 +114,7 @@ class _Listing:
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
-        """Return the blocks by the longest way from their begin to the end, in a topological order
-        where there is one.
-        """
+        """Return the blocks by their longest path to the end, in topological order if there is one."""
         work = [
             sum(row[d] for d in able) / len(able)
             for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
@@ -165,9 +163,7 @@ class _Listing:
         return place
 
     def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
-        """When values are on a device, by what holds each, when that is done, its bytes and those
-        that come back.
-        """
+        """Return when values are on a device, from their devices, finish times and bytes."""
         latency, byte = self._ways.latency_ms, self._ways.byte_ms
         last = 0.0
         for at, done, there, back in inputs:
@@ -199,8 +195,8 @@ class _Held:
     def takes(
         self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
     ) -> bool:
-        """Return whether a device may hold a block more that reads from these devices, and be one
-        of so many.
+        """Return whether a device may take a block that reads from these devices, within the
+        numbers.
         """
         problem, room = self._problem, self._room
         return (

@@ -51,7 +51,7 @@ class Ways:
         )
 
     def ms(self, device: int, other: int, size: int) -> float:
-        """What so many bytes take."""
+        """Return the time of a transfer of this many bytes."""
         return self.latency_ms[device][other] + size * self.byte_ms[device][other]
 
 
@@ -98,7 +98,7 @@ class Pass:
 
     @classmethod
     def forwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
-        """That of an assignment, by layer."""
+        """Return the forward pass of an assignment, given by layer."""
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
             for reader in value.readers:

@@ -1,6 +1,4 @@
-"""Which devices wait for which, kept up to date as nodes move: contiguous placements have no cycle
-of them.
-"""
+"""The graph of devices that wait for one another, updated as nodes move; it must stay acyclic."""
 
 from __future__ import annotations
 
