@@ -1,5 +1,4 @@
-r"""What a placement costs: the one cost model, which execution follows and the integer program
-states.
+r"""The cost model of placements, which execution follows and the integer program states.
 
 Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e)
 the time of the link from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its
@@ -9,8 +8,10 @@ training its gradient, if it has bytes, comes back from each.
 **Loads**, in milliseconds, for one micro-batch::
 
     compute(d) = sum of forward(l) (+ backward(l) in training) over l with m(l) = d, for d's type
-    send(d)    = sum of t(v, d, e) over v made on d and e in R(v)  +  sum of g(v, d, e) over v made on e with d in R(v)
-    receive(e) = sum of t(v, d, e) over v made on d with e in R(v) +  sum of g(v, d, e) over v made on e with d in R(v)
+    send(d)    = sum of t(v, d, e) over v made on d and e in R(v)
+                 + sum of g(v, d, e) over v made on e with d in R(v)
+    receive(e) = sum of t(v, d, e) over v made on d with e in R(v)
+                 + sum of g(v, d, e) over v made on e with d in R(v)
     load(d)    = compute(d) + send(d) + receive(d)         transfers "added"
                = max(compute(d), send(d), receive(d))      transfers "overlapped"
 
@@ -48,11 +49,11 @@ in the profile's order. Objective ``step``: that; for steps in a row
 orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
 device has memory.
 
-**Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
-device is free and every value that it reads is there::
+**Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A
+layer starts when its device is free and every value that it reads is there::
 
-    start(l)  = max of finish(k) over the layers k < l on m(l), and of finish(s) + [m(s) != m(l)] * t(v, m(s), m(l))
-                over the values v that l reads, made by s
+    start(l)  = max of finish(k) over the layers k < l on m(l), and of
+                finish(s) + [m(s) != m(l)] * t(v, m(s), m(l)) over the values v that l reads, from s
     finish(l) = start(l) + forward(l)
 
 Objective ``latency`` in inference: the last finish. In training the backward pass starts when the

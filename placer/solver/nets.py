@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
     gradient_bytes: int
 
     def over(self, link: Link) -> Net:
-        """With the times over a link."""
+        """Return the net with its times over a link."""
         latency_ms, ms_per_byte = 1e3 * link.latency_s, 1e3 / link.bandwidth_bytes_per_s
         there_ms = self.number * latency_ms + self.bytes * ms_per_byte
         return Net(
@@ -61,7 +61,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
-    """What nodes exchange, by its ends."""
+    """Return the values that nodes exchange, joined by their ends."""
     found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for value in problem.values:
         source = nodes.node_of[value.source]

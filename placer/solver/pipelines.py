@@ -1,9 +1,8 @@
-"""An assignment as a pipeline: its stages, what each takes, what passes between them, and how long
-a step of it is.
+"""Pipelines of assignments: stages, their times, their transfers, and the length of a step.
 
-Where placements are contiguous each device that holds layers is one stage. Else stages are
-segments: maximal runs of layers on one device, in the profile's order. A value goes to the first
-stage of each device that reads it, its gradient back from there.
+In contiguous placements each device that holds layers is one stage. Otherwise stages are segments:
+maximal runs of layers on one device, in the profile's order. A value goes to the first stage of
+each device that reads it, and its gradient comes back from there.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ HasRoom = Callable[[Sequence[int]], bool]
 
 
 def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
-    """Return how long a whole batch takes, in milliseconds, the optimizer's step included.
-
-    Alone or in a row, as is asked.
+    """Return the time of a whole batch with the optimizer's step, in ms: isolated or in steady
+    state.
 
     Args:
         problem: what is asked; its chunks are those of the batch.
@@ -40,8 +38,8 @@ def in_a_row(problem: Problem) -> bool:
 
 
 def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """Return how long a step takes from idle devices to idle devices, in milliseconds, the longest
-    optimizer at its end.
+    """Return the time of a step from idle to idle devices, with the longest optimizer, in
+    milliseconds.
     """
     return schedule.step_ms(pipeline, plan) + max(
         pipeline.optimizer_by_device().values(), default=0.0
@@ -150,7 +148,7 @@ def weights_ms(problem: Problem, layer: int, device: int) -> float:
 
 
 def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
-    """What the optimizer's step takes for a layer on a device."""
+    """Return the time of the optimizer's step for a layer on a device."""
     return (
         problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0)
         if problem.training
@@ -161,7 +159,7 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
 def _transfers(
     problem: Problem, stage_of: Sequence[int], places: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """What passes between stages of different devices, summed up by pair."""
+    """Return the transfers between stages of different devices, summed up by pair."""
     there: dict[tuple[int, int], float] = {}
     back: dict[tuple[int, int], float] = {}
     for value in problem.values:

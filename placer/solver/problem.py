@@ -1,4 +1,4 @@
-"""A request as the solver reads it: layers and devices by index, matrices instead of dictionaries."""
+"""The indexed form of a request: layers and devices by number, matrices instead of dictionaries."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ class Value:
 
     @property
     def bound_readers(self) -> tuple[int, ...]:
-        """The readers that must be at its source's stage or behind it, where contiguity is asked
-        for.
-        """
+        """The readers that must be at their source's stage or behind it in contiguous placements."""
         return (
             tuple(reader for reader in self.readers if reader not in self.unbound)
             if self.ordered
@@ -75,12 +73,12 @@ class Value:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of a device's memory."""
+        """The bytes that the value takes of a device's memory."""
         return 0 if self.weightless else self.bytes
 
     @property
     def waiting_bytes(self) -> int:
-        """What waits of its gradient at the most, and beside it."""
+        """The most bytes of its gradient that wait, with what waits in addition."""
         return self.gradient_bytes + self.rest_bytes
 
 
@@ -105,7 +103,7 @@ class SharedState:
 
     @property
     def total_bytes(self) -> int:
-        """What a copy takes."""
+        """The bytes of a copy."""
         return self.param_bytes + self.grad_bytes
 
     def is_copied_to(self, layers: Collection[int]) -> bool:
@@ -197,44 +195,42 @@ class Problem:
 
     @property
     def training(self) -> bool:
-        """Whether a training step is placed."""
+        """True for a training step."""
         return self.request.is_training
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
-        """By device, whether it runs forwards once more instead of keeping what its layers save."""
+        """The recomputation rule of each device: repeat the forward pass instead of keeping saved
+        tensors.
+        """
         if not self.training:
             return tuple("never" for _ in self.devices)
         return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
 
     @property
     def weights_apart(self) -> bool:
-        """Whether weight passes run apart, while later micro-batches run backwards."""
+        """True if weight-gradient passes run apart, while later micro-batches run backwards."""
         return self.training and self.request.schedule == "zero-bubble"
 
     @property
     def one_stage_each(self) -> bool:
-        """Whether each device has one stage, so that the placement is reported as contiguous."""
+        """True if each device has one stage, so that the placement is reported as contiguous."""
         return self.contiguous and not self.loose
 
     @property
     def recorded(self) -> bool:
-        """Whether memory is that of recorded passes.
-
-        In training, but where a device may have several stages.
-        """
+        """True if memory is that of recorded passes: in training, with one stage per device."""
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:
-        """Return the problem of placements that are contiguous but for colocated layers.
+        """Return the problem with contiguity for all but colocated layers, or None if it does not
+        help.
 
-        The result is None if it does not help.
+        Tied embeddings run first and last. If they share a device and every device has one stage,
+        all layers are on that device. So the placement would be free, and the search would cover
+        all maps. Here only the embeddings may return to a device, and the rest is a chain::
 
-        Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
-        that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
-        alone may come back to a device, and what is left is a chain::
-
-            d0  embedding, blocks 0 and 1, head  ──▶  d1  blocks 2 to 4  ──▶  d2  blocks 5 to 7, norm  ──▶  d0
+            d0  embedding, blocks 0 and 1, head ─▶ d1  blocks 2 to 4 ─▶ d2  blocks 5 to 7 ─▶ d0
 
         Every placement of this problem is a placement of the free problem, at the same costs.
         """
@@ -260,14 +256,12 @@ class Problem:
         return replace(self, contiguous=True, loose=loose, values=values)
 
     def backwards(self, flight: int) -> int:
-        """Return for how many micro-batches in flight backward passes have memory of their own at
-        the least.
-        """
+        """Return the least number of micro-batches in flight with memory of their own backwards."""
         return flight if self.weights_apart and not self.one_stage_each else 1
 
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
-        """By layer, the values that it makes or reads, by their places in ``values``."""
+        """The values that a layer makes or reads, by layer, as their places in ``values``."""
         found: list[list[int]] = [[] for _ in self.layers]
         for index, value in enumerate(self.values):
             for layer in {value.source, *value.readers}:
@@ -276,16 +270,17 @@ class Problem:
 
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
-        """By layer, what each micro-batch in flight leaves to its weight pass, where that runs
-        apart.
+        """The bytes that each micro-batch in flight leaves to a separate weight-gradient pass, by
+        layer.
         """
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
     def back_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its backward pass works in; where its halves run apart, the one by input.
+        """The workspace of a layer's backward pass, or of its input-gradient half where halves run
+        apart.
 
-        0 in inference.
+        It is 0 in inference.
         """
         if self.weights_apart:
             return tuple(map(input_workspace_bytes, self.layers))
@@ -295,32 +290,26 @@ class Problem:
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its weight pass works in, where that runs apart.
-
-        The same memory for all micro-batches.
-        """
+        """The workspace of a layer's separate weight-gradient pass, shared by all micro-batches."""
         return tuple(
             layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers
         )
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:
-        """By layer, what the optimizer's step makes of its parameters and frees again.
-
-        Nothing in inference.
-        """
+        """The temporary bytes of the optimizer's step for a layer, by layer; 0 in inference."""
         share = self.request.profile.optimizer_step_share if self.training else 0.0
         return tuple(int(share * layer.grad_bytes) for layer in self.layers)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether any device may."""
+        """True if any device may recompute."""
         return any(rule != "never" for rule in self.recompute)
 
     def again_ms(self, layer: int, device: int) -> float:
-        """What a layer takes more where its device recomputes and need not.
+        """Return the extra time of a layer where its device recomputes but need not.
 
-        ``compute_ms`` has it where it must.
+        Where it must, ``compute_ms`` includes this time.
         """
         return 0.0 if self.recompute[device] == "always" else self.forward_ms[layer][device]
 
@@ -385,9 +374,7 @@ class Problem:
         )
 
     def alike_devices(self) -> list[list[int]]:
-        """Return the devices in classes whose members may be swapped, each class in the cluster's
-        order.
-        """
+        """Return the classes of devices that may be swapped, each in the cluster's order."""
         classes: list[list[int]] = []
         for device in range(len(self.devices)):
             for members in classes:
@@ -400,18 +387,12 @@ class Problem:
 
 
 def input_workspace_bytes(layer: Layer) -> int:
-    """What the input half of a layer's backward pass holds.
-
-    What all of it does where that was not told apart.
-    """
+    """Return the workspace of a layer's input-gradient half, or of all of it if not measured apart."""
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """What a layer's recorded backward pass holds.
-
-    What an eager one does where that was not told apart.
-    """
+    """Return the workspace of a layer's recorded backward pass, or of an eager one if not measured."""
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 
@@ -513,9 +494,7 @@ def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int
 def _contiguous(
     request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
 ) -> bool:
-    """What is asked for.
-
-    Else contiguous, unless colocation would then pull much of the model onto one device.
+    """Return the required contiguity; by default true, unless colocation pulls the model together.
 
     Contiguity makes one layer of every strongly connected component of the layer graph with its
     groups joined. If such a component pulls in half or more of the layers outside its groups, as
@@ -535,9 +514,7 @@ def _contiguous(
 
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
-    """Return every pair of a layer that makes a value and one that reads it, where contiguity
-    orders the two.
-    """
+    """Return all pairs of a layer that makes a value and a reader that contiguity orders."""
     return [(value.source, reader) for value in values for reader in value.bound_readers]
 
 

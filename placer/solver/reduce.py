@@ -43,13 +43,7 @@ class Reduction:
 
 
 def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
-    """Return layers that share a device in every placement whose bottleneck is no more than
-    ``upper``.
-
-    A value that crosses keeps the device of its source busy for its transfer there, and its
-    gradient's back; if that alone takes longer, its source and readers stay together. Where one
-    device pays for nothing, another is at the other end.
-    """
+    """Return layers that share a device in every placement with a bottleneck of at most ``upper``."""
     if len(problem.untaxed) > 1:
         return []
     real = (link for row in problem.links for link in row if link is not None)
@@ -85,8 +79,8 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
 
 
 def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
-    """Return the nodes where these disjoint groups of layers share devices, which the problem's own
-    groups are parts of.
+    """Return the nodes if these disjoint groups of layers, unions of the problem's groups, are
+    together.
     """
     count = len(problem.layers)
     if problem.contiguous:

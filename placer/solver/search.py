@@ -46,23 +46,22 @@ class Search:
     """One solve: the incumbent, the bound and the time.
 
     Attributes:
-        problem: what is asked.
-        progress: as ``solve`` takes it.
-        stop: as ``solve`` takes it.
+        problem: the placement problem.
+        progress: as for ``solve``.
+        stop: as for ``solve``.
         best: by layer, the device in the best placement so far.
         value: its objective.
         rank: its transfer and spread, which break ties.
         bound: the proven lower bound.
-        method: what found the best.
-        enough: a bottleneck that will do: the search ends with a placement within it, or the proof
-            that none is; None for the smallest.
-        meter: counts the work, and ends the search when all is done that may be.
-        too_many: a bottleneck of which there are too many ideals, as far as is known.
-        merged: the layers in the nodes of the threshold that was last asked for, and that
-            threshold.
-        began: when, by the monotonic clock.
-        request: that of the problem.
-        nodes: what must be on one device, as one node.
+        method: the method that found the best placement.
+        enough: a sufficient bottleneck: the search ends with a placement within it, or a proof
+            that there is none. None asks for the smallest.
+        meter: counts the work, and ends the search when its limit is reached.
+        too_many: the least known bottleneck with too many ideals.
+        merged: the nodes of the latest threshold, with that threshold.
+        began: the start, by the monotonic clock.
+        request: the request of the problem.
+        nodes: the layers, merged where they must be on one device.
     """
 
     problem: Problem
@@ -86,14 +85,16 @@ class Search:
         self.nodes = reduced(self.problem)
 
     def limits(self, work: float) -> Limits:
-        """For a search of so much work whose placements are offered as they are found."""
+        """Return limits for a search of this much work whose placements are offered as they are
+        found.
+        """
         request = self.request
         return Limits(
             self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter
         )
 
     def quietly(self, work: float) -> Limits:
-        """For a search of so much work whose placements are looked at when it ends."""
+        """Return limits for a search of this much work whose placements are used when it ends."""
         request = self.request
         return Limits(
             self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter
@@ -126,7 +127,7 @@ class Search:
         return better if self.enough is None else min(better, self.enough)
 
     def nothing_below(self) -> float:
-        """What is proven if nothing is better: bytes are whole numbers."""
+        """Return the bound that is proven if nothing is better; bytes are integers."""
         if self.enough is not None and self.better() == self.enough:
             return nextafter(self.enough, inf)
         return self.value if self.request.objective == "memory" else self.better()
@@ -157,9 +158,7 @@ class Search:
             )
 
     def _beats(self, result: costs.Costs) -> bool:
-        """Return whether a placement is better than the best so far, or as good and of smaller
-        rank.
-        """
+        """Return whether a placement is better than the best so far, or equal with a smaller rank."""
         if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
             return ties.rank(result) < self.rank
         return result.objective_value < self.value
@@ -179,7 +178,7 @@ class Search:
         return monotonic() - self.began
 
     def left_s(self) -> float:
-        """What is left of the time, in seconds."""
+        """Return the time that is left, in seconds."""
         return self.request.time_limit_s - self._time_s()
 
 

@@ -1,18 +1,19 @@
 """The portfolio: from a request to a checked placement, with its bound.
 
-reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶
-check
-                │                    (work,      │ and, if free, layers         │ in rounds; between
-                ▼                     knots)     │ moved, shares, devices       │ them stages are
-            infeasible                           ▼ redivided                    ▼ divided anew
-                                              optimal          infeasible: why, by lifting requirements
+    reduce ─▶ plain reasons ─▶ bounds ─▶ best cuts of ─▶ free: pairs of ─▶ integer program ─▶ check
+              against it       (work,    linear orders   devices divide    (in rounds; stages
+                │              min cut)                  anew, prices      are redivided between)
+                ▼                          │                                 │
+            infeasible                     ▼                                 ▼
+                                        optimal        infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``stage_program.py``) where it can be, and asked for
-thresholds on a graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it
-(``stage_search.py``, ``redivision.py``); else it is by node and device (``model.py``). Graphs with
-few ideals need none (``contiguous/ideals.py``), nor do devices of few classes over links that are
-not alike (``order_search.py``). Objectives ``step`` and ``devices`` have searches of their own
-(``step_search.py``, ``fewest_devices.py``), which ask this one for small bottlenecks.
+The integer program is in stage-prefix form (``contiguous/stage_program.py``) where possible. It is
+asked for thresholds on merged graphs (``merges.py``) and for parts of the placement
+(``stage_search.py``, ``redivision.py``). Otherwise it has a variable per node and device
+(``cpsat/model.py``). Graphs with few ideals need no program (``contiguous/ideals.py``), nor do
+devices of few classes over unlike links (``order_search.py``). Objectives ``step`` and ``devices``
+have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
+bottlenecks.
 """
 
 from __future__ import annotations
@@ -130,9 +131,7 @@ def _conflict(
     meter: Meter,
     began: float,
 ) -> Infeasibility:
-    """Return the reason, with the smallest group of requirements that cannot hold together where
-    there is time to find it.
-    """
+    """Return the reason, with the smallest conflicting set of requirements if time allows."""
     until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
 
     def left_s() -> float:
@@ -149,11 +148,11 @@ def _conflict(
 def _smallest(
     problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> Placement:
-    """Return the placement with the smallest objective, of those that are contiguous but for
-    colocated layers where there are.
+    """Return the placement with the smallest objective, contiguous but for colocated layers if
+    possible.
 
-    So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer,
-    and would be hardly better, with many more changes of device.
+    So tied embeddings leave a chain a chain. The best of all free maps would take far longer to
+    find, would hardly be better, and would change devices much more often.
     """
     pipeline = problem.but_for_groups()
     if pipeline is None:
@@ -213,7 +212,7 @@ class Portfolio(Search):
         return found.model_copy(update={"ties": broken}) if broken is not None else found
 
     def _start(self) -> None:
-        """The only placement there may be; cuts of a linear order, and what they prove."""
+        """Offer the only possible placement, or cuts of a linear order with their bounds."""
         self.prove(simple_bounds.lower_bound(self.problem, self.nodes))
         if all(len(allowed) == 1 for allowed in self.nodes.allowed):
             self.offer(self.nodes.spread([device for (device,) in self.nodes.allowed]), "no choice")
@@ -238,8 +237,8 @@ class Portfolio(Search):
             stage_search.few_ideals(self)
 
     def _cut_finer(self, share: float) -> None:
-        """Cuts of the same order, where it has too many nodes to look at each, in a share of the
-        time.
+        """Offer finer cuts of the same order, if it is too long to consider each node, in a share
+        of time.
         """
 
         def left_s() -> float:
@@ -328,10 +327,7 @@ class Portfolio(Search):
         )
 
     def _relax(self) -> None:
-        """A bound, and maybe better placements, from problems that ask less.
-
-        Of links, and of memory.
-        """
+        """Prove a bound, and maybe find better placements, with relaxed links and memory."""
         links = stage_links(self.problem)
         if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
             return
@@ -351,7 +347,7 @@ class Portfolio(Search):
             stage_search.halve(self, QUICK)
 
     def _ask_less(self, links: StageLinks) -> None:
-        """A bound, and maybe a better placement, from the problem over links that are all alike."""
+        """Prove a bound, and maybe find a better placement, with the quickest link everywhere."""
         easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
         search = Portfolio(easier, stop=self.stop, meter=self.meter)
         search.answer()
@@ -370,9 +366,8 @@ class Portfolio(Search):
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def _searcher(self) -> Searcher:
-        """For reasons.
-
-        Half of the time that is left, the other half is for the requirements that conflict.
+        """Return the search for reasons: it has half of the time, the conflicting set the other
+        half.
         """
         return Searcher(
             lambda: self.left_s() / 2,

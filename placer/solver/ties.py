@@ -1,12 +1,12 @@
-"""Ties: of the placements with as small an objective the one that transfers least, of those the
-best balanced.
+"""Ties: among placements with an equal objective, prefer less transfer, then better balance.
 
     transfer   sum of send(d) + receive(d) over all devices, in milliseconds
-    spread     the largest compute(d) less the smallest, over the devices that hold layers, in milliseconds
+    spread     the largest compute(d) less the smallest, over the devices that hold layers, in ms
 
-Two searches follow the one for the objective: placements that reach it, with as little transfer as
-can be; and those that transfer as little, with as small a spread. Under objective ``devices`` those
-on as few devices are as good; see ``step_ties.py`` for objective ``step``.
+Two searches follow the one for the objective. The first looks for placements that reach it with as
+little transfer as possible. The second looks for those with no more transfer and as small a spread
+as possible. Under objective ``devices``, placements on equally few devices are equal; see
+``step_ties.py`` for objective ``step``.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Intervals:
             self._moment = inference_moments(problem, self._layers)
 
     def _copied(self) -> Table:
-        """Return the bytes of copies in each interval with a sharing layer that is not the first."""
+        """Return the bytes of copies in each interval with sharing layers but not the first."""
         transfers = _Transfers(self._count)
         for shared in self.problem.shared:
             first = self._block_of[shared.first]

@@ -274,7 +274,7 @@ class CutTable:
         return row
 
     def _least(self, counts: Counts, kind: int) -> Table:
-        """Return, by first block, the least value if a device of that class takes the next stage."""
+        """Return, by first block, the least value if such a device takes the next stage."""
         cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
         parts = [
             # a stage ends behind it

@@ -96,7 +96,7 @@ class ClassNets:
         return np.where(np.isfinite(least), least, 0.0)
 
     def _sent_for_sure(self, kind: int, fixed: Sequence[Bools]) -> Vector:
-        """Return, by net, what the source's stage sends to all stages that certainly have a reader."""
+        """Return, by net, what the source's stage sends to stages that certainly have a reader."""
         total = np.zeros(len(self._sources))
         for other, nodes in enumerate(fixed):
             total += self.costs_ms[:, kind, other] * self._any_reader(nodes).sum(axis=1)

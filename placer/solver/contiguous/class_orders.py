@@ -72,7 +72,7 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether orders are few and matter: links are unlike, or memory depends on the place."""
+    """Return whether orders are few and matter: unlike links, or memory that depends on the place."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"

@@ -258,7 +258,7 @@ class _StageCutter:
         self._arcs(exits[net], pin, endless)
 
     def _order(self, windows: Windows, stage: int) -> None:
-        """Let each node bring what it needs and earlier stages cannot hold, and likewise backwards."""
+        """Let each node bring what it needs and earlier stages cannot hold, and vice versa."""
         sources, readers = self._place[windows.graph.arcs].reshape(-1, 2).T
         both = (sources >= 0) & (readers >= 0)
         sources, readers = sources[both], readers[both]

@@ -167,7 +167,7 @@ def _within(search: Search, threshold: float, work: float) -> Answer:
 
 
 def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
-    """Return the layers in as few nodes as a placement within a threshold, or a better one, needs."""
+    """Return the layers in as few nodes as a placement within a threshold, or a better one, has."""
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes

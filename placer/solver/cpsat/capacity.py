@@ -1,4 +1,4 @@
-"""The most that a device can hold within a bottleneck: work, state, or any other weight of nodes."""
+"""The most that a device can hold within a bottleneck: work, state, or other weights of nodes."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class PlacementModel:
             self.upper = floor(largest * self.steps_per_ms) + 1
 
     def steps(self, time_ms: float) -> int:
-        """Return a time in the model's unit, rounded down, and capped just above what is possible."""
+        """Return a time in the model's unit, rounded down, and capped just above the possible."""
         return (
             min(floor(time_ms * self.steps_per_ms), self.upper + 1)
             if self.objective != "memory"
@@ -161,7 +161,7 @@ class PlacementModel:
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
-        """Number the stages along the pipeline, each on one device, and use the first ones first."""
+        """Number the stages along the pipeline, each on one device; use the first ones first."""
         count = len(self.nodes.nodes)
         self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]

@@ -80,7 +80,8 @@ class Moments:
         The terms are lower bounds, in units. Arguments are those of ``of_training``.
 
         Returns:
-            The bytes of each micro-batch, its further bytes where there are several, and the shared bytes.
+            The bytes of each micro-batch, its further bytes where there are several, and the bytes
+            that all share.
         """
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
@@ -347,7 +348,7 @@ class _Moment:
         )
 
     def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Yield when a value is held forwards: a layer that keeps it, or reads it later, is there."""
+        """Yield when a value is held forwards: a layer that keeps it or reads it later is there."""
         if value.source in value.keepers:
             yield value.source, self._here(value.source)
         keeper = self._prefixes(value.keepers)[-1] if value.keepers else None
@@ -358,7 +359,7 @@ class _Moment:
             yield step, self._any(keeper, waits)
 
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Yield when a recorded forward pass holds a value: made here, and kept, awaited or sent."""
+        """Yield when a recorded forward pass holds a value: made here; kept, awaited or sent."""
         source = self._here(value.source)
         if source is None:
             return
@@ -406,7 +407,7 @@ class _Moment:
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Yield when a reader's gradient stays in a recorded pass: for its source, or to be sent."""
+        """Yield when a reader's gradient stays in a recorded pass: for its source, or to go out."""
         before = value.source + 1
         for reader, later in zip(
             value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True
@@ -422,7 +423,7 @@ class _Moment:
         return self._place.here(self._nodes.node_of[layer])
 
     def _prefixes(self, layers: Sequence[int]) -> list[Literal]:
-        """Return, for each layer, a literal that holds if it or an earlier one of the list is here."""
+        """Return, for each layer, a literal that holds if it or a previous one is here."""
         found: list[Literal] = []
         for layer in layers:
             found.append(self._any(found[-1] if found else None, self._here(layer)))

@@ -55,7 +55,7 @@ def _stages_to_hold(size: float, room: Sequence[float]) -> int:
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
-    """Return, by node, all that it depends on and all that depend on it, itself included, as bits."""
+    """Return, by node, what it depends on and what depends on it, itself included, as bits."""
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))

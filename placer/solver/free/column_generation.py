@@ -176,7 +176,7 @@ class _Shares:
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
-        """Return the bottleneck within which devices hold everything of worth, without transfers."""
+        """Return the bottleneck within which devices hold all nodes of worth, without transfers."""
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2

@@ -194,7 +194,7 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """Return two devices' nodes divided as evenly as possible, or at random by noisy weights."""
+        """Return two devices' nodes divided as evenly as possible, or at random by noisy times."""
         for _ in range(LOOKS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
             if found is None or self._pairs.room.holds(found):

@@ -1,4 +1,4 @@
-"""Free placement as choice of sets: each device holds a set of nodes and pays for the nets it cuts."""
+"""Free placement as choice of sets: each device holds a set of nodes and pays for cut nets."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class _Listing:
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
-        """Return the blocks by their longest path to the end, in topological order if there is one."""
+        """Return the blocks by their longest path to the end, in topological order if possible."""
         work = [
             sum(row[d] for d in able) / len(able)
             for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)

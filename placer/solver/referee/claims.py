@@ -22,7 +22,7 @@ def equal(what: str, claimed: object, true: object) -> None:
 
 
 def near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
-    """The same for times, which may differ by rounding."""
+    """Return whether two times are equal up to rounding."""
     require(close(claimed, true, absolute), f"{what}: {claimed!r} is claimed, {true!r} is true")
 
 

@@ -1,8 +1,7 @@
-"""The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards,
-device by device.
+"""The referee's own computation of memory: it plays one micro-batch forwards and backwards.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``memory.py``,
-read a second time.
+Nothing here is shared with the solver. The formulas are those of the docstring of ``memory.py``,
+implemented a second time.
 """
 
 from __future__ import annotations
@@ -108,9 +107,9 @@ class Memory:
         )
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep.
+        """Return what each micro-batch but the first keeps.
 
-        What comes from other devices, if all else is computed again.
+        With recomputation, that is what comes from other devices.
         """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
@@ -229,9 +228,7 @@ class Memory:
         return flight * each + backwards * self._backward_pass(device), weights + self._step(device)
 
     def _landing(self, device: str) -> int:
-        """Gradients that have a place out of the memory that backward passes share, for one
-        micro-batch.
-        """
+        """Return one micro-batch's gradients that need memory outside shared backward passes."""
         sent = [edge for edge in self._edges[device] if self._where[edge.source] != device]
         waiting = [
             edge
@@ -241,16 +238,12 @@ class Memory:
         return sum(edge.gradient_bytes for edge in (*sent, *waiting))
 
     def _waits_where_it_comes(self, edge: Edge) -> bool:
-        """Return whether the gradient of a value that is sent is what a weight pass waits with,
-        where there is one reader.
-        """
+        """Return whether a sent value's gradient waits for a weight-gradient pass, with one reader."""
         sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
         return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 
     def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
-        """Return the same of segments that each have passes of their own, as if they were on
-        devices of their own.
-        """
+        """Return the memory of segments with passes of their own, as if on devices of their own."""
         held = workspace = 0
         for name, layers in self._segments._layers.items():
             if self._where[layers[0].name] == device:
@@ -270,7 +263,7 @@ class Memory:
         return Memory(self._request, apart, contiguous=True)
 
     def _places(self, device: str) -> int:
-        """What arrives from other devices, values and gradients."""
+        """Return the bytes that arrive from other devices, values and gradients."""
         places = 0
         for edge in self._edges[device]:
             if self._where[edge.source] != device:
@@ -280,7 +273,7 @@ class Memory:
         return places
 
     def _step(self, device: str) -> int:
-        """What the optimizer makes and frees again."""
+        """Return the temporary bytes of the optimizer's step."""
         return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
     def _backward_pass(self, device: str) -> int:
@@ -335,7 +328,7 @@ class Memory:
 
 
 def _largest(moments: Iterable[Split]) -> set[Split]:
-    """Those with the largest sum; nothing where there is no moment."""
+    """Return the moment with the largest sum, or zeros without moments."""
     moments = list(moments)
     most = max(map(sum, moments), default=0)
     return {moment for moment in moments if sum(moment) == most} or {(0, 0)}

@@ -1,6 +1,4 @@
-"""The referee's own reading of devices that recompute: they run forwards once more before each
-backward pass.
-"""
+"""The referee's own treatment of devices that recompute: one more forward pass per backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from placer.solver.referee.memory import Flight, Memory
 def repeated(
     request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]
 ) -> PlacementRequest:
-    """Return the question as it is for a map whose layers on some devices take a forward pass more
-    backwards.
-    """
+    """Return the request with backward passes that include a forward pass on recomputing devices."""
     if not devices:
         return request
     types = {device.name: device.type for device in request.devices}
@@ -36,7 +32,7 @@ def _slower(layer: Layer, kind: str) -> Layer:
 
 
 def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight) -> int:
-    """What a device needs at the least, in bytes, recomputed if it must or may be."""
+    """Return the least bytes of a device, recomputed if it must or may be."""
     needs = [] if must(request, device) else [memory.total(device, flight)]
     if may(request, device, flight):
         needs.append(memory.total(device, flight, again=True))
@@ -73,7 +69,7 @@ def must(request: PlacementRequest, device: str) -> bool:
 
 
 def rule(request: PlacementRequest, device: str) -> str:
-    """What is asked of a device: by its own name, else by that of all others."""
+    """Return the recomputation rule of a device, by its own name or the default."""
     asked = request.constraints.recompute
     if isinstance(asked, str):
         return asked

@@ -1,11 +1,11 @@
-"""The referee's reading of steps in a row: the chain of events that each step repeats, the longest
-one.
+"""The referee's own computation of steady-state steps: the longest cycle of events.
 
 Events wait for others of their step, and for some of the step before. A chain of events, each of
-which waits for the next, that comes back to where it began after k steps holds each step up by a
-k-th of its time, and the longest one does so in fact. It is found by improvement: from a mean that
-some chain has, the longest ways are followed, a step forward costing that mean; where they grow for
-ever they go round a longer chain, whose mean is the next. When they do not, there is none.
+which waits for the next, that returns to its start after k steps delays each step by a k-th of its
+time. The longest such mean is the time of a step. It is found by improvement. From the mean of some
+chain, longest paths are followed, where each step forward costs the mean. If paths grow without
+limit, they go round a longer chain, whose mean is the next. If they do not, there is no longer
+chain.
 
 Source: Lawler, "Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
 """

@@ -1,6 +1,4 @@
-"""What objective ``step`` chooses among, beside the map: micro-batch sizes, schedules and kinds of
-placements.
-"""
+"""The choices of objective ``step`` besides the map: micro-batches, schedule, kind of placement."""
 
 from __future__ import annotations
 
@@ -65,14 +63,12 @@ class Choice:
 
 
 def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
-    """Return a question by objective ``step`` as one for a small bottleneck, which no less can be
-    placed for.
+    """Return a question of objective ``step`` as one for a small bottleneck with the same maps.
 
     Args:
-        problem: what is asked.
-        held: where micro-batches in flight are counted segment by segment, how many each is taken
-            to hold. At least one is: what cannot be with one cannot be at all. What can be with all
-            of them can be.
+        problem: the placement problem.
+        held: where micro-batches in flight are counted segment by segment, the assumed number of
+            each. With one, an infeasible result is proven. With all, a placement is feasible.
     """
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
     asked = problem.request.model_copy(update=changed)
@@ -109,9 +105,7 @@ def by_segment(problem: Problem) -> bool:
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a
-    time.
-    """
+    """Return the request once for each profile, micro-batches, schedule and kind of placement."""
     for profile, chunks in request.micro_batches():
         for contiguous, order in _kinds(request):
             yield question(request, profile, chunks, order, contiguous)
@@ -120,7 +114,7 @@ def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
 def question(
     request: PlacementRequest, profile: Profile, chunks: int, order: Schedule, contiguous: bool
 ) -> PlacementRequest:
-    """What is asked, with all that objective ``step`` chooses chosen, but the map."""
+    """Return the request with everything chosen but the map."""
     fixed = {
         "profile": profile,
         "profiles": (),
@@ -163,8 +157,7 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
 
 
 def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
-    """What is asked, with the micro-batches and the schedule chosen that make the step of a map
-    shortest.
+    """Return the request with the micro-batches and schedule that make a map's step shortest.
 
     Args:
         request: the question.
@@ -219,10 +212,7 @@ def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
-    """As they are searched.
-
-    The micro-batches with the lowest bound first, and of their schedules the likely ones.
-    """
+    """Return the choices in search order: lowest bound first, then likely schedules."""
     by_chunks: dict[int, list[Choice]] = defaultdict(list)
     for choice in sorted(choices, key=_likely):
         by_chunks[choice.problem.request.chunks].append(choice)
@@ -237,7 +227,7 @@ def _likely(choice: Choice) -> int:
 
 
 def said(choice: Choice) -> StepChoice:
-    """How it stands."""
+    """Return the state of the choice as data."""
     request = choice.problem.request
     assert request.schedule != "auto"
     found = choice.devices is not None

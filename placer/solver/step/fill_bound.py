@@ -1,27 +1,29 @@
-r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to
-fill the pipeline.
+r"""A lower bound on the step of contiguous placements of any graph: the pipeline must fill.
 
-In the topological order of the nodes some come behind all that are before them, and before all that are behind them.
-They cut the graph into blocks, whatever arcs go past them::
+In topological order some nodes come behind all nodes before them, and before all nodes behind them.
+They cut the graph into blocks, whatever arcs bypass them::
 
             .-- c --.
     a -- b -|       |-- e -- f        blocks  a | b | c d | e | f
      \      '-- d --'       /
       '--------------------'
 
-A device that holds nodes of two blocks holds all of those between, so the stages follow one another along the blocks,
-two of them sharing a block at most in part. With n micro-batches a stage that begins in block k takes::
+A device that holds nodes of two blocks holds all nodes between. So the stages follow one another
+along the blocks, and two of them share a block at most in part. With n micro-batches, a stage that
+begins in block k satisfies::
 
-    way(k) + n * work  <=  step          way(k): one micro-batch's way there and back, through what comes before block k
+    way(k) + n * work  <=  step      way(k): one micro-batch's way there and back, through what
+                                     comes before block k
 
-and, if gradients come back the same way, waits in between, for what is behind the last block that it holds any of::
+If gradients come back the same way, it also waits for what is behind the last block that it holds
+any nodes of::
 
-    way(k) + n * work + wait  <=  step                         see ``wait_ms``
+    way(k) + n * work + wait  <=  step                                         see ``wait_ms``
 
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
-hold all work, one after the other. Times are those of the fastest devices, transfers are left out.
-Passes of its own shorten a stage's
-wait: of these as many are taken as its blocks have, at their slowest.
+hold all work, one after the other. Times are those of the fastest devices, and transfers are left
+out. Passes of its own shorten a stage's wait: as many are counted as its blocks have, at their
+slowest.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ MOST_BLOCKS = 400
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """No contiguous placement's passes take less, in milliseconds.
+    """Return a lower bound on the passes of every contiguous placement, in milliseconds.
 
-    0 where nodes are tied to others behind them.
+    It is 0 where nodes are tied to others behind them.
 
     Args:
         problem: what is asked.
@@ -80,12 +82,11 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
-    """Return how long a stage has nothing to do between its first pass of a step and its last, at
-    the least, in milliseconds.
+    """Return the least idle time of a stage between its first and last pass of a step, in ms.
 
     Args:
-        problem: what is asked.
-        stages_left: how many stages there are from this one on.
+        problem: the placement problem.
+        stages_left: the number of stages from this one on.
         behind: one micro-batch's way from the stage's end to the last layer and back.
         forward: the stage's forward pass.
         backward: its backward pass.
@@ -114,9 +115,7 @@ def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _has_two_ends(arcs: Arcs, count: int) -> bool:
-    """Return whether each node but the first reads something, and something reads each but the
-    last.
-    """
+    """Return whether each node but the first reads something, and each but the last is read."""
     return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(
         range(count - 1)
     )
@@ -146,7 +145,7 @@ def _blocks(arcs: Arcs, count: int) -> list[int]:
 
 
 def _joined(block_of: list[int]) -> list[int]:
-    """As many blocks as may be: of more, as many are joined to one each time."""
+    """Return at most the allowed number of blocks, with equally many joined to each."""
     together = -(-(block_of[-1] + 1) // MOST_BLOCKS)
     return [block // together for block in block_of]
 
@@ -186,9 +185,7 @@ def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
 def _waits(
     problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector
 ) -> list[Any]:
-    """Stage by stage, by its first block and its last, how long it waits at the least for what is
-    behind it.
-    """
+    """Return the least wait of each stage for what is behind it, by its first and last block."""
 
     def of_blocks(time_ms: Matrix) -> Vector:
         slowest = [
@@ -251,9 +248,8 @@ class _Row:
         return low
 
     def _reach(self, step_ms: float) -> float:
-        """How much work the stages can hold at the most.
-
-        Each begins where the one before ends, or earlier.
+        """Return the most work that the stages can hold, each starting at the end of the last or
+        earlier.
         """
         reached = 0.0
         for lost in self._lost:

@@ -99,7 +99,7 @@ class BestStep:
         return result
 
     def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
-        """What an assignment's step takes; infinite if it breaks a requirement."""
+        """Return the step of an assignment, infinite if it breaks a requirement."""
 
         def step_ms(devices: list[int]) -> float:
             self.meter.done += EVALUATION
@@ -113,8 +113,8 @@ class BestStep:
         return step_ms
 
     def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
-        """Return whether it meets the plain requirements, and there is time to make an answer of
-        it, or no answer yet.
+        """Return whether it meets the plain requirements and can be answered in time, or none can
+        yet.
         """
         has_time = (
             self.best.devices is None
@@ -149,16 +149,16 @@ class BestStep:
         return monotonic() - self.began
 
     def _left_s(self) -> float:
-        """What is left to search."""
+        """Return the time that is left for the search."""
         return max(0.0, self._until_told_s() - self.told_s)
 
     def _until_told_s(self) -> float:
-        """What is left until an answer must have been told of."""
+        """Return the time until an answer must have been reported."""
         return self.request.time_limit_s - self._time_s() - 2 * self.alone_s
 
 
 def told_s(problem: Problem, devices: list[int]) -> float:
-    """What it takes to simulate an assignment's step, to tell of it and to check it, in seconds.
+    """Return the seconds that it takes to simulate, report and check the step of an assignment.
 
     Args:
         problem: what is asked.

@@ -1,6 +1,4 @@
-"""The placement that is returned under objective ``step``: the best of all choices, with what is
-known of each.
-"""
+"""The placement of objective ``step``: the best of all choices, with the state of each choice."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float)
 
 
 def bound_of(choices: Sequence[Choice]) -> float:
-    """No step of any of them is shorter, in ms."""
+    """Return a lower bound on the steps of all choices, in milliseconds."""
     return min((choice.bound for choice in choices if choice.reason is None), default=0.0)
 
 
@@ -101,10 +99,7 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
 
 
 def _distance(choice: Choice) -> tuple[bool, int]:
-    """How far from a placement a choice is.
-
-    The bytes that are short, or farther than any number of them.
-    """
+    """Return how far a choice is from a placement: its missing bytes, or more than any bytes."""
     short = choice.reason.short_bytes if choice.reason is not None else 0
     return not short, short
 

@@ -1,8 +1,8 @@
 r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
 
-These are of a step alone; ``in_a_row.py`` says what becomes of them where steps follow one another. With n
-micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
-stages before it (behind it)::
+These hold for an isolated step; ``steady_state_bounds.py`` has those of steady-state steps. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch
+passes through in the stages before it (behind it)::
 
     any placement       before + n * c of every device, and without weight halves that run apart
                         before + n * c + the way back; of some of a node's passes, their heads and
@@ -13,18 +13,19 @@ stages before it (behind it)::
                         halves that run apart; the whole way + (n - 1) * f, and the same with b;
                         then its weight half and optimizer
       fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
-      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
-                        until the first one comes back the stage runs w - 1 further forward passes,
-                        before the last one comes back w - 1 backward passes, wait(x) = max(0,
-                        behind - (w - 1) * x). Where n <= stages from here these are one wait, the
-                        longer.
-      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
+      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here)
+                        micro-batches in flight: until the first one comes back the stage runs
+                        w - 1 further forward passes, before the last one comes back w - 1 backward
+                        passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages from here
+                        these are one wait, the longer.
+      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for
+                        which nobody waits
 
-Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is
-elsewhere is reckoned on its fastest device. The bound of a whole cut of a row is the largest of its
-stages', so that a dynamic program finds the cut where it is smallest (see ``optimal_cuts.py``).
-Where cuts are gone through, the first stages are known: what the first one does at the end, and the
-transfers between them, come on top.
+Only the transfers at a stage's own two cuts count, over the fastest link. Everything elsewhere
+counts on its fastest device. The bound of a whole cut of a row is the largest of its stages', so a
+dynamic program finds the cut with the smallest bound (see ``optimal_cuts.py``). In an enumeration
+of cuts the first stages are known: the end of the first stage, and the transfers between them, are
+added.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ ROUNDING = 1 - 1e-9
 def any_placement(
     problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False
 ) -> float:
-    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in
-    milliseconds.
+    """Return the work of the busiest device, or one micro-batch's way: a bound on every step, in
+    ms.
 
     Args:
         problem: what is asked.
@@ -85,16 +86,15 @@ def any_placement(
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
-    """No placement's optimizer takes less, in milliseconds."""
+    """Return a lower bound on every placement's optimizer step, in milliseconds."""
     return least_work(problem, nodes, partial(pipelines.optimizer_ms, problem))
 
 
 def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """What keeps a node's device, and any device, and what goes before its first pass and follows
-    its last.
+    """Return the busy time of a node's device and of any device, with what precedes and follows.
 
-    Devices hold different nodes. So before the first pass of the second one there is at least what
-    goes before some second node, and so on, and the same of what follows.
+    Devices hold different nodes. So before the first pass of the second device comes at least what
+    precedes some second node, and likewise for what follows.
     """
     chunks = problem.request.chunks
 
@@ -125,9 +125,7 @@ def _awaited_ms(problem: Problem) -> Matrix:
 
 
 def is_row(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether every contiguous placement is a row of stages, each of which waits for its
-    neighbours both ways.
-    """
+    """Return whether every contiguous placement is a row of stages with neighbours both ways."""
     if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
         return False
     back = {
@@ -223,9 +221,7 @@ class StepTable(CutTable):
         return np.asarray(np.min(trips, axis=0))
 
     def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
-        """Return, by first node and end, such a time where a device of that class takes the stage
-        between.
-        """
+        """Return, by first node and end, the trip time if a device of that class takes the stage."""
         until = self._bounds_of(kind, sum(counts))[1][start]
         return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
 
@@ -243,8 +239,8 @@ class StepTable(CutTable):
         )
 
     def _transfers(self) -> tuple[Table, Table]:
-        """Return, by node, what a cut before it takes of one micro-batch's way, there and back,
-        over the fastest link.
+        """Return, by node, the time of a cut before it in one micro-batch's way, over the fastest
+        link.
         """
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
         links = [link for row in self.problem.links for link in row if link is not None]

@@ -1,6 +1,4 @@
-"""Assignments to try under objective ``step``: rounds through the devices, and small changes of a
-good one.
-"""
+"""Assignments to try under objective ``step``: rounds through the devices, and small changes."""
 
 from __future__ import annotations
 
@@ -28,14 +26,13 @@ Change = Callable[[], list[int]]
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
-    """Return the layers in their order dealt out to the devices, so many times round, to each as
-    much as it is fast.
+    """Return the layers dealt out to the devices in several rounds, in proportion to their speed.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         devices: in the order of a round.
-        times: how many rounds.
+        times: the number of rounds.
 
     Returns:
         By layer, its device.
@@ -103,15 +100,12 @@ def kicked(
 def neighbours(
     problem: Problem, nodes: Reduction, assignment: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Assignments a small change away.
-
-    Some nodes on the other side of a cut, or two devices swapped.
-    """
+    """Yield assignments a small change away: nodes across a cut, or two devices swapped."""
     return (change() for change in changes(problem, nodes, assignment))
 
 
 def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[Change]:
-    """What makes each of them: there may be thousands, each as long as the model has layers."""
+    """Yield the changes that make the neighbours: copies of thousands of maps would be large."""
     device_of = [assignment[layers[0]] for layers in nodes.nodes]
     runs = _runs(problem, nodes, assignment, device_of)
     for count in SHIFTS:

@@ -1,16 +1,17 @@
-"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest
-whole batch.
+"""Objective ``step``: micro-batches, schedule, interleaving and map, for the shortest whole batch.
 
-    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
+    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound
       every map        of few that are no row: each simulated
-      hopeless         left alone if, as far as is found, memory leaves some device too much work for a better step
-      starts           cuts of the row where the bound is lowest, the best maps by bottleneck, maps of other choices
+      hopeless         skipped if known memory limits leave some device too much work
+      starts           cuts of the row with the lowest bound, the best maps by bottleneck, maps of
+                       other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
-      cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
-    of choices that are no rows, then, a bound by the work of some device, and small changes from
-    near the best again choices whose bound is not below the best step found are left alone
+      cuts of a row    every cut whose bound is below the best step, simulated: the others are
+                       proven not better
+    then, of choices that are no rows, a bound by the work of some device, and small changes from
+    near the best again; choices whose bound is not below the best step are skipped
 
-The bound of the answer is the lowest of its choices' (see ``bounds.py``).
+The bound of the answer is the lowest bound of its choices (see ``step_bounds.py``).
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class StepSearch(BestStep):
         self._offer(choice, climbed, "small changes")
 
     def _climb_again(self, choice: Choice, share: Share) -> None:
-        """The same from near the best, until that has not helped for a while."""
+        """Climb again from near the best, until that has not helped for a while."""
         idle = 0
         while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
             before = choice.value
@@ -267,12 +268,10 @@ class StepSearch(BestStep):
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:
-        """Raise the bound by the work of some device, whatever the map that memory allows, and try
-        one that has it.
+        """Raise the bound by the work of some device, and try a map that has it.
 
-        Of a choice without a map no more is asked than whether there may be a better one. Not where
-        devices may
-        recompute: whether they must depends on the order of stages, of which the smallest
+        For a choice without a map, it only asks whether a better one may exist. It does not apply
+        where devices may recompute: that depends on the order of stages, of which the smallest
         bottleneck knows one, and a step may have another.
         """
         problem = choice.problem
@@ -297,10 +296,7 @@ class StepSearch(BestStep):
     def _ask_for_work(
         self, choice: Choice, share: Share, part: float, enough: float | None
     ) -> None:
-        """A bound by what some device has to do, and a map to try.
-
-        The smallest bottleneck, or one that is enough.
-        """
+        """Return a bound by the work of some device, and a map of small or sufficient bottleneck."""
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
@@ -364,10 +360,7 @@ class StepSearch(BestStep):
         return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
-        """Where a device may have several segments.
-
-        The layers dealt out to the devices, round after round.
-        """
+        """Yield layers dealt out to the devices in rounds, where devices may have several segments."""
         if choice.problem.contiguous:
             return
         devices = [list(range(len(choice.problem.devices)))]
