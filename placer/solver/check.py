@@ -498,9 +498,7 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
 def _alone(
     request: PlacementRequest, placement: Placement, contiguous: bool
 ) -> list[tuple[int, float, str]]:
-    """Return, by device that holds all layers, its excess bytes, its objective or load, and its
-    name.
-    """
+    """Return, by device that holds all layers, its excess bytes, its objective, and its name."""
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}
     for device in request.devices:

@@ -76,8 +76,7 @@ def strong_components(
 def topological_order(
     count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None
 ) -> list[int]:
-    """Return the vertices so that every arc runs forwards, with the smallest rank first on a
-    choice.
+    """Return the vertices so that every arc runs forwards, the smallest rank first on a choice.
 
     A vertex on a cycle, or behind one, is left out.
 

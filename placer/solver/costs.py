@@ -121,8 +121,9 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """The memory of each device at its worst moment, computed on first use, as it takes longer
-        than times.
+        """The memory of each device at its worst moment, computed on first use.
+
+        It takes longer than times.
         """
         return self.use()
 
@@ -133,9 +134,7 @@ class Costs:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """The micro-batches that each stage has memory for in training; empty if devices hold all
-        of them.
-        """
+        """The micro-batches in flight of each stage in training; empty without stages."""
         return self.rooms()
 
 
@@ -245,9 +244,7 @@ def judged(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Return whether an assignment respects pins, forbidden devices, colocation and numbers of
-    devices.
-    """
+    """Return whether an assignment respects pins, colocation and numbers of devices and layers."""
     layers = Counter(assignment)
     return (
         all(device in problem.allowed[layer] for layer, device in enumerate(assignment))
@@ -448,9 +445,7 @@ def _roomiest_order(
 
 
 def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> int:
-    """Return a device's memory with this many micro-batches in flight, recomputed where that is
-    less.
-    """
+    """Return a device's memory with some micro-batches in flight, recomputed if that is less."""
     rule = problem.recompute[device]
     if rule == "always":
         return one.total_bytes(flight, again=True)
@@ -461,7 +456,7 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
 def latency_ms(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> float:
-    """Return the time of one micro-batch through the model, forwards and, in training, backwards."""
+    """Return the time of one micro-batch through the model, in training also backwards."""
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]

@@ -151,9 +151,7 @@ class FewestSearch:
         )
 
     def _too_slow(self) -> Infeasibility:
-        """Return the reason that no placement on all devices meets the bottleneck, with the
-        nearest.
-        """
+        """Return the reason that no placement meets the bottleneck, with the nearest one."""
         devices, bound, reason = self._search(self._within(self._problem.most_devices), None)
         if reason is not None:
             return reason

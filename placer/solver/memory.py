@@ -377,9 +377,7 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
 
 
 def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """Return the worst moment: of a layer forwards or backwards, or of the optimizer after all of
-    them.
-    """
+    """Return the worst moment: of a layer forwards or backwards, or of the optimizer."""
     optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
     return max(
         *itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum
@@ -482,7 +480,7 @@ def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], 
 
 
 def crossing_bytes(held: Held) -> int:
-    """Return the bytes stored outside passes for one micro-batch: values and gradients that arrive."""
+    """Return one micro-batch's bytes outside passes: values and gradients that arrive."""
     here = set(held.layers)
     total = 0
     for value in held.values:
@@ -527,7 +525,7 @@ def landing_bytes(held: Held) -> int:
 
 
 def most_crossing_bytes(problem: Problem) -> int:
-    """Return a limit on both ``crossing_bytes`` and ``landing_bytes``, where passes are recorded."""
+    """Return a limit on ``crossing_bytes`` and ``landing_bytes``, where passes are recorded."""
     return (
         sum(value.held_bytes + value.gradient_bytes for value in problem.values)
         if problem.recorded
@@ -536,9 +534,7 @@ def most_crossing_bytes(problem: Problem) -> int:
 
 
 def _staying(held: Held) -> Mapping[int, int]:
-    """Return the changes, by step, of the bytes of gradients that wait, or stay until they were
-    sent.
-    """
+    """Return the changes, by step, of the bytes of gradients that wait, or are to be sent."""
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:

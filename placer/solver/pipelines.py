@@ -21,8 +21,7 @@ HasRoom = Callable[[Sequence[int]], bool]
 
 
 def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
-    """Return the time of a whole batch with the optimizer's step, in ms: isolated or in steady
-    state.
+    """Return the time of a batch and the optimizer's step in ms, isolated or steady-state.
 
     Args:
         problem: what is asked; its chunks are those of the batch.
@@ -38,9 +37,7 @@ def in_a_row(problem: Problem) -> bool:
 
 
 def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """Return the time of a step from idle to idle devices, with the longest optimizer, in
-    milliseconds.
-    """
+    """Return the time in ms of a step between idle devices, with the longest optimizer."""
     return schedule.step_ms(pipeline, plan) + max(
         pipeline.optimizer_by_device().values(), default=0.0
     )

@@ -64,7 +64,7 @@ class Value:
 
     @property
     def bound_readers(self) -> tuple[int, ...]:
-        """The readers that must be at their source's stage or behind it in contiguous placements."""
+        """The readers that contiguity puts at their source's stage or behind it."""
         return (
             tuple(reader for reader in self.readers if reader not in self.unbound)
             if self.ordered
@@ -200,9 +200,7 @@ class Problem:
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
-        """The recomputation rule of each device: repeat the forward pass instead of keeping saved
-        tensors.
-        """
+        """The recomputation rule of each device: forward passes again instead of saved tensors."""
         if not self.training:
             return tuple("never" for _ in self.devices)
         return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
@@ -223,8 +221,7 @@ class Problem:
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:
-        """Return the problem with contiguity for all but colocated layers, or None if it does not
-        help.
+        """Return the problem with contiguity for all but colocated layers; None if useless.
 
         Tied embeddings run first and last. If they share a device and every device has one stage,
         all layers are on that device. So the placement would be free, and the search would cover
@@ -270,15 +267,12 @@ class Problem:
 
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
-        """The bytes that each micro-batch in flight leaves to a separate weight-gradient pass, by
-        layer.
-        """
+        """The bytes that each micro-batch in flight leaves to a weight-gradient pass, by layer."""
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
     def back_workspace_bytes(self) -> tuple[int, ...]:
-        """The workspace of a layer's backward pass, or of its input-gradient half where halves run
-        apart.
+        """The workspace of a layer's backward pass, or of its separate input-gradient half.
 
         It is 0 in inference.
         """
@@ -387,12 +381,12 @@ class Problem:
 
 
 def input_workspace_bytes(layer: Layer) -> int:
-    """Return the workspace of a layer's input-gradient half, or of all of it if not measured apart."""
+    """Return the workspace of a layer's input-gradient half, or of all if not measured apart."""
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """Return the workspace of a layer's recorded backward pass, or of an eager one if not measured."""
+    """Return the workspace of a layer's recorded backward pass, or an eager one if unmeasured."""
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 

@@ -43,7 +43,7 @@ class Reduction:
 
 
 def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
-    """Return layers that share a device in every placement with a bottleneck of at most ``upper``."""
+    """Return layers that share a device in all placements with a bottleneck up to ``upper``."""
     if len(problem.untaxed) > 1:
         return []
     real = (link for row in problem.links for link in row if link is not None)
@@ -79,9 +79,7 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
 
 
 def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
-    """Return the nodes if these disjoint groups of layers, unions of the problem's groups, are
-    together.
-    """
+    """Return the nodes if these groups of layers, unions of the problem's, are together."""
     count = len(problem.layers)
     if problem.contiguous:
         nodes = [

@@ -85,9 +85,7 @@ class Search:
         self.nodes = reduced(self.problem)
 
     def limits(self, work: float) -> Limits:
-        """Return limits for a search of this much work whose placements are offered as they are
-        found.
-        """
+        """Return limits of a search with this work that offers placements as it finds them."""
         request = self.request
         return Limits(
             self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter
@@ -158,7 +156,7 @@ class Search:
             )
 
     def _beats(self, result: costs.Costs) -> bool:
-        """Return whether a placement is better than the best so far, or equal with a smaller rank."""
+        """Return whether a placement is better than the best, or equal with a smaller rank."""
         if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
             return ties.rank(result) < self.rank
         return result.objective_value < self.value

@@ -148,8 +148,7 @@ def _conflict(
 def _smallest(
     problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> Placement:
-    """Return the placement with the smallest objective, contiguous but for colocated layers if
-    possible.
+    """Return the placement with the smallest objective, contiguous but for colocated layers.
 
     So tied embeddings leave a chain a chain. The best of all free maps would take far longer to
     find, would hardly be better, and would change devices much more often.
@@ -237,9 +236,7 @@ class Portfolio(Search):
             stage_search.few_ideals(self)
 
     def _cut_finer(self, share: float) -> None:
-        """Offer finer cuts of the same order, if it is too long to consider each node, in a share
-        of time.
-        """
+        """Offer finer cuts of an order with many nodes, in a share of the time."""
 
         def left_s() -> float:
             return (
@@ -366,9 +363,7 @@ class Portfolio(Search):
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def _searcher(self) -> Searcher:
-        """Return the search for reasons: it has half of the time, the conflicting set the other
-        half.
-        """
+        """Return the search for reasons; it has half of the time, the conflict the other."""
         return Searcher(
             lambda: self.left_s() / 2,
             self.request.workers,

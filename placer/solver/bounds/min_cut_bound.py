@@ -209,7 +209,7 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """Return the least load in ms of a device with some nodes, without others, and its nodes."""
+        """Return the least load in ms of a device with some nodes, without others; and its nodes."""
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):

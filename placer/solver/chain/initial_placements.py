@@ -157,8 +157,9 @@ def _late_order(
 
 
 def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
-    """Return a topological order in which few nodes at a time wait for readers: its cuts cut few
-    values.
+    """Return a topological order in which few nodes at a time wait for readers.
+
+    Cuts of it cut few values.
     """
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]

@@ -129,9 +129,7 @@ class Intervals:
         return compute + send + receive
 
     def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
-        """Return a device's lowest latency in ms and lowest time per byte over its links in one
-        direction.
-        """
+        """Return a device's lowest latency in ms and time per byte in one direction."""
         others = range(len(self.problem.devices))
         links = [
             self.problem.links[o][device] if inwards else self.problem.links[device][o]
@@ -169,9 +167,7 @@ class Intervals:
         return self._fixed + self._passing(flight)
 
     def _passing(self, flight: int) -> Table:
-        """Return what further micro-batches keep and the peak of one, or what each needs for
-        itself.
-        """
+        """Return what further micro-batches keep and the peak of one, or the needs of each."""
         if self.problem.recorded:
             backwards = self.problem.backwards(flight)
             each = self._each + (self._landing if flight > backwards else 0.0)
@@ -201,9 +197,7 @@ class Intervals:
         return transfers.size
 
     def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
-        """Return the values that blocks exchange, with the block of the source and those of its
-        readers.
-        """
+        """Return the values that blocks exchange, with the source's and the readers' blocks."""
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
@@ -212,9 +206,7 @@ class Intervals:
 
     @cached_property
     def _crossing(self) -> Table:
-        """Return the bytes stored outside passes for one micro-batch; see
-        ``memory.crossing_bytes``.
-        """
+        """Return one micro-batch's bytes outside passes; see ``memory.crossing_bytes``."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, value.held_bytes)
@@ -234,9 +226,7 @@ class Intervals:
 
     @cached_property
     def _sent(self) -> Table:
-        """Return the bytes of one micro-batch that are sent to other stages and that no layer here
-        keeps.
-        """
+        """Return one micro-batch's bytes that are sent to other stages and not kept here."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             keepers = {self._block_of[keeper] for keeper in value.keepers}

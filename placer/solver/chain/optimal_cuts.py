@@ -112,8 +112,7 @@ def _counts_all(problem: Problem) -> bool:
 
 
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
-    """Return the best cut when every transfer counts, among the one found and those with fewer
-    devices.
+    """Return the best cut when every transfer counts: the one found, or one with fewer devices.
 
     The table's value of a cut is a lower bound, so the least is evaluated first and few need
     evaluation.
@@ -160,9 +159,7 @@ def ends_of_values(problem: Problem, runs: int) -> int:
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """Return the number of states of a cut: choices of a device and of those that later stages
-    take.
-    """
+    """Return the number of a cut's states: choices of a device and of those of later stages."""
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
 
@@ -258,9 +255,7 @@ class CutTable:
         return self.nodes.spread(devices)
 
     def _options(self, counts: Counts, kind: int) -> Table:
-        """Return, by first block and end, the value if a device of that class takes the stage
-        between.
-        """
+        """Return, by first block and end, the value if such a device takes the stage."""
         joined: Table = self.join(
             self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :]
         )
@@ -284,8 +279,9 @@ class CutTable:
         return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """Return, by first block and end, the cost of the stage with this many stages left, itself
-        included.
+        """Return, by first block and end, the cost of the stage with this many stages left.
+
+        The number includes the stage itself.
         """
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:

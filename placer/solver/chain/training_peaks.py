@@ -95,9 +95,7 @@ class TrainingMoments:
         self.moment: Table = np.maximum(self.ahead, self.back)
 
     def _to_leave(self, order: Sequence[int]) -> Table:
-        """Return, by first block and step, the bytes that a range of layers leaves to weight
-        passes.
-        """
+        """Return, by first block and step, the bytes that layers leave to weight passes."""
         sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
         to_leave: Table = sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
         return to_leave
@@ -123,8 +121,7 @@ class TrainingMoments:
     def _keep(
         self, change: Table, keepers: Sequence[int], size: int, most: int | None = None
     ) -> None:
-        """Add a size that is kept from the first of some steps in the stage, as differences along
-        both axes.
+        """Add a size kept from the first of some steps in the stage on, as differences.
 
         Where ``most`` is given, only stages that begin before that block count.
         """
@@ -175,9 +172,7 @@ class TrainingMoments:
                 yield self._rest(value)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Add values that wait forwards, from the source or the reader before, in stages without a
-        keeper.
-        """
+        """Add values that wait forwards, since the previous reader, in stages without a keeper."""
         keepers = {self._step[keeper] for keeper in value.keepers}
         if self._recorded and not (readers or keepers):
             return  # as for gradients
@@ -211,9 +206,7 @@ class TrainingMoments:
             )
 
     def _rest(self, value: Value) -> _Wait:
-        """Add what waits backwards in addition to the last reader's gradient, until the reader
-        before it.
-        """
+        """Add what waits backwards in addition to the last reader's gradient."""
         before, until, last = (
             self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1])
         )

@@ -122,9 +122,7 @@ def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> li
 def _costs_ms(
     value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool
 ) -> Vector:
-    """Return, by the classes of source and reader, the times of a value there and of its gradient
-    back.
-    """
+    """Return, by the classes of source and reader, the times of a value and its gradient."""
 
     def least(between: Sequence[Link], size: int) -> float:
         return min(

@@ -72,7 +72,7 @@ NEVER = 4.0
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether orders are few and matter: unlike links, or memory that depends on the place."""
+    """Return whether orders are few and matter: unlike links, or memory that depends on place."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -191,8 +191,7 @@ def _before(problem: Problem, nodes: Reduction) -> Bools:
 
 
 class _StageGraph(ideal_frontiers.Graph):
-    """The graph of ``ideal_frontiers.py`` for one order, with the nets' costs for one of its
-    stages.
+    """The graph of ``ideal_frontiers.py`` for one order, with the nets' costs for one stage.
 
     Args:
         given: the graph of all orders.
@@ -293,9 +292,7 @@ class _Chains:
         return value
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of ideals and of their possible successors within the stage's work, both by
-        work.
-        """
+        """Yield ranges of ideals and of their possible successors, both by work."""
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
             first = int(np.searchsorted(ends, begins[start] - slack))
@@ -382,9 +379,7 @@ class _Loads:
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """Return, by earlier and later ideal, whether the device certainly has memory for the
-        difference.
-        """
+        """Return, by earlier and later ideal, whether the device surely has memory for the stage."""
         begins, ends, most = self._sure
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)
 

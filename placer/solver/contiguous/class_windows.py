@@ -123,9 +123,7 @@ class Windows:
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def _narrow_at(self, stage: int) -> None:
-        """Return the nodes that cannot be at a stage: they cannot be so early, or are already
-        before it.
-        """
+        """Return the nodes that cannot be at a stage: too early for them, or too late."""
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
         latest = self.surely[stage + 1] & ~self.surely[stage] & ~fixed

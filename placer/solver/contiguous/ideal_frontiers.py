@@ -79,9 +79,7 @@ class Graph:
 
 
 def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
-    """Return first and last stages such that no node starts before its needs, or ends after its
-    readers.
-    """
+    """Return first and last stages so that no node is before its needs or behind its readers."""
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
     # ascending sources, so that each is final when it is passed on
     for source, reader in arcs:

@@ -240,9 +240,7 @@ class _Chains:
         return True
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Yield ranges of ideals and of their possible successors within a device's work, both by
-        work.
-        """
+        """Yield ranges of ideals and of their possible successors, both by work."""
         longest = max(one.most for one in self.classes) + self._slack
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
@@ -264,8 +262,7 @@ class _Chains:
                     value[columns] = np.minimum(value[columns], through)
 
     def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
-        """Return, by class, earlier and later ideal, the load of a device that holds the
-        difference.
+        """Return, by class, earlier and later ideal, the load of a device with the difference.
 
         It is infinite where no device of the class can.
         """

@@ -146,8 +146,7 @@ class _Current:
         return sorted(self.load_ms, reverse=True)
 
     def groups(self, some: int) -> Iterator[Group]:
-        """Yield groups around the busiest stages: small groups first, then those with idle
-        neighbours.
+        """Yield groups around the busiest stages: small groups first, then idle neighbours.
 
         Args:
             some: the number of busiest stages to consider.

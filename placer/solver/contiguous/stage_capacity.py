@@ -71,9 +71,7 @@ class StageRoom:
         return self._most[flight]
 
     def more_ms(self, device: int, flight: int, members: Bools) -> float:
-        """Return the extra time of a stage because of memory: 0, its forward passes again, or
-        infinite.
-        """
+        """Return a stage's extra time because of memory: 0, its forward passes, or infinite."""
         problem = self._problem
         one = self._cache.footprint(np.flatnonzero(members).tolist())
         rule, limit = problem.recompute[device], problem.devices[device].usable_bytes

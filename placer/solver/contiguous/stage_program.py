@@ -87,9 +87,7 @@ class StageModel:
             self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
-        """Return a time in the model's unit, rounded down, and capped just above the known
-        bottleneck.
-        """
+        """Return a time in the model's unit, rounded down, capped above the known bottleneck."""
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
     # Variables
@@ -110,9 +108,7 @@ class StageModel:
                 self.clause(self.negated(row[p - 1]), row[p])
 
     def _choose_kinds(self) -> None:
-        """Give every stage one class, within each class's number of devices and the nodes' allowed
-        devices.
-        """
+        """Give every stage one class that its nodes allow, within each class's size."""
         classes = range(len(self.classes))
         if len(self.classes) == 1:
             self.kind: list[list[Prefix]] = [[True] for _ in self.stages]
@@ -177,8 +173,9 @@ class StageModel:
                 self.clause(self.negated(self.y[reader][p]), self.y[source][p])
 
     def _first_stages_are_used_first(self) -> None:
-        """Require all stages behind an empty one to be empty: all ends of the pipeline are before
-        it.
+        """Require the stages behind an empty stage to be empty.
+
+        All ends of the pipeline are before it.
         """
         inner = {source for source, _ in self.arcs}
         ends = [node for node in self._nodes if node not in inner]
@@ -189,9 +186,7 @@ class StageModel:
                 self.clause(used[p], self.y[node][p - 1])
 
     def _stages_hold_enough_and_not_too_much(self) -> None:
-        """Require nodes at the stages that must be used, and at most ``most_layers`` layers at any
-        stage.
-        """
+        """Require nodes at the stages that must be used, and limit the layers of each stage."""
         one = [(node, 1) for node in self._nodes]
         for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
             self.cp.add(self._sum_at(p, one) >= 1)
@@ -335,9 +330,7 @@ class StageModel:
         return cut, times
 
     def _memory(self) -> None:
-        """Require every stage to stay within its device's limit, with constant micro-batches in
-        flight.
-        """
+        """Require every stage to stay within its device's limit; all have the same in flight."""
         problem = self.problem
         unit = max(1, -(-memory_bounds.most_use_bytes(problem) // BYTE_STEPS))
         held = memory_bounds.state_of_nodes(problem, self.nodes)

@@ -43,8 +43,6 @@ def worth_building(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _steady(problem: Problem) -> bool:
-    """Return whether all stages have equally many micro-batches in flight, without split backward
-    passes.
-    """
+    """Return whether all stages have equally many micro-batches in flight, and whole passes."""
     one = problem.request.chunks == 1 and not problem.weights_apart
     return problem.request.schedule == "fill-drain" or one or problem.may_recompute

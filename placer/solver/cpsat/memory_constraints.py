@@ -1,4 +1,4 @@
-"""The memory model of ``memory.py`` as constraints over nodes and devices, one function per rule."""
+"""The memory model of ``memory.py`` as constraints over nodes and devices."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def memory(model: PlacementModel) -> None:
 
 
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
-    """Return every size that the model adds up, multiplied by the number of times that it may
-    count.
-    """
+    """Return every size that the model adds up, times the largest number of its uses."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]

@@ -161,7 +161,7 @@ class PlacementModel:
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
-        """Number the stages along the pipeline, each on one device; use the first ones first."""
+        """Require stages in pipeline order, each on one device, with the first ones used first."""
         count = len(self.nodes.nodes)
         self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]

@@ -311,9 +311,7 @@ class _Moment:
         held: Term,
         may_fall: bool = False,
     ) -> None:
-        """Require the peak to include the held bytes and the workspace of the layer, if it is
-        there.
-        """
+        """Require the peak to include the held bytes and workspace of the layer, if it is here."""
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
         # what is held at its step counts where the layer is
         if row.waiting or may_fall:
@@ -369,9 +367,7 @@ class _Moment:
             yield step, self._any(own, sent) if step > value.source else own
 
     def _sent(self, value: Value) -> Literal:
-        """Return a literal that holds if the value is made here, kept by nobody here, and read
-        elsewhere.
-        """
+        """Return a literal for: the value is made here, kept by nobody here, read elsewhere."""
         node_of = self._nodes.node_of
         source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
         keepers = {node_of[keeper] for keeper in value.keepers}
@@ -387,9 +383,7 @@ class _Moment:
         yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
 
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Yield when a gradient waits backwards: for its source, or for an earlier reader's
-        gradient.
-        """
+        """Yield when a gradient waits backwards: for its source, or for another gradient."""
         source, readers = self._here(value.source), value.readers
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
         if value.source + 1 < readers[0]:
@@ -399,9 +393,7 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Yield when the rest of a sliced gradient waits backwards for the reader before, or for
-        ties.
-        """
+        """Yield when the rest of a sliced gradient waits backwards for the reader before."""
         *others, last = value.source, *value.readers
         yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
         yield value.rest_until, None

@@ -222,9 +222,7 @@ class Conflict:
         return IMPOSSIBLE if known else None
 
     def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
-        """Return whether stages may be contiguous and may be otherwise, where nothing else is
-        required.
-        """
+        """Return whether stages may be contiguous, and otherwise, as nothing else is required."""
         if not any(requirement.kind == "contiguous" for requirement in self.all):
             return [problem.contiguous]
         asked = any(self.all[number].kind == "contiguous" for number in numbers)

@@ -138,9 +138,7 @@ def _changes(
 def _of_memory(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """Yield requests without limits, with more memory where it may be short, and with
-    recomputation.
-    """
+    """Yield requests without limits, with more memory where short, and with recomputation."""
     cluster = request.placed_on
     ample = tuple(
         device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices
@@ -223,9 +221,7 @@ def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
 
 
 def _one_more(cluster: Cluster) -> Cluster:
-    """Return a copy of the last device, with its links and a link like its first one to the
-    original.
-    """
+    """Return a copy of the last device with its links, and a link to it like its first one."""
     old = cluster.devices[-1]
     names = {device.name for device in cluster.devices}
     name = next(

@@ -169,9 +169,7 @@ class _Shares:
         return self.known
 
     def _prices_of_work(self) -> list[float]:
-        """Return prices by work alone: nodes may be cut anywhere at no cost, and all devices end
-        together.
-        """
+        """Return prices by work alone: nodes may be cut anywhere, and all devices end together."""
         owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
@@ -227,9 +225,7 @@ class _Shares:
                 stride *= 2
 
     def _try_whole(self, prices: Sequence[float]) -> None:
-        """Round prices to integers, and keep what is proven where no light set of the pool has a
-        share.
-        """
+        """Round prices to integers; keep their bound if no light set of the pool has a share."""
         shares = list(zip(self.counts, self._shares(self.devices), strict=True))
         rounded = list(whole_prices(prices, shares, self._free_worth))
         searches, tries = self._subsets(self.upper), 0
@@ -247,9 +243,7 @@ class _Shares:
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
     def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
-        """Return a limit on what integer prices prove: the load of the lightest known set of enough
-        worth.
-        """
+        """Return a limit on the bound of integer prices: the lightest known set of enough worth."""
         loads = (
             load
             for (kind, nodes), load in self.pool.items()
@@ -421,9 +415,7 @@ class _Shares:
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float
     ) -> tuple[float, frozenset[int]]:
-        """Return the most that a device without transfers holds, in parts of nodes, and the whole
-        ones.
-        """
+        """Return the most that a device without transfers holds, in fractions and in whole nodes."""
         worth, left = 0.0, target
         nodes: list[int] = []
         wanted = [

@@ -92,8 +92,7 @@ def _pairs(search: Search) -> PairSearch | None:
 def _divide_pairs(
     search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0
 ) -> bool:
-    """Divide the nodes of pairs of devices as well as possible; return whether that could be
-    judged.
+    """Divide the nodes of pairs of devices anew; return whether that could be judged.
 
     Args:
         search: the search for which it runs.
@@ -144,8 +143,9 @@ def _look_at_few(search: Search) -> None:
 
 
 def _look_briefly(search: Search) -> None:
-    """Run the integer program briefly: it proves in a second what takes prices long, and vice
-    versa.
+    """Run the integer program briefly.
+
+    It proves in a second what takes prices long, and the other way round.
     """
     if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
         look(search)
@@ -178,9 +178,7 @@ def _may_prove(search: Search, share: float) -> bool:
 
 
 def _told(search: Search, share: float) -> Callable[[float], bool]:
-    """Return a function that counts work and returns whether a share of it, or of the time, is
-    over.
-    """
+    """Return a function that counts work and returns whether a share of it, or of time, is over."""
 
     def over(work: float) -> bool:
         search.meter.done += work

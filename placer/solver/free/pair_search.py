@@ -56,9 +56,7 @@ Over = Callable[[float], bool]
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Return whether loads and memory alone judge a division, whatever numbers of layers devices
-    hold.
-    """
+    """Return whether loads and memory alone judge a division; devices may hold any number."""
     any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
     judged = loads_add_up(problem) and any_number and problem.most_layers is None
     return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
@@ -102,8 +100,7 @@ class PairSearch:
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
-        """Return the best assignment found from a start, or from where the search stopped if no
-        worse.
+        """Return the best assignment found from a start, or from where the search stopped.
 
         Args:
             start: by layer, its device; it meets all requirements.

@@ -201,9 +201,7 @@ class _Paid:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def bits(self, node: int, net: int, column: int) -> int:
-        """Return what is known of a net if a node is at the first device, or in column 1 at the
-        other.
-        """
+        """Return what is known of a net if a node is at the first device, or at the other."""
         one = self._loads.nets[net]
         source = one.source == node and (one.back_ms or self._by_value)
         return (ONE | (MADE_BY_ONE if source else 0)) << column

@@ -97,9 +97,7 @@ class Covering:
         return bool(fresh)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """Return the least number of sets, in fractions, and the duals' prices, or None if it
-        fails.
-        """
+        """Return the least number of sets, in fractions, and the duals' prices; None on failure."""
         if self._solver.Solve() != self._solver.OPTIMAL:
             return None
         duals = [row.dual_value() for row in self._rows]

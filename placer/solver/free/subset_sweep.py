@@ -118,9 +118,7 @@ class Subsets:
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
-        """Return good rates, and by step, rate and state the most that the rest adds in worth less
-        rate * load.
-        """
+        """Return good rates, and by step, rate and state the most worth less rate * load to come."""
         rates = self._rates[:, None, None]
         # more than what floats round off on the way
         rest = [np.ones((len(self._rates), 1))]

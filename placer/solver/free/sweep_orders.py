@@ -135,9 +135,7 @@ class _Sweep:
         return (most, total), order
 
     def _opened(self, node: int, left: Sequence[int]) -> tuple[int, int]:
-        """Return the number of nets that a node opens less those it closes, and minus those it
-        continues.
-        """
+        """Return how many more nets a node opens than it closes, and minus those it continues."""
         fresh = [left[net] == self._sizes[net] for net in self.of[node]]
         closed = sum(
             left[net] == 1 for net, new in zip(self.of[node], fresh, strict=True) if not new

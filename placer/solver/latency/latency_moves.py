@@ -87,9 +87,7 @@ def improved(
 def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[float], bool]
 ) -> tuple[list[int] | None, bool]:
-    """Run one round; return the best devices by node if better than the first, and whether time is
-    over.
-    """
+    """Run one round; return the best devices by node, if better, and whether time is over."""
     best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
     most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
     told = 0
@@ -245,9 +243,7 @@ class _State:
             self._quotient.move(node, device)
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
-        """Return whether receiving devices have memory, numbers are right, and no device waits for
-        itself.
-        """
+        """Return whether memory and numbers allow the moves, and no device waits for itself."""
         problem, room = self._problem, self._room
         used = len(self._layers) - self._layers.count(0)
         return (

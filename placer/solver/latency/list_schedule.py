@@ -195,9 +195,7 @@ class _Held:
     def takes(
         self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
     ) -> bool:
-        """Return whether a device may take a block that reads from these devices, within the
-        numbers.
-        """
+        """Return whether a device may take a block that reads from these devices."""
         problem, room = self._problem, self._room
         return (
             (device in self._used or len(self._used) < most)

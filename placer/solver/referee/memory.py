@@ -238,7 +238,7 @@ class Memory:
         return sum(edge.gradient_bytes for edge in (*sent, *waiting))
 
     def _waits_where_it_comes(self, edge: Edge) -> bool:
-        """Return whether a sent value's gradient waits for a weight-gradient pass, with one reader."""
+        """Return whether a sent value's gradient waits for a weight-gradient pass."""
         sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
         return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 

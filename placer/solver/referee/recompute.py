@@ -1,4 +1,7 @@
-"""The referee's own treatment of devices that recompute: one more forward pass per backward pass."""
+"""The referee's own treatment of devices that recompute.
+
+They run one more forward pass before each backward pass.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from placer.solver.referee.memory import Flight, Memory
 def repeated(
     request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]
 ) -> PlacementRequest:
-    """Return the request with backward passes that include a forward pass on recomputing devices."""
+    """Return the request whose backward passes on some devices include a forward pass."""
     if not devices:
         return request
     types = {device.name: device.type for device in request.devices}

@@ -41,7 +41,7 @@ def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest 
 
 
 def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """Return the request once for every fitting micro-batch size, schedule and kind of placement."""
+    """Return the request for every fitting micro-batch size, schedule and kind of placement."""
     whole = request.batch_size or request.chunks * request.profile.batch_size
     contiguous_too = (
         ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
@@ -172,7 +172,7 @@ class StepReading:
         return Pipeline(places, forward, backward, weights, tuple(crossings), optimizer)
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """The times of values and of gradients back, by the stages of their maker and first reader."""
+        """Return the times of values and of gradients, by the maker's and first reader's stages."""
         values: dict[Pair, float] = defaultdict(float)
         gradients: dict[Pair, float] = defaultdict(float)
         for edge in self._request.profile.edges:

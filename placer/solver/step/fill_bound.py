@@ -248,9 +248,7 @@ class _Row:
         return low
 
     def _reach(self, step_ms: float) -> float:
-        """Return the most work that the stages can hold, each starting at the end of the last or
-        earlier.
-        """
+        """Return the most work of the stages, each starting where the last ends or earlier."""
         reached = 0.0
         for lost in self._lost:
             # blocks that it may begin in

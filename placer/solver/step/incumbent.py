@@ -113,9 +113,7 @@ class BestStep:
         return step_ms
 
     def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
-        """Return whether it meets the plain requirements and can be answered in time, or none can
-        yet.
-        """
+        """Return whether it meets the plain requirements and can be answered in time."""
         has_time = (
             self.best.devices is None
             or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S

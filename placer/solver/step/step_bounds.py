@@ -66,8 +66,7 @@ ROUNDING = 1 - 1e-9
 def any_placement(
     problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False
 ) -> float:
-    """Return the work of the busiest device, or one micro-batch's way: a bound on every step, in
-    ms.
+    """Return a bound on every step in ms: the busiest device, or one micro-batch's way.
 
     Args:
         problem: what is asked.
@@ -221,7 +220,7 @@ class StepTable(CutTable):
         return np.asarray(np.min(trips, axis=0))
 
     def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
-        """Return, by first node and end, the trip time if a device of that class takes the stage."""
+        """Return, by first node and end, the trip time if such a device takes the stage."""
         until = self._bounds_of(kind, sum(counts))[1][start]
         return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
 
@@ -239,9 +238,7 @@ class StepTable(CutTable):
         )
 
     def _transfers(self) -> tuple[Table, Table]:
-        """Return, by node, the time of a cut before it in one micro-batch's way, over the fastest
-        link.
-        """
+        """Return, by node, the time of one micro-batch over a cut before it, both ways."""
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
         links = [link for row in self.problem.links for link in row if link is not None]
         for value in self.problem.values if links else ():

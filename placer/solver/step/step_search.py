@@ -296,7 +296,7 @@ class StepSearch(BestStep):
     def _ask_for_work(
         self, choice: Choice, share: Share, part: float, enough: float | None
     ) -> None:
-        """Return a bound by the work of some device, and a map of small or sufficient bottleneck."""
+        """Return a bound by the work of some device, and a map to try."""
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
@@ -360,7 +360,7 @@ class StepSearch(BestStep):
         return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
-        """Yield layers dealt out to the devices in rounds, where devices may have several segments."""
+        """Yield layers dealt out in rounds, where devices may have several segments."""
         if choice.problem.contiguous:
             return
         devices = [list(range(len(choice.problem.devices)))]
