@@ -75,16 +75,13 @@ from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.components import topological_order
 from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
 
 Footprints = Callable[[int], Footprint]
 """By device, its memory."""
-
-ROUNDING = 1e-9
-"""Loads may be over the bottleneck that is asked for by this share."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ from __future__ import annotations
 from math import isclose
 
 from placer.solver import costs
-from placer.solver.problem import Problem
-
-_SAME = 1e-9
+from placer.solver.problem import ROUNDING, Problem
 
 
 def as_named(
@@ -52,4 +50,4 @@ def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
         (one.receive_ms, other.receive_ms),
     ):
         pairs += zip(sorted(a), sorted(b), strict=True)
-    return all(isclose(a, b, rel_tol=_SAME) for a, b in pairs)
+    return all(isclose(a, b, rel_tol=ROUNDING) for a, b in pairs)

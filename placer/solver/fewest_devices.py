@@ -16,7 +16,7 @@ from time import monotonic
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Progress, incumbent
 
@@ -57,7 +57,7 @@ class FewestSearch:
             stop,
             meter,
         )
-        self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
+        self._most_ms = request.bottleneck_ms * (1 + ROUNDING)
         self._problem = Problem.from_request(request)
         self._began = monotonic()
 
@@ -146,9 +146,7 @@ class FewestSearch:
             )
             for node, layers in enumerate(nodes.nodes)
         )
-        return max(
-            self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - costs.ROUNDING))
-        )
+        return max(self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - ROUNDING)))
 
     def _too_slow(self) -> Infeasibility:
         """Return the reason that no placement meets the bottleneck, with the nearest one."""

@@ -13,11 +13,19 @@ from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
 
 LARGEST_BYTES = 2**60
-"""No memory figure may exceed this, sums over all layers included."""
+"""The largest sum of memory figures in bytes, so that sums stay exact in 64-bit integers."""
 
 LONGEST_MS = 1e9
-"""The longest time of a layer, a transfer or a device, about 12 days: larger numbers are mistakes.
-"""
+"""The longest time of a layer, a transfer or a device, 12 days: larger numbers are mistakes."""
+
+ROUNDING = 1e-9
+"""Relative error of sums in another order: a limit is exceeded only by more than this."""
+
+SAME = 1e-12
+"""Relative difference below which two objectives or times are equal."""
+
+HALVINGS = 40
+"""Halvings of an interval in a binary search: they reduce it to a 1e-12th."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from placer.solver.components import closed_groups, group_of, strong_components
-from placer.solver.problem import Problem, arcs_of
-
-SLACK = 1e-9
-"""Times within so much of a limit are not held to be over it."""
+from placer.solver.problem import ROUNDING, Problem, arcs_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
             if value.gradient_bytes
             else 0.0
         )
-        if (there + back if added else max(there, back)) > upper * (1 + SLACK):
+        if (there + back if added else max(there, back)) > upper * (1 + ROUNDING):
             together.append((value.source, *value.readers))
     return together
 

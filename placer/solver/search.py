@@ -14,13 +14,10 @@ from time import monotonic
 from placer.schema import Placement, PlacementRequest
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction, reduced
 
 Progress = Callable[["Incumbent"], None]
-
-SAME = 1e-12
-"""Objectives that differ by no more than this share are the same."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import NamedTuple
 
 from placer.errors import InputError, kind_of
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
@@ -56,27 +57,34 @@ from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions
 from placer.solver.step.step_search import StepSearch
 
+
+class _Shares(NamedTuple):
+    """How the portfolio divides its time.
+
+    Attributes:
+        finer_cuts: share of the time after which finer cuts of a long order end.
+        only_order: the same where the order is the only one, so that cuts can prove.
+        relaxed: share of the remaining time for the problem with the quickest link everywhere.
+        stages: share of the remaining time for the stage program that relaxes memory or links.
+        relaxed_work: work of each question to that program: its answers prove less.
+        conflict: share of the time for the conflicting requirements, once infeasibility is known.
+    """
+
+    finer_cuts: float = 0.5
+    only_order: float = 0.9
+    relaxed: float = 0.4
+    stages: float = 0.7
+    relaxed_work: float = 1.0
+    conflict: float = 0.2
+
+
+SHARES = _Shares()
+
+
 __all__ = ["Incumbent", "Portfolio", "solve"]
 
-WORK = (16.0, inf, inf, inf)
-"""Limits of the integer program's rounds: a better placement narrows the next one, and makes its
-steps finer."""
-
-FINER_SHARE, ONLY_ORDER_SHARE = 0.5, 0.9
-"""How much of the time finer cuts of many nodes may take, all before them included; the latter
-where they can prove."""
-
-RELAXED_SHARE = 0.4
-"""How much of the time that is left a problem may take that asks less."""
-
-QUICK = 1.0
-"""The work of questions whose stages know less than is asked."""
-
-STAGES_SHARE = 0.7
-"""How much of the time that is left stages may take that know less than is asked."""
-
-CONFLICT_SHARE = 0.2
-"""How much of the time may be spent on why there is no placement, when that is known."""
+ROUNDS_WORK = (16.0, inf, inf, inf)
+"""Work limits of the program's rounds: a better placement narrows the next, with finer steps."""
 
 
 def solve(
@@ -132,7 +140,7 @@ def _conflict(
     began: float,
 ) -> Infeasibility:
     """Return the reason, with the smallest conflicting set of requirements if time allows."""
-    until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
+    until = min(monotonic() + SHARES.conflict * request.time_limit_s, began + request.time_limit_s)
 
     def left_s() -> float:
         return until - monotonic()
@@ -229,7 +237,7 @@ class Portfolio(Search):
                 return
         if self.problem.contiguous:
             only_order = optimal_cuts.is_only_order(self.problem, self.nodes)
-            self._cut_finer(ONLY_ORDER_SHARE if only_order else FINER_SHARE)
+            self._cut_finer(SHARES.only_order if only_order else SHARES.finer_cuts)
             stage_search.few_ideals(self)
             if not only_order:
                 self._cut(initial_placements.other_orders)
@@ -259,7 +267,7 @@ class Portfolio(Search):
         if self.open() and not self.over(1.0):
             for start in orders(self.problem, stage_search.nodes_within(self), self.counted):
                 self.offer(start.devices, start.method)
-                if not self.open() or self.over(FINER_SHARE):
+                if not self.open() or self.over(SHARES.finer_cuts):
                     return
 
     def _program(self) -> Infeasibility | None:
@@ -280,7 +288,7 @@ class Portfolio(Search):
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
-        for turn, work in enumerate(WORK if self.open() else ()):
+        for turn, work in enumerate(ROUNDS_WORK if self.open() else ()):
             if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
                 stage_search.sweep(self)
                 return None
@@ -326,26 +334,28 @@ class Portfolio(Search):
     def _relax(self) -> None:
         """Prove a bound, and maybe find better placements, with relaxed links and memory."""
         links = stage_links(self.problem)
-        if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
+        if links is None or self.best is None or self.value <= 0 or self.over(SHARES.relaxed):
             return
-        if self.open() and not self.over(RELAXED_SHARE):
+        if self.open() and not self.over(SHARES.relaxed):
             self._ask_less(links)
         if self.open():
-            divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
+            divide_anew(
+                self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True
+            )
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
-        result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
+        result = model.solve(replace(self.limits(inf), time_s=SHARES.stages * self.left_s()))
         self.prove(
             self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below())
         )
         self.offer(result.devices, "integer program")
         if self.open() and not self.over(1.0):
-            stage_search.halve(self, QUICK)
+            stage_search.halve(self, SHARES.relaxed_work)
 
     def _ask_less(self, links: StageLinks) -> None:
         """Prove a bound, and maybe find a better placement, with the quickest link everywhere."""
-        easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
+        easier = quickest_everywhere(self.problem, links.quickest, SHARES.relaxed * self.left_s())
         search = Portfolio(easier, stop=self.stop, meter=self.meter)
         search.answer()
         self.prove(min(search.bound, self.value))

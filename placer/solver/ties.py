@@ -16,6 +16,7 @@ from math import floor, isclose
 
 from placer.schema import Ties
 from placer.solver import costs
+from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
 from placer.solver.cpsat.runner import Answer, Limits
 from placer.solver.problem import Problem
@@ -24,8 +25,6 @@ from placer.solver.reduce import Reduction, reduced
 WORK = 8.0
 """The longest search for each of the two, in the solver's own measure."""
 
-CLOSE = 1e-6
-"""A rank is proven if its bound is so close, for its size and that of the compute of all layers."""
 
 DIGITS = 12
 """Of transfers; the same sum in another order differs behind these, and is none the better for it.
@@ -113,7 +112,7 @@ def _least(
     best = offer(result.devices)
     found = _costs(problem, best)
     scale = max(sum(found.compute_ms), rank(found)[part])
-    return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=CLOSE * scale)
+    return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=PROVEN_GAP * scale)
 
 
 def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:

@@ -294,8 +294,8 @@ def _count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             yield _fault("too-many-layers", held, (device,), detail)
 
 
-def _time_faults(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
-    from placer.solver.costs import ROUNDING
+def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
+    from placer.solver.problem import ROUNDING
 
     for load in loads if request.bottleneck_ms is not None else ():
         if load.load_ms > (request.bottleneck_ms or 0.0) * (1 + ROUNDING):

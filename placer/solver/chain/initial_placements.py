@@ -11,26 +11,19 @@ from random import Random
 
 from placer.solver.chain import class_cuts, optimal_cuts
 from placer.solver.components import topological_order
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.nets import exchanges
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
 MOST_ORDERS = 20
-FRESH_ORDERS = 5
+"""The most random orders that are cut; the first quarter is independent of the best so far."""
+
+MOST_WORK, MOST_TABLE_WORK = 0.8, 8 / 3
+"""The most work of all their cuts, and of the tables for them: a fraction of a second, seconds."""
 PATIENCE = 4
-"""After so many orders in a row that bring nothing better there are no more."""
+"""Orders without improvement after which no more follow."""
 
-ROUNDING = 1e-9
-"""An order is not better than another by less than this share."""
-
-MOST_WORK = 80_000_000
-"""Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
-
-MOST_ENDS = 160_000
-"""Layers and ends of values that they may look at, all together: two seconds."""
-
-NUMBERS_A_WORK, ENDS_A_WORK = 100_000_000, 60_000
-"""So many of either are counted as one work, in the measure of ``cpsat.Meter``."""
 
 Over = Callable[[float], bool]
 """Counts work, and tells whether the time, or the work, is over."""
@@ -82,8 +75,12 @@ def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Sta
         ends = len(problem.layers) + optimal_cuts.ends_of_values(
             problem, optimal_cuts.runs_at_first(problem)
         )
-        work = numbers / NUMBERS_A_WORK + ends / ENDS_A_WORK
-        turns = min(MOST_ORDERS, MOST_WORK // numbers, MOST_ENDS // ends)
+        work = numbers / PER_WORK.numbers + ends / PER_WORK.ends
+        turns = min(
+            MOST_ORDERS,
+            int(MOST_WORK * PER_WORK.numbers) // numbers,
+            int(MOST_TABLE_WORK * PER_WORK.ends) // ends,
+        )
         yield from _climb(problem, nodes, turns, partial(over, work))
 
 
@@ -112,7 +109,7 @@ def _climb(
     for turn in range(turns):
         if over():
             return
-        share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
+        share = 1.0 if turn < MOST_ORDERS // 4 else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
         cut = optimal_cuts.best_cut(problem, nodes, tried(rank), exchanged)

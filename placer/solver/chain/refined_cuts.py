@@ -20,7 +20,7 @@ from time import monotonic
 
 from placer.solver.chain import optimal_cuts
 from placer.solver.nets import exchanges
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
 MOST_RUNS = 2048
@@ -34,9 +34,6 @@ MOST_CELLS = 50_000_000
 
 NARROWER = 4
 """So many times smaller a neighbourhood becomes."""
-
-ROUNDING = 1e-9
-"""A cut is not better than another by less than this share."""
 
 
 def finer_cuts(

@@ -29,16 +29,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.bounds.memory_bounds import can_bind
+from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
 from placer.solver.contiguous.ideal_frontiers import Between, Front, Range
-from placer.solver.contiguous.stage_capacity import SETS_A_WORK, StageRoom
-from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.contiguous.stage_capacity import StageRoom
+from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
 from placer.solver.cpsat.capacity import work_on
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.cpsat.stage_windows import members, neighbourhood
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
@@ -49,23 +51,14 @@ Memory = Literal["sums", "exact"]
 MOST_ORDERS = 100
 """More than so many orders of classes are too many."""
 
-MOST_NODES = 1_000
-MOST_PINS = 4_000
 
 MOST_PAIRS = 30_000_000
 """More than so many pairs of ideals, one a stage after the other, are too many for an order."""
 
-PAIRS_A_WORK, CUTS_A_WORK = 30_000_000, 15_000
-"""Pairs, and minimum cuts, that are looked at in a unit of work, in the measure of ``cpsat.Meter``.
-"""
-
-ROWS = 64
-"""So many ideals of a front are looked at together."""
 
 SETS_A_LOOK = 32
 """After so many sets whose memory was told it is asked whether the time is over."""
 
-ROUNDING = 1e-9
 
 NEVER = 4.0
 """A transfer where there is no link takes this many times the bottleneck."""
@@ -161,7 +154,7 @@ class ClassOrders:
         """
         windows = Windows(self.graph, order, self.upper)
         windows.narrow()
-        work = windows.cuts / CUTS_A_WORK
+        work = windows.cuts / PER_WORK.cuts
         if not windows.possible:
             return Chain(inf, None, work)
         chains, known = _Chains(self, windows, memory, over), self._sets
@@ -169,7 +162,7 @@ class ClassOrders:
             value = chains.value()
         except Stopped:
             return None
-        work += chains.pairs / PAIRS_A_WORK + (self._sets - known) / SETS_A_WORK
+        work += chains.pairs / PER_WORK.order_pairs + (self._sets - known) / PER_WORK.footprints
         if value is None:
             return None
         if value == inf:
@@ -220,7 +213,7 @@ class _Chains:
     ) -> None:
         self.given, self.windows, self.order, self.memory = given, windows, windows.order, memory
         self.over = over
-        self.within = given.upper * (1 + SLACK)
+        self.within = given.upper * (1 + ROUNDING)
         self.pairs = 0
         self.banned = given.graph.works == inf
         self.works = np.where(self.banned, 0.0, given.graph.works)
@@ -278,7 +271,7 @@ class _Chains:
         rows = np.argsort(before.sums(work), kind="stable")
         before, reached = before.some(rows), self.reached[-1][rows]
         begins, ends = before.sums(work), behind.sums(work)
-        blocks = list(self._blocks(begins, ends, SLACK * float(work.sum())))
+        blocks = list(self._blocks(begins, ends, ROUNDING * float(work.sum())))
         self.pairs += sum(
             (one.stop - one.start) * (other.stop - other.start) for one, other in blocks
         )

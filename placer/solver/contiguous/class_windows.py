@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from placer.solver.contiguous.class_links import ClassNets
-from placer.solver.reduce import SLACK
+from placer.solver.problem import ROUNDING
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
@@ -175,7 +175,7 @@ class _StageCutter:
 
     def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:
         self._free = np.flatnonzero(windows.here(stage))
-        self._within = windows.upper_ms * (1 + SLACK)
+        self._within = windows.upper_ms * (1 + ROUNDING)
         self._steps_per_ms = STEPS / self._within
         self.cuts = 0
         self.held = np.zeros(len(fixed), np.bool_)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from placer.solver.contiguous.transfer_windows import Windows
 from placer.solver.nets import joined_nets
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
@@ -193,7 +193,7 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
     free = [node for node in range(graph.count) if graph.first[node] < stage and not must[node]]
     place = {node: index for index, node in enumerate(free)}
     weights = np.array([one.weights for one in ranges]).T
-    slack = SLACK * weights.sum(axis=0)
+    slack = ROUNDING * weights.sum(axis=0)
     least, most = (
         np.array([one.least for one in ranges]) - slack,
         np.array([one.most for one in ranges]) + slack,

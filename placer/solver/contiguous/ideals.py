@@ -29,7 +29,7 @@ from math import inf, log2, prod
 import numpy as np
 
 from placer.solver.bounds import memory_bounds
-from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
+from placer.solver.chain.optimal_cuts import ROWS, Counts, Cut, kinds_left, one_less
 from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
     Between,
@@ -43,23 +43,15 @@ from placer.solver.contiguous.ideal_frontiers import (
 )
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.capacity import most_within, work_on
-from placer.solver.cpsat.runner import Meter
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.cpsat.runner import PER_WORK, Meter
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 MOST_STATES = 64
 """The most numbers of devices that a placement may take from their classes."""
 
 MOST_PAIRS = 3_500_000
 """More than so many pairs of ideals, one a stage after the other, are too many."""
-
-PAIRS_A_WORK = 5_000_000
-"""Pairs that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
-
-ROWS = 64
-"""So many ideals of a front are looked at together."""
-
-ROUNDING = 1e-9
 
 
 def applies(problem: Problem) -> bool:
@@ -103,7 +95,7 @@ def best_chain(
     chains = _Chains(problem, nodes, upper)
     found = chains.best(over)
     if meter is not None:
-        meter.done += chains.pairs / PAIRS_A_WORK
+        meter.done += chains.pairs / PER_WORK.pairs
     return found
 
 
@@ -158,7 +150,7 @@ class _Chains:
 
     def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
-        self.within = upper * (1 + SLACK)
+        self.within = upper * (1 + ROUNDING)
         self.limited = memory_bounds.can_bind(problem)
         self.state_bytes = np.array(memory_bounds.state_of_nodes(problem, nodes), np.float64)
         works = np.array([work_on(problem, nodes, one[0]) for one in problem.alike_devices()])
@@ -310,7 +302,7 @@ class _Chains:
 
     @cached_property
     def _slack(self) -> float:
-        return SLACK * float(self.fastest.sum())
+        return ROUNDING * float(self.fastest.sum())
 
     def _ranges(self, stage: int) -> list[Range]:
         """Return the work and the state of what the first stages hold."""

@@ -28,20 +28,16 @@ from functools import cached_property
 from math import inf
 
 from placer.solver.bounds import memory_bounds
-from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
+from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
 from placer.solver.cpsat.stage_windows import neighbourhood
 from placer.solver.nets import Net, joined_nets
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction, joined
-
-MOST_PINS = 20_000
-"""Graphs whose nets have more pins in all than so many are left as they are."""
+from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
+from placer.solver.reduce import Reduction, joined
 
 MOST_PAIRS = 10_000
 """After so many pairs of neighbours no more minimum cuts are looked at."""
 
-ROUNDING = 1e-12
 
 Pair = tuple[int, int]
 
@@ -94,7 +90,7 @@ def _held_together(
     if len(problem.untaxed) > 1:
         return []
     needs = _needing(problem, nodes, upper, over)
-    within = upper * (1 + SLACK)
+    within = upper * (1 + ROUNDING)
     pays = [alone_ms(problem, nodes, node) > within for node in range(len(nodes.nodes))]
     return [
         (one, other)
@@ -128,7 +124,7 @@ def _needing(
             if over():
                 return needs
             value, members = cutter.least([node], [other])
-            if value > upper * (1 + SLACK):
+            if value > upper * (1 + ROUNDING):
                 needs.add((node, other))
                 continue
             inside = set(members)
@@ -215,11 +211,11 @@ class _Draw:
                 more_here += 0.0 if with_centre else time_ms
             elif not with_centre:  # a third stage would pay
                 return False
-        return more_here <= gain * (1 + ROUNDING) and all(
+        return more_here <= gain * (1 + SAME) and all(
             self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
-            <= (0.0 if device in self.problem.untaxed else gain) * (1 + ROUNDING)
+            <= (0.0 if device in self.problem.untaxed else gain) * (1 + SAME)
             for device in self.nodes.allowed[centre]
-            if self._work(centre, device) <= self.upper * (1 + SLACK)
+            if self._work(centre, device) <= self.upper * (1 + ROUNDING)
         )
 
     def _in_order(self, centre: int, node: int) -> bool:

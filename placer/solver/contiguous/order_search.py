@@ -11,6 +11,7 @@ first. Where it does not allow the placement, or only with recomputation, it cou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
@@ -21,27 +22,33 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
-ROUNDS = 3
-"""So often an order is asked for something better, at the most."""
 
-LOW = 0.9
-"""So much of the best known is asked for first: that no order has less is told soon, for where the
-time is short."""
+class _Ends(NamedTuple):
+    """Shares of the time at which the search over orders ends.
 
-GROWING = (1.2, 1.5, 2.0, 3.0, 5.0)
-"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after
-the other."""
+    Attributes:
+        orders: by default: it is all or nothing, as one open order prevents the proof.
+        enough: where a bottleneck suffices, as the integer program may find one within it, too.
+    """
 
-FEW = 500
-"""With more nodes than so many that is not told soon, and left out."""
+    orders: float = 0.9
+    enough: float = 0.5
 
-SHARE = 0.9
-"""How much of the time all orders may take: it is all or nothing, as one order that is left open is
-one too many."""
 
-ENOUGH_SHARE = 0.5
-"""How much of it they may where a bottleneck is enough: the integer program may find one within it,
-too."""
+ENDS = _Ends()
+
+
+MOST_QUESTIONS = 3
+"""The most times that an order is asked for something better."""
+
+LOW_TARGET = 0.9
+"""Share of the best known that is asked for first: refuted quickly, a bound if time is short."""
+
+GROWTH_FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0)
+"""Multiples of the bound that are tried in turn where no placement is known."""
+
+FEW_NODES = 500
+"""Nodes above which the low target is not refuted quickly, and is left out."""
 
 
 def none_in_any_order(search: Search) -> bool:
@@ -59,7 +66,7 @@ def none_in_any_order(search: Search) -> bool:
         return False
     if search.enough is not None:
         if not stage_scope.applies(search.problem) and not _has_chains(
-            search, search.enough, ENOUGH_SHARE
+            search, search.enough, ENDS.enough
         ):
             search.prove(search.nothing_below())
         return False
@@ -84,7 +91,7 @@ def find_any(search: Search) -> bool:
         Whether there is none at all.
     """
     whole = _longest_ms(search.problem)
-    uppers = [upper for times in GROWING if 0 < (upper := times * search.bound) < whole]
+    uppers = [upper for times in GROWTH_FACTORS if 0 < (upper := times * search.bound) < whole]
     for upper in uppers:
         if _has_chains(search, upper):
             return False
@@ -92,7 +99,7 @@ def find_any(search: Search) -> bool:
     return whole > 0 and not _has_chains(search, whole)
 
 
-def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
+def _has_chains(search: Search, upper: float, share: float = ENDS.orders) -> bool:
     """Look for a placement within a bottleneck, in a share of the time.
 
     Whether there is one, or may be.
@@ -136,8 +143,8 @@ def search_orders(search: Search) -> bool:
     """
     asked = _likely_first(search, class_orders.orders(search.problem))
     bounds = dict.fromkeys(asked, search.bound)
-    low = [LOW] if len(search.nodes.nodes) <= FEW else []
-    for share in (*low, *[1.0] * ROUNDS):
+    low = [LOW_TARGET] if len(search.nodes.nodes) <= FEW_NODES else []
+    for share in (*low, *[1.0] * MOST_QUESTIONS):
         known = dict(bounds)
         if not _ask(search, bounds, share):
             return False
@@ -170,7 +177,9 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
     return True
 
 
-def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
+def _chain(
+    search: Search, given: ClassOrders, order: Order, share: float = ENDS.orders
+) -> Chain | None:
     """Return the best chain of an order, which is offered.
 
     Where memory does not allow it, that by what memory does allow.

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from placer.solver import costs
 from placer.solver.components import closed_groups
 from placer.solver.contiguous.stage_program import TIME_STEPS, StageModel, Sum
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction, joined
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction, joined
 from placer.solver.search import Search
 
 FEWEST, MOST = 2, 4
@@ -87,7 +87,7 @@ class GroupModel(StageModel):
         below_ms: float,
     ) -> None:
         self._stage_of, self._group = stage_of, group
-        super().__init__(problem, nodes, upper * (1 + SLACK))
+        super().__init__(problem, nodes, upper * (1 + ROUNDING))
         self.cp.add(self.makespan <= self.steps(below_ms))
 
     def _windows(self) -> list[tuple[int, int]]:

@@ -20,10 +20,6 @@ from placer.solver.reduce import Reduction
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 
-SETS_A_WORK = 3_000
-"""Sets that are looked at for the first time in a unit of work, in the measure of ``cpsat.Meter``.
-"""
-
 
 class StageRoom:
     """The memory of stages.

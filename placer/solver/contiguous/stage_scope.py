@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import stage_links
+from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_CLASSES = 3
 """With more classes of devices than so many, devices are chosen node by node."""
-
-MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may
-last."""
 
 
 def applies(problem: Problem) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 from placer.solver.contiguous import ideals
 from placer.solver.contiguous.merges import merged
@@ -23,35 +24,42 @@ from placer.solver.cpsat.runner import Answer
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
-FIRST, TIMES = 2.5, 4.0
-"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next
-one's over that."""
 
-STEP = 0.01
-"""Thresholds of a sweep are this share of the best known apart, at the least."""
+class _Sweep(NamedTuple):
+    """Effort of sweeps; work is in the measure of ``cpsat.runner.Meter``.
 
-CLOSER = 0.004
-"""The same of thresholds that ideals are asked for, which are quick to fail."""
+    Attributes:
+        first: work of each question of the first sweep.
+        growth: factor of the work from sweep to sweep.
+        questions: the most times that a sweep asks for anything better.
+        wide_gap: relative gap above which a short question comes before parts are improved.
+        short: work of the short question.
+        group_share: share of a question's work for each group of stages that is redivided.
+        best_share: share of a question's work for the best placement once a better one exists.
+        cut_short: share of its work from which a question counts as cut short.
+    """
+
+    first: float = 2.5
+    growth: float = 4.0
+    questions: int = 2
+    wide_gap: float = 0.2
+    short: float = 1.0
+    group_share: float = 0.08
+    best_share: float = 0.3
+    cut_short: float = 0.9
+
+
+SWEEP = _Sweep()
+
+
+THRESHOLD_STEP = 0.01
+"""Least distance of a sweep's thresholds, relative to the best known: closer ones take long."""
+
+IDEALS_STEP = 0.004
+"""The same for chains of ideals, which fail quickly."""
 
 MOST_TRIES = 2
-"""So many thresholds of which ideals are too many are tried in a row."""
-
-CUT_SHORT = 0.9
-"""The share of its work that a question did at the least if it was cut short."""
-
-ASKED = 2
-"""How often a sweep asks for anything better, where it finds that."""
-
-LOOSE, SHORT = 0.2, 1.0
-"""Where the gap is more than this share, a question of so much work is asked before parts are made
-better."""
-
-GROUP_SHARE = 0.08
-"""How much of a question's work goes to each group of stages that is divided anew."""
-
-BETTER_SHARE = 0.3
-"""How much of a question's work goes to the best placement, where the question has found one that
-is better."""
+"""The most thresholds with too many ideals that are tried one after another."""
 
 
 def few_ideals(search: Search) -> None:
@@ -88,7 +96,7 @@ def _worth_chains(search: Search, threshold: float) -> bool:
     """Return whether ideals may tell more about a threshold than is known."""
     if search.best is None or not search.open() or not ideals.applies(search.problem):
         return False
-    return search.bound < threshold < search.too_many * (1 - CLOSER)
+    return search.bound < threshold < search.too_many * (1 - IDEALS_STEP)
 
 
 def sweep(search: Search) -> None:
@@ -101,19 +109,22 @@ def sweep(search: Search) -> None:
     for turn in count():
         if not search.open() or search.over(1.0):
             return
-        work = FIRST * TIMES**turn
+        work = SWEEP.first * SWEEP.growth**turn
         known, done = (search.value, search.bound), search.meter.done
-        loose = search.value - search.bound > LOOSE * search.value
-        _anything_better(search, SHORT if loose else work)
+        wide = search.value - search.bound > SWEEP.wide_gap * search.value
+        _anything_better(search, SWEEP.short if wide else work)
         if search.open():
             _groups_anew(search, work)
-        if search.open() and loose:
+        if search.open() and wide:
             _anything_better(search, work)
         if search.open():
             few_ideals(search)
         if search.open() and not search.over(1.0):
             halve(search, work)
-        if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
+        if (
+            known == (search.value, search.bound)
+            and search.meter.done - done < SWEEP.cut_short * work
+        ):
             # no question was cut short: asked again, each has the same answer, which costs do not
             # bear out
             return
@@ -121,12 +132,12 @@ def sweep(search: Search) -> None:
 
 def _groups_anew(search: Search, work: float) -> None:
     """Better placements from parts of the best known, which are quicker to place than all is."""
-    divide_anew(search, nodes_within(search), GROUP_SHARE * work)
+    divide_anew(search, nodes_within(search), SWEEP.group_share * work)
 
 
 def _anything_better(search: Search, work: float) -> None:
     """Ask whether any placement is better than the best known, and improve it if one is."""
-    for _ in range(ASKED):
+    for _ in range(SWEEP.questions):
         if (
             not search.open()
             or search.over(1.0)
@@ -135,7 +146,7 @@ def _anything_better(search: Search, work: float) -> None:
             return
         if search.open():
             model = StageModel(search.problem, nodes_within(search), search.better())
-            answer = model.solve(search.limits(BETTER_SHARE * work))
+            answer = model.solve(search.limits(SWEEP.best_share * work))
             search.prove(search.nothing_below() if answer.infeasible else answer.bound)
             search.offer(answer.devices, "integer program")
 
@@ -148,7 +159,11 @@ def halve(search: Search, work: float) -> None:
         work: of each question, in the measure of ``cpsat.Meter``.
     """
     hard = search.better()
-    while search.open() and hard - search.bound > STEP * search.value and not search.over(1.0):
+    while (
+        search.open()
+        and hard - search.bound > THRESHOLD_STEP * search.value
+        and not search.over(1.0)
+    ):
         threshold = (search.bound + hard) / 2
         if not _within(search, threshold, work).infeasible:
             hard = search.better() if search.value <= threshold else threshold

@@ -20,8 +20,8 @@ from math import inf
 
 from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.cpsat.stage_windows import members, neighbourhood, stage_windows
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction
 
 Windows = list[tuple[int, int]]
 
@@ -65,7 +65,7 @@ def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
         return None
     alone = [alone_ms(problem, nodes, node) for node in range(count)]
     before, behind = neighbourhood(problem, nodes)
-    within = upper * (1 + SLACK)
+    within = upper * (1 + ROUNDING)
     return _Reach(
         Cutter(work, nets),
         alone,

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.solver.bounds.memory_bounds import state_of_nodes
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction
 
 Vector = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ def most_within(worth: Vector, work: Vector, upper: float) -> tuple[float, float
         work: by node, its time; infinite if it may not be there.
         upper: the time of all, in milliseconds.
     """
-    able = work <= upper * (1 + SLACK)
+    able = work <= upper * (1 + ROUNDING)
     value, time_ms = worth[able], work[able]
     share = np.divide(value, time_ms, out=np.full(len(value), inf), where=time_ms > 0)
     order = np.argsort(-share, kind="stable")

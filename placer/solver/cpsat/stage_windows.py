@@ -9,8 +9,8 @@ from math import inf
 
 from placer.solver.bounds.memory_bounds import can_bind, state_of_nodes
 from placer.solver.cpsat.capacity import most_state
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 MOST_NODES = 2_000
 
@@ -33,13 +33,13 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
         return anywhere
     work = [_least_work(problem, layers) for layers in nodes.nodes]
     before, behind = neighbourhood(problem, nodes)
-    most = upper_ms * (1 + SLACK)
+    most = upper_ms * (1 + ROUNDING)
     room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
     state = state_of_nodes(problem, nodes)
     windows = []
     for node in range(count):
-        first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)
-        behind_it = int(_total(work, behind[node]) / most - SLACK)
+        first = min(int(_total(work, before[node]) / most - ROUNDING), stages - 1)
+        behind_it = int(_total(work, behind[node]) / most - ROUNDING)
         first = max(first, _stages_to_hold(_total(state, before[node]), room) - 1)
         behind_it = max(behind_it, _stages_to_hold(_total(state, behind[node]), room) - 1)
         windows.append((first, stages - 1 - behind_it))
@@ -51,7 +51,7 @@ def _stages_to_hold(size: float, room: Sequence[float]) -> int:
 
     One more than there are if none do.
     """
-    return bisect_left(room, size * (1 - SLACK))
+    return bisect_left(room, size * (1 - ROUNDING))
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:

@@ -33,12 +33,11 @@ from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
 from placer.solver.explain.display_names import listed
 from placer.solver.explain.infeasible import CONTRADICTION, plain_reason
-from placer.solver.problem import Problem
+from placer.solver.problem import LARGEST_BYTES, ROUNDING, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of
 from placer.utils.units import bytes_text
 
-AMPLE_BYTES = 2**60
 FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
 
 Numbers = frozenset[int]
@@ -263,7 +262,7 @@ class Conflict:
         if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
             return PlacementModel(easier, nodes, any_will_do=True)
         return PlacementModel(
-            replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING)
+            replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + ROUNDING)
         )
 
     def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
@@ -272,7 +271,7 @@ class Conflict:
         asked = [self.all[number] for number in sorted(numbers)]
         kinds = {requirement.kind for requirement in asked}
         limited = {requirement.device for requirement in asked if requirement.kind == "limit"}
-        ample = {"memory_bytes": AMPLE_BYTES, "reserve_bytes": 0}
+        ample = {"memory_bytes": LARGEST_BYTES, "reserve_bytes": 0}
         return replace(
             problem,
             allowed=_allowed(problem, asked),
@@ -319,7 +318,7 @@ class Conflict:
 def _in_time(problem: Problem, result: costs.Costs) -> bool:
     """Return whether no device is busier than is asked for."""
     most_ms = problem.request.bottleneck_ms
-    return most_ms is None or max(result.load_ms) <= most_ms * (1 + costs.ROUNDING)
+    return most_ms is None or max(result.load_ms) <= most_ms * (1 + ROUNDING)
 
 
 def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:

@@ -32,58 +32,76 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
+from typing import NamedTuple
 
 from placer.solver.bounds.work_sharing import prices_of_work
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.integer_prices import Whole, whole_part, whole_prices
 from placer.solver.free.set_covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Found, Stopped, Subsets
-from placer.solver.problem import Problem
+from placer.solver.problem import HALVINGS, ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
-SLACK = 1e-9
-CLOSE = 1e-4
-NEAR, NEARER = 0.002, 0.0005
-"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller
-groups are tried."""
+
+class _Labels(NamedTuple):
+    """Limits of the labels of a sweep at one step: more labels make sharper but slower bounds.
+
+    Attributes:
+        few: of searches for a set of worth.
+        first: of the first search for a bound, which may stand for long.
+        usual: of later searches for a bound, in the beginning.
+        most: of later searches for a bound.
+        kept: labels of all steps together, about 1 GB.
+    """
+
+    few: int = 2_000
+    first: int = 40_000
+    usual: int = 6_000
+    most: int = 48_000
+    kept: int = 30_000_000
+
+
+class _Gaps(NamedTuple):
+    """Relative distances from the best known bottleneck.
+
+    Attributes:
+        near: within it, everything that is known is tried to be proven.
+        nearer: the same for smaller groups, after that failed.
+        close: the same for single nodes; also a change of prices that is too small to go on.
+    """
+
+    near: float = 0.002
+    nearer: float = 0.0005
+    close: float = 1e-4
+
+
+LABELS, GAPS = _Labels(), _Gaps()
+
 
 FIRST_STRIDE = 0.04
-"""By which share of what may be the least bottleneck more than is known is tried at first; twice as
-much if proven."""
+"""First increase of the bottleneck that is tried, of its range; doubled after each proof."""
 
 GROUPS = 8
-"""So many groups of nodes for each device in the beginning."""
+"""Groups of nodes per device in the beginning: fewer are too coarse, more take too long."""
 
 LITTLE, LEAST_SHARE = 0.02, 0.0201
-"""Sets that are worth no more than the one are not told apart; so shares are more, also of much
-slower devices."""
+"""Worth below which sets are alike, and the least share: more, also of much slower devices."""
 
 ALMOST = 0.98
-FEW_LABELS = 2_000
-FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
-"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning,
-and at the most."""
+"""Part of its share from which a set joins the program."""
 
-LABELS_KEPT = 30_000_000
-"""No more labels in all are kept at a time."""
 
 MOST_WHOLE = 8
-"""So many whole prices are tried at a time."""
+"""The most integer prices that are tried at a time."""
 
-HALVINGS = 40
-"""So often the range of a bottleneck is halved that work alone proves."""
 
 EVEN = 1e-5
-"""What all nodes cost at the least in the beginning, of the sum."""
+"""Least price of each node in the beginning, as a part of all prices: it keeps them positive."""
 
 STEP_BACK = 0.4
-"""How much of the best prices so far is in those that are tried."""
+"""Weight of the best prices so far in the prices that are tried, which damps oscillation."""
 
-LABELS_A_SEARCH = 20_000
-"""What a search does besides, in labels."""
-
-LABELS_A_WORK = 2_000_000
-"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``."""
 
 Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
@@ -152,8 +170,8 @@ class _Shares:
     over: Over
     groups: tuple[int, float] = (GROUPS, inf)
     pool: dict[Owned, float] = field(default_factory=dict)
-    few_labels: int = FEW_LABELS
-    labels: int = LABELS
+    few_labels: int = LABELS.few
+    labels: int = LABELS.usual
 
     def __post_init__(self) -> None:
         self.counts = [kind.devices for kind in self.graph.kinds]
@@ -183,7 +201,7 @@ class _Shares:
                 for kind in self.graph.kinds
             )
             room += sum(self._held(prices, time_ms, middle)[0] for time_ms in self.graph.free_ms)
-            low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
+            low, high = (middle, high) if room * (1 + ROUNDING) < whole else (low, middle)
         return low
 
     def _go_on(self, prices: list[float]) -> None:
@@ -197,7 +215,7 @@ class _Shares:
             for kind in self.graph.kinds
         ]
         self._weighed(
-            self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS
+            self._subsets(self.upper), scaled, self._shares(whole), self.upper, LABELS.first
         )
         self._try_whole([price * self.devices / self._in_all(self.most_worth) for price in scaled])
         count, ceiling, tried, stride = (
@@ -208,7 +226,9 @@ class _Shares:
         )
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
-            near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
+            near = self.known > ceiling * (
+                1 - (GAPS.close if finest else GAPS.nearer if tried else GAPS.near)
+            )
             if near and tried:
                 if finest or 2 * count > self.groups[1] * self.devices:
                     return
@@ -298,7 +318,7 @@ class _Shares:
                 continue
             count, duals = solved
             leans = program.leans()
-            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
+            if not new or count <= max(self.devices, best.count * (1 + GAPS.close)):
                 if not leans or not program.widen():
                     break
             mixed = [
@@ -322,18 +342,18 @@ class _Shares:
             self.most_worth[kind] = found.most_worth
             sets += self._keep(kind, found.nodes, target)
         shares = self._shares(whole)
-        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - SLACK):
+        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - ROUNDING):
             every = self._weighed(searches, scaled, shares, target, self.labels)
             while (
                 any(self._unreal(kind, one.nodes, target) for kind, one in every)
-                and self.labels < MOST_LABELS
+                and self.labels < LABELS.most
             ):
                 self.labels *= 2
                 every = self._weighed(searches, scaled, shares, target, self.labels)
             for kind, found in every:
                 kept = self._keep(kind, found.nodes, target)
                 if kept:
-                    self.few_labels = min(2 * self.few_labels, LABELS)
+                    self.few_labels = min(2 * self.few_labels, LABELS.usual)
                 sets += kept
                 self.most_worth[kind] = max(self.most_worth[kind], found.most_worth)
         worth = self._in_all(self.most_worth) / self.devices
@@ -353,8 +373,8 @@ class _Shares:
         """
         found = []
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
-            enough = max(share * (1 - SLACK), LITTLE)
-            most = min(most_labels, LABELS_KEPT // len(prices))
+            enough = max(share * (1 - ROUNDING), LITTLE)
+            most = min(most_labels, LABELS.kept // len(prices))
             found.append((kind, self._counted(subsets.search(prices, enough, most))))
         if min(shares) > LITTLE:
             self.known = max(self.known, min(target, *(one.least_ms for _, one in found)))
@@ -395,7 +415,7 @@ class _Shares:
 
     def _counted(self, found: Found) -> Found:
         """Count the work of a search and return its result."""
-        self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        self.over((found.labels + PER_WORK.labels_of_a_search) / PER_WORK.labels)
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
@@ -421,11 +441,13 @@ class _Shares:
         wanted = [
             node
             for node, price in enumerate(prices)
-            if price > 0 and time_ms[node] <= target * (1 + SLACK)
+            if price > 0 and time_ms[node] <= target * (1 + ROUNDING)
         ]
         for node in sorted(wanted, key=lambda node: time_ms[node] / prices[node]):
             if time_ms[node] > left:
-                return (worth + prices[node] * left / time_ms[node]) * (1 + SLACK), frozenset(nodes)
+                return (worth + prices[node] * left / time_ms[node]) * (1 + ROUNDING), frozenset(
+                    nodes
+                )
             worth, left = worth + prices[node], left - time_ms[node]
             nodes.append(node)
-        return worth * (1 + SLACK), frozenset(nodes)
+        return worth * (1 + ROUNDING), frozenset(nodes)

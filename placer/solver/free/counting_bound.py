@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Stopped, Subsets
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction
 
 MOST_HELD = 8
 """So many of the heavy nodes are looked for on a device, at the most."""
 
-LABELS_A_WORK, LABELS_A_SEARCH = 2_000_000, 20_000
-"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a search does
-besides."""
 
 Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
@@ -59,7 +57,7 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
         except Stopped:
             break
         bound = max(bound, min(found.least_ms, upper))
-        over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        over((found.labels + PER_WORK.labels_of_a_search) / PER_WORK.labels)
     return bound
 
 
@@ -83,7 +81,7 @@ def _enough(
 
 def _most_held(times_ms: Sequence[float], nodes: Sequence[int], upper: float) -> int:
     """Return how many of the nodes a device can hold that pays for no transfer."""
-    left, held = upper * (1 + SLACK), 0
+    left, held = upper * (1 + ROUNDING), 0
     for time_ms in sorted(times_ms[node] for node in nodes):
         left -= time_ms
         if left < 0:

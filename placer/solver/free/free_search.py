@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from placer.solver import answer
 from placer.solver.cpsat.model import PlacementModel, worth_building
@@ -26,32 +27,45 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
-FEW_PAIRS_SHARE, PAIRS_SHARE, LONG_PAIRS_SHARE = 0.05, 0.15, 0.3
-"""How much of the time, or of the work, may be over when the search that divides pairs anew ends.
 
-Of few nodes, of many, and of so many that it still finds better ones.
-"""
+class _Ends(NamedTuple):
+    """Shares of the time, or of the work, at which phases end.
 
-EARLY_SHARE = 0.1
-"""The same of a proof that is tried right after the first pair search, where nodes are few."""
+    Attributes:
+        pairs_of_few: the pair search, of few nodes.
+        pairs: the pair search, of many nodes.
+        pairs_at_last: the same while it still finds better placements.
+        proof_of_few: a proof right after the pair search, of few nodes.
+        coarse_prices: bounds by prices of large groups.
+        pairs_again: the continued pair search.
+        prices: bounds by prices of small groups.
+        brief: share of the remaining time, or work, of a brief look of the integer program.
+        brief_work: the most work of it.
+    """
+
+    pairs_of_few: float = 0.05
+    pairs: float = 0.15
+    pairs_at_last: float = 0.3
+    proof_of_few: float = 0.1
+    coarse_prices: float = 0.5
+    pairs_again: float = 0.65
+    prices: float = 0.8
+    brief: float = 0.1
+    brief_work: float = 3.0
+
+
+ENDS = _Ends()
+
 
 MANY_OPTIONS = 500
-"""A problem with this many pairs of a node and a device has many nodes."""
+"""Pairs of a node and a device from which the integer program needs longer than local search."""
 
-COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
-"""The same of the search for a bound by prices of large groups, of pairs that go on, and of the
-search for a bound."""
 
-IDLE = 5
-"""So many rounds in a row that brought nothing better say that the search that divides pairs finds
-no more."""
+IDLE_ROUNDS = 5
+"""Rounds without improvement that show that the pair search finds no more."""
 
 COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
-"""How many groups of nodes there are for each device, in the beginning and in the end."""
-
-BRIEF_SHARE, BRIEF_WORK = 0.1, 3.0
-"""How much of what is left of the time, or of the work, a first look of the integer program takes;
-the most work."""
+"""Numbers of groups of nodes per device, at first and at last."""
 
 
 def before_the_program(search: Search) -> None:
@@ -59,16 +73,16 @@ def before_the_program(search: Search) -> None:
     _count(search)
     pairs = _pairs(search)
     if has_many_nodes(search.problem, search.nodes):
-        divided = _divide_pairs(search, pairs, PAIRS_SHARE, LONG_PAIRS_SHARE)
+        divided = _divide_pairs(search, pairs, ENDS.pairs, ENDS.pairs_at_last)
     else:
-        divided = _divide_pairs(search, pairs, FEW_PAIRS_SHARE)
-        _share_out(search, COARSE, EARLY_SHARE)
+        divided = _divide_pairs(search, pairs, ENDS.pairs_of_few)
+        _share_out(search, COARSE, ENDS.proof_of_few)
         _look_at_few(search)
-    _share_out(search, COARSE, COARSE_SHARE)
+    _share_out(search, COARSE, ENDS.coarse_prices)
     _look_briefly(search)
     if divided:
-        _divide_pairs(search, pairs, PAIRS_AGAIN_SHARE)
-    _share_out(search, FINE, SHARES_SHARE)
+        _divide_pairs(search, pairs, ENDS.pairs_again)
+    _share_out(search, FINE, ENDS.prices)
     if divided and not worth_building(search.problem, search.nodes, search.left_s()):
         _divide_pairs(search, pairs, 1.0)  # there is no integer program to come
 
@@ -105,7 +119,7 @@ def _divide_pairs(
     told, searched = _told(search, share), pairs
 
     def over(work: float) -> bool:
-        return told(work) and (searched.idle >= IDLE or search.over(longest))
+        return told(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
@@ -115,11 +129,11 @@ def _divide_pairs(
 
 def _count(search: Search) -> None:
     """Prove a bound by heavy nodes of which some device holds several."""
-    if _may_share(search, PAIRS_SHARE):
+    if _may_share(search, ENDS.pairs):
         upper = search.value
         search.prove(
             count_bound(
-                search.problem, reduced(search.problem, upper), upper, _told(search, PAIRS_SHARE)
+                search.problem, reduced(search.problem, upper), upper, _told(search, ENDS.pairs)
             )
         )
 
@@ -136,7 +150,7 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
 
 def _look_at_few(search: Search) -> None:
     """Run the integer program briefly if nodes are so few that it mostly proves the best."""
-    if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(
+    if _may_prove(search, ENDS.proof_of_few) and not set_graph.worth_looking(
         search.problem, search.nodes
     ):
         look(search)
@@ -147,16 +161,16 @@ def _look_briefly(search: Search) -> None:
 
     It proves in a second what takes prices long, and the other way round.
     """
-    if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
+    if _may_share(search, ENDS.prices):  # else it comes next, for longer
         look(search)
 
 
 def look(search: Search) -> None:
     """Run the integer program for a tenth of the time that is left, or until its work is done."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
-    time_s = BRIEF_SHARE * search.left_s()
+    time_s = ENDS.brief * search.left_s()
     if worth_building(search.problem, nodes, time_s):
-        limits = search.limits(min(BRIEF_WORK, BRIEF_SHARE * search.meter.left))
+        limits = search.limits(min(ENDS.brief_work, ENDS.brief * search.meter.left))
         result = PlacementModel(search.problem, nodes, upper=upper).solve(
             replace(limits, time_s=time_s)
         )
@@ -189,5 +203,5 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
 
 def between_rounds(search: Search) -> None:
     """Between rounds of the program, prove bounds of what is better by now."""
-    _share_out(search, COARSE, SHARES_SHARE)
-    _share_out(search, FINE, SHARES_SHARE)
+    _share_out(search, COARSE, ENDS.prices)
+    _share_out(search, FINE, ENDS.prices)

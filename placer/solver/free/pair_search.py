@@ -17,19 +17,18 @@ from random import Random
 
 import numpy as np
 
+from placer.solver.answer import PROVEN_GAP
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
+from placer.solver.free.set_graph import MOST_NODES
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
-
-MOST_NODES = 1_500
 
 LABELS, FEW_LABELS = 2_000, 500
 """Labels at a step: where the busiest device is to take less, and where pairs are divided at
 random."""
 
-BETTER = 1e-6
-"""By which share the busiest device must take less."""
 
 WORSE = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
 """By round in turn: by which share random pairs may take more than the best known."""
@@ -47,9 +46,6 @@ LOOKS = 3
 PATIENCE = (20, 150)
 """So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
 
-LABELS_A_WORK, LABELS_A_WAY = 2_000_000, 20_000
-"""Labels that are looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a
-division does besides."""
 
 Over = Callable[[float], bool]
 """Told of work that was done, whether the search is to end."""
@@ -153,7 +149,7 @@ class PairSearch:
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
         self._random.shuffle(others)
-        most_ms = loads[busiest] * (1 - BETTER)
+        most_ms = loads[busiest] * (1 - PROVEN_GAP)
         if most_ms >= loads[busiest]:  # of zero there is nothing less
             return None
         for other in others:
@@ -211,7 +207,7 @@ class PairSearch:
         """Return the same, if sizes that add up were all that counts."""
         ways = self._pairs.ways(devices, one, other, most_ms, labels)
         looked_at = 0 if ways is None else ways.labels
-        self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)
+        self._ended = self._over((looked_at + PER_WORK.labels_of_a_search) / PER_WORK.labels)
         if ways is None:
             return None
         if noise_ms:

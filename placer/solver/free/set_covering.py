@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ortools.linear_solver import pywraplp
 
+from placer.solver.problem import ROUNDING
+
 Owned = tuple[int, frozenset[int]]
 """Whose set, and its nodes."""
 
-EDGE = 1e-9
 MOST_WIDENED = 6
 FIRST_HALF = 0.15
 """Half the width of the first box, as a share of a group's mean price."""
@@ -80,7 +81,7 @@ class Covering:
 
     def leans(self) -> bool:
         """Return whether some dual of the last solution is at an end of its box."""
-        return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
+        return any(slack.solution_value() > ROUNDING for slack in (*self._more, *self._less))
 
     def join(self, sets: Iterable[Owned]) -> bool:
         """Add sets, each with its owner.

@@ -15,39 +15,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, log
 from random import Random
+from typing import NamedTuple
 
 from placer.solver import costs
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import Room
 from placer.solver.latency.makespan import Pass, Ways
 from placer.solver.latency.quotient_graph import Quotient
-from placer.solver.problem import Problem
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
 
-MOVES_AN_OPTION = 30
-"""A round looks at so many moves for every node and device, if all layers are reckoned for each."""
 
-LAYERS_A_ROUND = 1_000_000
-"""So many layers are reckoned in a round at the most: about a second."""
+class _Round(NamedTuple):
+    """Effort of one annealing round; its unit is a layer whose finish time is recomputed.
 
-LAYERS_A_MOVE = 20
-"""Beside those that it reckons a move takes as long as so many."""
+    Attributes:
+        moves_per_option: moves per node and device, if each recomputed all layers.
+        most_layers: the most layers of a round, about a second.
+        layers_per_move: the fixed cost of a move.
+        layers_per_look: layers between two looks at the clock.
+    """
 
-LAYERS_A_LOOK = 20_000
-WORK = 0.01
-"""Of so many layers, in the measure of ``cpsat.Meter``."""
+    moves_per_option: int = 30
+    most_layers: int = 1_000_000
+    layers_per_move: int = 20
+    layers_per_look: int = 20_000
 
-WARM = (0.003, 0.01, 0.001, 0.03)
-"""By round in turn: at first a move that makes the latency longer by this share is taken with a
-chance of 1/e."""
 
-TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
-"""How many nodes move at once: any of these, with those that they exchange values with."""
+ROUND = _Round()
 
-TRACED = 32
-"""After so many moves that are taken it is looked up anew what the last finish waits for."""
 
-ROUNDING = 1e-12
-"""A latency is not shorter than another by less than this share."""
+TEMPERATURES = (0.003, 0.01, 0.001, 0.03)
+"""Initial temperature of each round in turn: relative increases accepted with probability 1/e."""
+
+GROUP_SIZES = (1, 1, 1, 1, 2, 3, 4, 8)
+"""Numbers of neighbouring nodes that move at once, drawn at random: mostly one."""
+
+MOVES_PER_TRACE = 32
+"""Accepted moves after which the critical path is traced again, as tracing costs a pass."""
 
 
 def improved(
@@ -77,7 +82,7 @@ def improved(
         state = _State(problem, nodes, room, list(best))
         if state.length_ms <= enough:
             return
-        found, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
+        found, ended = _anneal(state, random, TEMPERATURES[turn % len(TEMPERATURES)], over)
         idle, turn = idle + 1, turn + 1
         if found is not None:
             best, idle = found, 0
@@ -88,18 +93,21 @@ def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[float], bool]
 ) -> tuple[list[int] | None, bool]:
     """Run one round; return the best devices by node, if better, and whether time is over."""
-    best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
-    most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
+    best, wanted_ms = None, state.length_ms * (1 - SAME)
+    most = min(
+        ROUND.most_layers,
+        ROUND.moves_per_option * state.options * (state.layers + ROUND.layers_per_move),
+    )
     told = 0
     while state.looked_at < most:
         if state.looked_at >= told:
-            if over(WORK):
+            if over(ROUND.layers_per_look / PER_WORK.layers):
                 return best, True
-            told += LAYERS_A_LOOK
+            told += ROUND.layers_per_look
         longer = warm * (1 - state.looked_at / most) ** 2 + 1e-9
         most_ms = state.length_ms * (1 - longer * log(1 - random.random()))
         if state.move(state.pick(random), most_ms) and state.length_ms < wanted_ms and state.fits():
-            best, wanted_ms = list(state.device), state.length_ms * (1 - ROUNDING)
+            best, wanted_ms = list(state.device), state.length_ms * (1 - SAME)
     return best, False
 
 
@@ -146,7 +154,7 @@ class _State:
         return (
             self._there.looked_at
             + (self._back.looked_at if self._back else 0)
-            + LAYERS_A_MOVE * self._moves
+            + ROUND.layers_per_move * self._moves
         )
 
     def pick(self, random: Random) -> dict[int, int]:
@@ -178,7 +186,7 @@ class _State:
             way = random.choice((self._quotient.before, self._quotient.after))
             moved = self._quotient.closed(node, way)
         else:
-            moved = self._together(node, random.choice(TOGETHER))
+            moved = self._together(node, random.choice(GROUP_SIZES))
         return dict.fromkeys(moved, device) if all(self._may(one, device) for one in moved) else {}
 
     def move(self, devices: Mapping[int, int], most_ms: float) -> bool:
@@ -191,7 +199,7 @@ class _State:
         self._put(devices)
         if devices and self._is_allowed(devices.values()) and self._is_short(devices, most_ms):
             self._taken += 1
-            if self._taken % TRACED == 0:
+            if self._taken % MOVES_PER_TRACE == 0:
                 self._trace()
             return True
         self._put(before)

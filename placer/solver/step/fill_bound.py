@@ -37,15 +37,13 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import HALVINGS, ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 Arcs = set[tuple[int, int]]
 Vector = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
 
-HALVINGS = 40
-ROUNDING = 1e-9
 MOST_BLOCKS = 400
 """More are joined with their neighbours: every pair of blocks is looked at."""
 

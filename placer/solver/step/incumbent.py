@@ -19,22 +19,20 @@ from typing import NamedTuple
 from placer.schema import PlacementRequest
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
-from placer.solver.cpsat.runner import Meter
-from placer.solver.enumeration.maps import EVALUATION
+from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import Problem
 from placer.solver.search import Progress
 from placer.solver.step import step_answer
 from placer.solver.step.choices import Choice
 
-TOLD_S = 6e-5
-"""What each pass of a step takes to be simulated, told of and checked, in seconds."""
+REPORT_S_PER_PASS = 6e-5
+"""Seconds per pass of a step to simulate, report and check it, as measured."""
 
-SEVERAL = 2
-"""So many times as long it takes where a device has several segments: several orders of the passes
-are simulated."""
+SEGMENTS_FACTOR = 2
+"""Factor of this time where a device has several segments: several orders are simulated."""
 
-LATE_S = 1.0
-"""So much later than is asked for an answer may come, if a better one is worth it."""
+LATENESS_S = 1.0
+"""Seconds after the time limit by which a better answer may still be reported."""
 
 
 class Share(NamedTuple):
@@ -78,7 +76,7 @@ class BestStep:
 
         Whether it fits is looked at last, of what is better alone: it takes long to tell.
         """
-        self.meter.done += EVALUATION
+        self.meter.done += 1 / PER_WORK.maps
         result = (
             costs.evaluate(choice.problem, devices) if self._may_be_tried(choice, devices) else None
         )
@@ -102,7 +100,7 @@ class BestStep:
         """Return the step of an assignment, infinite if it breaks a requirement."""
 
         def step_ms(devices: list[int]) -> float:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             result = (
                 costs.judged(choice.problem, devices)
                 if self._may_be_tried(choice, devices)
@@ -116,7 +114,7 @@ class BestStep:
         """Return whether it meets the plain requirements and can be answered in time."""
         has_time = (
             self.best.devices is None
-            or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S
+            or told_s(choice.problem, devices) <= self._until_told_s() + LATENESS_S
         )
         return has_time and costs.allowed(choice.problem, devices)
 
@@ -165,5 +163,5 @@ def told_s(problem: Problem, devices: list[int]) -> float:
     used = len(set(devices))
     stages = used if problem.contiguous else len(list(groupby(devices)))
     passes = 1 + problem.training + (problem.request.schedule == "zero-bubble")
-    orders = SEVERAL if stages > used else 1
-    return TOLD_S * orders * passes * stages * problem.request.chunks
+    orders = SEGMENTS_FACTOR if stages > used else 1
+    return REPORT_S_PER_PASS * orders * passes * stages * problem.request.chunks

@@ -45,7 +45,7 @@ from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.chain import optimal_cuts
 from placer.solver.chain.optimal_cuts import Counts, CutTable
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill_bound, one_machine_bound, steady_state_bounds
 
@@ -58,9 +58,6 @@ LOOKS = 1_000
 
 MOST_OPEN = 50_000
 """Unfinished cuts that are kept: about 200 MB of a row of a hundred nodes."""
-
-ROUNDING = 1 - 1e-9
-"""Sums in another order round differently."""
 
 
 def any_placement(
@@ -78,10 +75,10 @@ def any_placement(
         return 0.0
     awaited_ms = _awaited_ms(problem)
     if pipelines.in_a_row(problem):
-        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * ROUNDING
+        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
-    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * ROUNDING
+    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * (1 - ROUNDING)
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
@@ -198,7 +195,7 @@ class StepTable(CutTable):
             possible = np.isfinite(super().cost(kind, stages_left))
             own, trip = self._bound(self.classes[kind][0], stages_left)
             whole, until = (
-                np.where(possible, (bound + self._extra) * ROUNDING, np.inf)
+                np.where(possible, (bound + self._extra) * (1 - ROUNDING), np.inf)
                 for bound in (np.maximum(own, trip), trip)
             )
             self._by_stages_left[key] = whole, until
@@ -345,10 +342,9 @@ class StepTable(CutTable):
         for kind in optimal_cuts.kinds_left(counts):
             later = self.best[optimal_cuts.one_less(counts, kind)]
             row = np.maximum(self.cost(kind, sum(counts))[start], later)
-            trips = (
-                self._trips(counts, kind, start)
-                + (self._tail(kind) if tail is None else tail) * ROUNDING
-            )
+            trips = self._trips(counts, kind, start) + (
+                self._tail(kind) if tail is None else tail
+            ) * (1 - ROUNDING)
             row = np.maximum(row, trips)
             stops = np.flatnonzero(np.isfinite(row)).astype(np.int16)
             rows.append((row[stops], stops, np.full(len(stops), kind, dtype=np.int16)))

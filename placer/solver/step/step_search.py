@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from placer.schema import Infeasibility, Placement, Ties
 from placer.solver import costs
 from placer.solver.bounds import memory_bounds
-from placer.solver.cpsat.runner import Meter
+from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.enumeration import maps
-from placer.solver.enumeration.maps import EVALUATION
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.step import step_answer, step_bounds, step_moves, step_ties
 from placer.solver.step.choices import (
     Choice,
@@ -43,41 +43,50 @@ from placer.solver.step.choices import (
 )
 from placer.solver.step.incumbent import BestStep, Share
 
+
+class _Shares(NamedTuple):
+    """How the search divides its time.
+
+    Attributes:
+        first_bounds: share of the time for first bounds.
+        choices: share of the remaining time that all choices together get at first.
+        maps: share of a choice's work for enumerating all maps.
+        bounds: share of the time then left for bounds by work. They gain nothing where maps are
+            free and memory binds nowhere, as work can be shared out evenly.
+        again: share of the remaining time for small changes of the best choice at the end, and
+            of the time then left for the next one.
+        bottleneck: share of a choice's time for the smallest bottleneck.
+    """
+
+    first_bounds: float = 0.3
+    choices: float = 0.5
+    maps: float = 0.5
+    bounds: float = 0.5
+    again: float = 0.6
+    bottleneck: float = 0.3
+
+
+class _Effort(NamedTuple):
+    """Limits of the local search.
+
+    Attributes:
+        rounds: the most rounds through the devices in which layers are dealt out.
+        starts: cuts of a row of stages from which small changes start.
+        patience: climbs without improvement that end the search of a choice that is no row.
+    """
+
+    rounds: int = 8
+    starts: int = 16
+    patience: int = 4
+
+
+SHARES, EFFORT = _Shares(), _Effort()
+
+
 BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
 """Answers a question with objective ``throughput``, within some work; a bottleneck that is enough
 ends the search."""
 
-MOST_ROUNDS = 8
-STARTS = 16
-"""Cuts of a row from which small changes start."""
-
-PATIENCE = 4
-"""So many climbs in a row that bring nothing better end the search of a choice that is no row."""
-
-FIRST_BOUNDS_SHARE = 0.3
-"""How much of the time first bounds may take."""
-
-FIRST_SHARE = 0.5
-"""How much of the time that is left all choices together get at first."""
-
-MAPS_SHARE = 0.5
-"""How much of a choice's work may go to trying every map."""
-
-BOUND_SHARE = 0.5
-"""How much of the time that is then left may go to bounds by work.
-
-Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is
-gained by them. """
-
-AGAIN_SHARE = 0.6
-"""How much of the time that is left small changes of the best choice get at the end, and of what is
-then left the next. """
-
-SEARCH_SHARE = 0.3
-"""How much of a choice's time the search for the smallest bottleneck may take."""
-
-LAST_DIGITS = 1e-9
-"""Sums in another order round differently."""
 
 NO_CUT = Infeasibility(
     reason="no cut of the row of layers keeps to each device's memory and to what else is required"
@@ -107,11 +116,11 @@ class StepSearch(BestStep):
         self.random = Random(self.request.seed)
         self._offer_one_device()
         for number, choice in enumerate(self.choices):
-            share = self._share(FIRST_BOUNDS_SHARE / (len(self.choices) - number))
+            share = self._share(SHARES.first_bounds / (len(self.choices) - number))
             bounded(choice, partial(self._over, choice, share))
         self.choices = in_order(self.choices)
         for number, choice in enumerate(self.choices):
-            self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
+            self._work(choice, self._share(SHARES.choices / (len(self.choices) - number)))
         rows = [choice for choice in self.choices if choice.cuts is not None]
         for number, choice in enumerate(rows):
             share = self._share(1 / (len(rows) - number))
@@ -126,12 +135,14 @@ class StepSearch(BestStep):
             if choice.problem.contiguous or memory_bounds.can_bind(choice.problem)
         ]
         for number, choice in enumerate(loose):
-            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
+            self._bound_by_work(choice, self._share(SHARES.bounds / (len(loose) - number)))
         placed = sorted(
             (one for one in others if one.devices is not None), key=lambda choice: choice.value
         )
         for choice in placed:
-            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
+            self._climb_again(
+                choice, self._share(SHARES.again if choice is not placed[-1] else 1.0)
+            )
         if self.best.devices is None:
             return step_answer.nothing(self.request, self.choices, self._time_s())
         broken = self._break_ties()
@@ -166,7 +177,7 @@ class StepSearch(BestStep):
             return None
 
         def over() -> bool:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             return self._left_s() <= 0 or self.meter.left <= 0 or self._stopped()
 
         return step_ties.broken(self.best, over)
@@ -194,7 +205,9 @@ class StepSearch(BestStep):
     def _climb_again(self, choice: Choice, share: Share) -> None:
         """Climb again from near the best, until that has not helped for a while."""
         idle = 0
-        while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
+        while (
+            choice.devices is not None and idle < EFFORT.patience and not self._over(choice, share)
+        ):
             before = choice.value
             start = step_moves.kicked(choice.problem, choice.nodes, choice.devices, self.random)
             self._climb(choice, start, share)
@@ -217,7 +230,7 @@ class StepSearch(BestStep):
         table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
             choice.cuts = table.cuts()
-            for _ in range(STARTS):
+            for _ in range(EFFORT.starts):
                 if not self._next_cut(choice):
                     break
                 if self._over(choice, share):
@@ -232,7 +245,7 @@ class StepSearch(BestStep):
 
     def _all_maps(self, choice: Choice, share: Share) -> bool:
         """Try every map, where they are so few that there is work left; whether all were."""
-        most = MAPS_SHARE * (share.work - self.meter.done) / EVALUATION
+        most = SHARES.maps * (share.work - self.meter.done) * PER_WORK.maps
         every, proven = maps.few(choice.problem, choice.nodes, most), True
         if every is None:
             return False
@@ -290,7 +303,7 @@ class StepSearch(BestStep):
         enough = self._enough(choice)
         if enough is None:
             return True
-        self._ask_for_work(choice, share, SEARCH_SHARE, enough)
+        self._ask_for_work(choice, share, SHARES.bottleneck, enough)
         return choice.devices is not None and not self._closed(choice)
 
     def _ask_for_work(
@@ -301,7 +314,7 @@ class StepSearch(BestStep):
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(
-            choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better())
+            choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better())
         )
         self._try(choice, placement)
 
@@ -313,13 +326,13 @@ class StepSearch(BestStep):
         limited = choice.problem.contiguous and memory_bounds.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
             return None
-        return self._better() / choice.problem.request.chunks * (1 + 2 * LAST_DIGITS)
+        return self._better() / choice.problem.request.chunks * (1 + 2 * ROUNDING)
 
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that let devices lack less memory."""
 
         def short_bytes(devices: list[int]) -> float:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             return maps.short_bytes(choice.problem, devices)
 
         def over() -> bool:
@@ -333,7 +346,7 @@ class StepSearch(BestStep):
 
     def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck of a question; it alone, or none."""
-        placement = self._smallest_bottleneck(asked, share, SEARCH_SHARE)
+        placement = self._smallest_bottleneck(asked, share, SHARES.bottleneck)
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
         return self._try(choice, placement)
@@ -372,7 +385,7 @@ class StepSearch(BestStep):
         if result is not None and list(result.stages) != devices[0]:
             devices.append(list(result.stages))
         for used in devices:
-            for times in range(1, MOST_ROUNDS + 1):
+            for times in range(1, EFFORT.rounds + 1):
                 if len(used) <= choice.problem.most_devices and len(used) * times <= len(
                     choice.nodes.nodes
                 ):

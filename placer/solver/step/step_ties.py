@@ -12,11 +12,9 @@ from math import inf
 
 from placer.schema import Ties
 from placer.solver import costs, ties
+from placer.solver.problem import SAME
 from placer.solver.step import step_bounds, step_moves
 from placer.solver.step.choices import Choice
-
-SAME = 1e-12
-"""Steps that differ by no more than this share are the same."""
 
 
 def broken(choice: Choice, over: Callable[[], bool]) -> Ties:
