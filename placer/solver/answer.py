@@ -12,7 +12,7 @@ from placer.solver import costs, device_order
 from placer.solver.problem import LONGEST_MS, Problem
 
 PROVEN_GAP = 1e-6
-"""A placement is called optimal if none can be better by more than one part in a million."""
+"""Relative gap up to which a placement counts as optimal: one part in a million."""
 
 
 def found(

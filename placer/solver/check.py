@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from placer.errors import PlacementError
-from placer.schema import Device, DeviceLoad, Layer, Placement, PlacementRequest
+from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
@@ -20,10 +20,10 @@ from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, 
 from placer.solver.referee.memory import Flight, Memory
 
 PROVEN_GAP = 1e-6
-"""A placement is optimal if its bound is so close."""
+"""Relative gap up to which a placement may be called optimal."""
 
 FEW = 2_000
-"""An infeasible claim is tried on every assignment if there are no more than so many."""
+"""Assignments up to which the referee tries all of them against an infeasible claim."""
 
 Where = Mapping[str, str]
 
@@ -180,7 +180,14 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
             len({where[layer] for layer in group}) <= 1,
             f"colocated layers {group} are on several devices",
         )
-    used = Counter(where.values())
+    _check_numbers(rules, Counter(where.values()))
+    _check_links(request, where)
+    if contiguous:
+        _check_contiguous(request, where)
+
+
+def _check_numbers(rules: Constraints, used: Counter[str]) -> None:
+    """Refuse numbers of devices, or of layers on a device, that break a rule."""
     if rules.max_devices is not None:
         require(
             len(used) <= rules.max_devices,
@@ -196,9 +203,6 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
             held <= (rules.max_layers or 0),
             f"{device!r} holds {held} layers, {rules.max_layers} are allowed",
         )
-    _check_links(request, where)
-    if contiguous:
-        _check_contiguous(request, where)
 
 
 def _check_links(request: PlacementRequest, where: Where) -> None:

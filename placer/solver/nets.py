@@ -65,7 +65,7 @@ def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
     found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for value in problem.values:
         source = nodes.node_of[value.source]
-        readers = tuple(sorted(nodes.of(value.readers) - {source}))
+        readers = tuple(sorted(nodes.holding(value.readers) - {source}))
         if readers:
             sums = found[source, readers]
             sums[0] += 1

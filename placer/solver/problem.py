@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
-from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
+from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
 
 LARGEST_BYTES = 2**60
@@ -398,28 +398,29 @@ def pass_workspace_bytes(layer: Layer) -> int:
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 
+def _value(request: PlacementRequest, edge: Edge, place: dict[str, int]) -> Value:
+    ends = place[edge.source], *sorted({place[target] for target in edge.targets})
+    rest_until = place[edge.rest_until] if edge.rest_until else ends[-1]
+    if not request.is_training:
+        return Value(ends[0], ends[1:], edge.bytes, 0, (), 0, ends[-2], rest_until)
+    apart = request.schedule == "zero-bubble"
+    kept_anyhow = apart and edge.deferred and len(ends) == 2
+    return Value(
+        source=ends[0],
+        readers=ends[1:],
+        bytes=edge.bytes,
+        gradient_bytes=edge.gradient_bytes,
+        keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})),
+        rest_bytes=edge.rest_bytes,
+        rest_from=ends[-2],
+        rest_until=rest_until,
+        arriving_bytes=0 if kept_anyhow else edge.gradient_bytes,
+    )
+
+
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
-    training, apart = request.is_training, request.schedule == "zero-bubble"
-    values = []
-    for edge in request.profile.edges:
-        ends = place[edge.source], *sorted({place[target] for target in edge.targets})
-        kept_anyhow = apart and edge.deferred and len(ends) == 2
-        values.append(
-            Value(
-                source=ends[0],
-                readers=ends[1:],
-                bytes=edge.bytes,
-                gradient_bytes=edge.gradient_bytes if training else 0,
-                keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by}))
-                if training
-                else (),
-                rest_bytes=edge.rest_bytes if training else 0,
-                rest_from=ends[-2],
-                rest_until=place[edge.rest_until] if edge.rest_until else ends[-1],
-                arriving_bytes=edge.gradient_bytes if training and not kept_anyhow else 0,
-            )
-        )
-    for tie in request.profile.tied if training else ():
+    values = [_value(request, edge, place) for edge in request.profile.edges]
+    for tie in request.profile.tied if request.is_training else ():
         if tie.split or not tie.gradient_bytes:
             continue
         sharing = sorted(place[layer] for layer in tie.layers)

@@ -25,7 +25,7 @@ class Reduction:
     node_of: tuple[int, ...]
     allowed: tuple[frozenset[int], ...]
 
-    def of(self, layers: Iterable[int]) -> frozenset[int]:
+    def holding(self, layers: Iterable[int]) -> frozenset[int]:
         """Return the nodes of some layers."""
         return frozenset(self.node_of[layer] for layer in layers)
 

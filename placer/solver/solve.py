@@ -38,7 +38,7 @@ from placer.solver.contiguous.redivision import divide_anew
 from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
-from placer.solver.cpsat.runner import Meter
+from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map
 from placer.solver.explain import conflict, limits
 from placer.solver.explain.infeasible import (
@@ -271,47 +271,54 @@ class Portfolio(Search):
                     return
 
     def _program(self) -> Infeasibility | None:
-        """Return the integer program, in rounds, each narrowed by what the last one found.
-
-        The reason if infeasible.
-        """
+        """Run the integer program; return the reason if it proves that there is no placement."""
         if none_in_any_order(self):
             return self._reason()
-        staged = stage_scope.applies(self.problem) and stage_scope.worth_building(
-            self.problem, self.nodes
-        )
-        if (
-            not staged
-            and stage_scope.bounds(self.problem)
-            and stage_scope.worth_building(self.problem, self.nodes)
-        ):
+        small = stage_scope.worth_building(self.problem, self.nodes)
+        staged = small and stage_scope.applies(self.problem)
+        if small and not staged and stage_scope.bounds(self.problem):
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
-        for turn, work in enumerate(ROUNDS_WORK if self.open() else ()):
-            if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
+        return self._rounds(staged) if self.open() else None
+
+    def _rounds(self, staged: bool) -> Infeasibility | None:
+        """Run the program in rounds, each narrowed by the last; return the reason if infeasible.
+
+        Args:
+            staged: whether the stage-prefix form takes over once a placement is known.
+        """
+        # Where it is staged, nothing else finds a first placement, however large the program is.
+        most = inf if staged else MOST_RULES
+        for turn, work in enumerate(ROUNDS_WORK):
+            if staged and self._has_target() and self.better() > 0:
                 stage_search.sweep(self)
                 return None
-            # where it is staged nothing else finds a first placement
-            most = inf if staged else MOST_RULES
             if not worth_building(self.problem, self.nodes, self.left_s(), most):
-                break
+                return None
             if turn == 1:
                 free_search.between_rounds(self)
                 if not self.open():
-                    break
-            upper = self.better() if self.best is not None or self.enough is not None else None
-            nodes = reduced(
-                self.problem, self.value if self.enough is None else min(self.value, self.enough)
-            )
-            result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
-            if result.infeasible and self.best is None and self.enough is None:
+                    return None
+            result = self._one_round(work)
+            if result.infeasible and not self._has_target():
                 return self._reason()
             self.prove(self.nothing_below() if result.infeasible else result.bound)
             self.offer(result.devices, "integer program")
             if not self.open() or self.over(1.0):
-                break
+                return None
         return None
+
+    def _one_round(self, work: float) -> Answer:
+        """Return the program's answer for this much work, below the best known placement."""
+        upper = self.better() if self._has_target() else None
+        known = self.value if self.enough is None else min(self.value, self.enough)
+        nodes = reduced(self.problem, known)
+        return PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
+
+    def _has_target(self) -> bool:
+        """Return whether a placement, or a sufficient bottleneck, limits the objective."""
+        return self.best is not None or self.enough is not None
 
     def _reason(self) -> Infeasibility:
         """Why there is no placement."""

@@ -23,12 +23,11 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
 WORK = 8.0
-"""The longest search for each of the two, in the solver's own measure."""
+"""Work of each of the two searches, in the measure of ``cpsat.runner.Meter``."""
 
 
 DIGITS = 12
-"""Of transfers; the same sum in another order differs behind these, and is none the better for it.
-"""
+"""Significant digits of transfers that count: sums in another order differ beyond them."""
 
 Rank = tuple[float, float]
 

@@ -31,14 +31,15 @@ from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
 
 STEPS = 2**40
-"""Into how many steps the work of all nodes is cut."""
+"""Integer steps of all nodes' work together: max-flow needs integers, and 2**40 keeps 12 digits."""
 
 ENDLESS = 4 * STEPS
 
 MOST_PINS = 20_000
-"""Nets with more pins in all than so many are not looked at."""
+"""Pins of all nets above which minimum cuts would take longer than a second."""
 
 MOST_CUTS = 400
+"""The most minimum cuts, a second in large graphs."""
 
 Pins = tuple[int, ...]
 
@@ -132,7 +133,7 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
 
     nets: dict[Pins, float] = defaultdict(float)
     for value in problem.values:
-        pins = tuple(sorted(nodes.of((value.source, *value.readers))))
+        pins = tuple(sorted(nodes.holding((value.source, *value.readers))))
         if len(pins) > 1:
             nets[pins] += both(value)
     return {pins: time_ms for pins, time_ms in nets.items() if time_ms > 0}

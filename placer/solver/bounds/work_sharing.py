@@ -30,8 +30,7 @@ Owners = Sequence[tuple[int, Sequence[float]]]
 """How many devices are alike, and by node what each takes; infinite where it may not be."""
 
 MOST_TIMES = 50_000
-"""Of more times of a node on a kind of device there are no best rates: the program would take
-longer than a second."""
+"""Pairs of a node and a kind of device above which the linear program takes over a second."""
 
 
 def prices_of_work(owners: Owners) -> list[float]:

@@ -25,7 +25,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_ORDERS = 6
-"""So many orders of the classes are tried."""
+"""The most orders of the classes that are cut: three classes have six."""
 
 Times = NDArray[np.float64]
 
@@ -75,7 +75,7 @@ def _passing(
         there, back = problem.links[one][other] or fastest, problem.links[other][one] or fastest
         passing = np.zeros(len(nodes.nodes) + 1)
         for value in problem.values:
-            first, last = nodes.node_of[value.source], max(nodes.of(value.readers))
+            first, last = nodes.node_of[value.source], max(nodes.holding(value.readers))
             more_ms = there.transfer_ms(value.bytes) - fastest.transfer_ms(value.bytes)
             if value.gradient_bytes:
                 more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from placer.solver.problem import Problem, Value
 
 LEAST_RUN = 64
-"""Of so few steps each is counted by itself: that takes no longer than to count a run."""
+"""Steps up to which single steps are counted: a run of steps costs as much as so many."""
 
 
 class _Hold(NamedTuple):

@@ -208,7 +208,7 @@ def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
     """Return, by node, those that it exchanges values with."""
     near: list[set[int]] = [set() for _ in nodes.nodes]
     for value in problem.values:
-        ends = nodes.of((value.source, *value.readers))
+        ends = nodes.holding((value.source, *value.readers))
         for node in ends:
             near[node] |= ends - {node}
     return [sorted(nodes) for nodes in near]

@@ -33,13 +33,15 @@ Table = NDArray[np.float64]
 Counts = tuple[int, ...]
 
 MOST_NODES, FEWEST_RUNS = 512, 64
+"""The most runs of nodes of a cut, and the fewest it falls to: tables grow with the square."""
 MOST_STATES = 4096
+"""The most numbers of devices by class in a table; with more, classes are joined."""
 
 MOST_ENDS = 60_000
-"""Of more ends of values in runs there are fewer runs, as each end takes some microseconds."""
+"""Ends of values in runs above which there are fewer runs: each takes some microseconds."""
 
 ROWS = 64
-"""Of so many blocks stages are looked at together, so that the numbers stay near the core."""
+"""Rows of a table that are computed together, so that they stay in the core's cache."""
 
 
 @dataclass(frozen=True)

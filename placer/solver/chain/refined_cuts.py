@@ -24,16 +24,16 @@ from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
 MOST_RUNS = 2048
-"""So many runs are looked at at the most."""
+"""The most runs of nodes in a refined cut."""
 
 MOST_WORK = 600_000_000
-"""And so many numbers for a cut: a second or two."""
+"""The most numbers that a cut computes, one or two seconds."""
 
 MOST_CELLS = 50_000_000
-"""The tables of a cut have so many numbers at the most."""
+"""The most numbers in the tables of a cut, 400 MB."""
 
 NARROWER = 4
-"""So many times smaller a neighbourhood becomes."""
+"""Factor by which the neighbourhood of a border shrinks from cut to cut."""
 
 
 def finer_cuts(

@@ -44,7 +44,7 @@ class ClassNets:
         found = defaultdict(lambda: np.zeros((len(classes), len(classes))))
         for value in problem.values:
             source = nodes.node_of[value.source]
-            readers = tuple(sorted(nodes.of(value.readers) - {source}))
+            readers = tuple(sorted(nodes.holding(value.readers) - {source}))
             if readers:
                 found[source, readers, value.bound_readers == value.readers] += _costs_ms(
                     value, links, never_ms, problem.request.transfers == "overlapped"

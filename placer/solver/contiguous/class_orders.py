@@ -49,19 +49,15 @@ Order = tuple[int, ...]
 Memory = Literal["sums", "exact"]
 
 MOST_ORDERS = 100
-"""More than so many orders of classes are too many."""
+"""The most orders of classes: with more, the integer program is faster."""
 
 
 MOST_PAIRS = 30_000_000
-"""More than so many pairs of ideals, one a stage after the other, are too many for an order."""
-
-
-SETS_A_LOOK = 32
-"""After so many sets whose memory was told it is asked whether the time is over."""
+"""The most pairs of ideals of an order, about a second."""
 
 
 NEVER = 4.0
-"""A transfer where there is no link takes this many times the bottleneck."""
+"""Time of a transfer without a link, as a multiple of the bottleneck: more than any stage has."""
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
@@ -378,7 +374,7 @@ class _Loads:
 
     def _more_ms(self, row: int, column: int) -> float:
         assert self._room is not None
-        if self._room.sets % SETS_A_LOOK == 0 and self._over():
+        if self._over():
             raise Stopped
         members = self._behind.ideal(column) & ~self._before.ideal(row)
         return self._room.more_ms(self._device, self._flight, members)

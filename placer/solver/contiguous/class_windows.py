@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from placer.solver.contiguous.class_links import ClassNets
+from placer.solver.contiguous.stage_program import TIME_STEPS
 from placer.solver.problem import ROUNDING
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 Steps = NDArray[np.int64]
 
-STEPS = 2**30
-"""Into how many steps the bottleneck is cut."""
 
 ENDLESS = 2**40
-"""More than any stage may take, in steps."""
+"""Capacity that no cut reaches, in steps: the bottleneck has 2**31."""
 
 ROUNDS = 4
+"""The most passes over all stages: later passes hardly narrow the windows."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _StageCutter:
     def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:
         self._free = np.flatnonzero(windows.here(stage))
         self._within = windows.upper_ms * (1 + ROUNDING)
-        self._steps_per_ms = STEPS / self._within
+        self._steps_per_ms = TIME_STEPS / self._within
         self.cuts = 0
         self.held = np.zeros(len(fixed), np.bool_)
         self._place = np.full(len(fixed), -1)
@@ -197,7 +197,7 @@ class _StageCutter:
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
         """Return, by node, whether it is too long for the stage, with all that comes with it."""
         free = self._free
-        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
+        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * TIME_STEPS)).astype(np.int64)
         late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
         early = np.flatnonzero(windows.here(stage) & windows.surely[stage + 1] & ~fixed)
         before = windows.graph.before
@@ -206,7 +206,9 @@ class _StageCutter:
         needing = before[np.ix_(early, free)].T @ able[early]
         alone = np.where(fixed[free], 0, able[free])
         heavy = np.zeros(len(fixed), np.bool_)
-        heavy[free] = able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > STEPS
+        heavy[free] = (
+            able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > TIME_STEPS
+        )
         return heavy
 
     def _arcs(
@@ -278,7 +280,7 @@ class _StageCutter:
         assert status == self._flow.OPTIMAL
         self.cuts += 1
         found = None
-        if self._flow.optimal_flow() <= STEPS:
+        if self._flow.optimal_flow() <= TIME_STEPS:
             cut = np.array(self._flow.get_source_side_min_cut())
             found = self._free[cut[cut < len(self._free)]]
             self.held[found] = True

@@ -34,14 +34,14 @@ Table = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 MOST_IDEALS = 25_000
-"""More than so many ideals of a front are too many."""
+"""The most ideals of a frontier: their pairs would take seconds."""
 
 SMALL_PRODUCT, SMALL_SUMS = 2**18, 2**13
-"""A product of matrices, or of one and a column, with no more multiplications is made on one core:
-they cost less than cores that wait for each other."""
+"""The most multiplications of a matrix product, and of a matrix by a column, on one core. Larger
+blocks start threads, whose synchronisation costs more than they save."""
 
 TALL = 32
-"""So many rows of a matrix are multiplied at a time, where they are not too long for that."""
+"""Rows of a block of a product, where they are not too long."""
 
 
 class Graph:

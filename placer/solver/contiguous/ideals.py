@@ -48,10 +48,10 @@ from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 MOST_STATES = 64
-"""The most numbers of devices that a placement may take from their classes."""
+"""The most numbers of devices by class in a table: its size multiplies all work."""
 
 MOST_PAIRS = 3_500_000
-"""More than so many pairs of ideals, one a stage after the other, are too many."""
+"""The most pairs of ideals of neighbouring frontiers, about a second."""
 
 
 def applies(problem: Problem) -> bool:

@@ -36,7 +36,7 @@ from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
 from placer.solver.reduce import Reduction, joined
 
 MOST_PAIRS = 10_000
-"""After so many pairs of neighbours no more minimum cuts are looked at."""
+"""The most pairs of neighbours that minimum cuts compare, a second in large graphs."""
 
 
 Pair = tuple[int, int]
@@ -196,7 +196,24 @@ class _Draw:
             return False
         if not self._in_order(centre, node):
             return False
-        # of both stages, and what their transfers grow by
+        growth = self._growth(centre, node)
+        if growth is None:
+            return False
+        gain, more_there, more_here = growth
+        return more_here <= gain * (1 + SAME) and all(
+            self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
+            <= (0.0 if device in self.problem.untaxed else gain) * (1 + SAME)
+            for device in self.nodes.allowed[centre]
+            if self._work(centre, device) <= self.upper * (1 + ROUNDING)
+        )
+
+    def _growth(self, centre: int, node: int) -> tuple[float, float, float] | None:
+        """Return what transfers change in ms if the node moves to the stage of the centre.
+
+        Returns:
+            The transfers that both stages save, and those that either stage gets in addition. None
+            if a third stage would pay.
+        """
         gain, more_there, more_here = 0.0, 0.0, 0.0
         for net in self._nets_of[node]:
             time_ms = net.there_ms + net.back_ms
@@ -210,13 +227,8 @@ class _Draw:
                 more_there += time_ms * (len(net.readers) - 2 if with_centre else len(net.readers))
                 more_here += 0.0 if with_centre else time_ms
             elif not with_centre:  # a third stage would pay
-                return False
-        return more_here <= gain * (1 + SAME) and all(
-            self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
-            <= (0.0 if device in self.problem.untaxed else gain) * (1 + SAME)
-            for device in self.nodes.allowed[centre]
-            if self._work(centre, device) <= self.upper * (1 + ROUNDING)
-        )
+                return None
+        return gain, more_there, more_here
 
     def _in_order(self, centre: int, node: int) -> bool:
         before, behind = (bits[centre] for bits in self._neighbourhood)

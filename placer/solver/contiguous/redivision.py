@@ -24,13 +24,13 @@ from placer.solver.reduce import Reduction, joined
 from placer.solver.search import Search
 
 FEWEST, MOST = 2, 4
-"""How many stages in a row are divided anew."""
+"""The fewest and the most neighbouring stages of a group: five take as long as all."""
 
 IN_ALL = 30.0
-"""How much more work than one group all of them get."""
+"""Work of all groups together, as a multiple of the work of one."""
 
 GAIN = 2e-4
-"""The busiest of a group gets quicker by at least this share, else the group stays as it is."""
+"""Relative gain of a group's busiest stage below which the group stays as it is."""
 
 
 Tried = tuple[frozenset[int], int]

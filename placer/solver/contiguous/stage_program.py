@@ -31,9 +31,10 @@ from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 TIME_STEPS = 2**31
-"""Into how many steps the bottleneck that is known is cut."""
+"""Integer steps of the known bottleneck: nine digits, and sums stay far below 2**63."""
 
 BYTE_STEPS = 2**40
+"""Integer steps of the largest memory use: bytes are exact up to a terabyte."""
 
 Literal = cp_model.IntVar
 Prefix = cp_model.IntVar | bool

@@ -9,7 +9,7 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_CLASSES = 3
-"""With more classes of devices than so many, devices are chosen node by node."""
+"""The most classes of devices: with more, a variable per node and device is no worse."""
 
 
 def applies(problem: Problem) -> bool:

@@ -26,8 +26,11 @@ from placer.solver.reduce import Reduction
 Windows = list[tuple[int, int]]
 
 MOST_NODES = 1_000
+"""Nodes above which the minimum cuts of all stages take too long."""
 MOST_PINS = 4_000
+"""The same for pins of nets."""
 ROUNDS = 2
+"""Passes over both directions: a third hardly narrows the windows."""
 
 
 def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Windows:
@@ -151,10 +154,7 @@ class _Reach:
             node = undecided[len(undecided) // 2]
             passed = self._passes(self.before[node] & late)
             if passed is None and fewer is not None:
-                needed = members(self.before[node] & late_with_fewer)
-                passed = (
-                    1 << node if sum(self.alone[other] for other in needed) <= self.within else None
-                )
+                passed = self._passes_untaxed(node, self.before[node] & late_with_fewer)
             if passed is None:
                 for other in undecided:
                     if self.behind[node] >> other & 1:
@@ -168,6 +168,11 @@ class _Reach:
                     if not gone >> other & 1
                     and (not passed >> other & 1 or self.before[other] & late & ~passed)
                 ]
+
+    def _passes_untaxed(self, node: int, needed: int) -> int | None:
+        """Return the node, as a bit, if a device without transfers can hold what is needed."""
+        time_ms = sum(self.alone[other] for other in members(needed))
+        return 1 << node if time_ms <= self.within else None
 
     def _passes(self, needed: int) -> int | None:
         """Return the nodes, as bits, of a stage with those that are needed.

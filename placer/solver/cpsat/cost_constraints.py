@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 PAIRS_PER_LAYER = 8
-"""With more independent pairs of layers than so many times the layers, devices are watched instead
-of pairs."""
+"""Independent pairs of layers per layer above which rules by device are fewer than by pair."""
 
 
 def values_need_links(model: PlacementModel) -> None:
@@ -28,7 +27,7 @@ def values_need_links(model: PlacementModel) -> None:
     ]
     for value in problem.values if missing else ():
         source = nodes.node_of[value.source]
-        for reader in nodes.of(value.readers) - {source}:
+        for reader in nodes.holding(value.readers) - {source}:
             for device, other in missing:
                 if not problem.linked(value, device, other):
                     refused.add((source, reader, device, other))
@@ -156,7 +155,7 @@ def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], l
     by_ends: dict[tuple[int, frozenset[int]], list[Value]] = defaultdict(list)
     for value in model.problem.values:
         source = model.nodes.node_of[value.source]
-        readers = model.nodes.of(value.readers) - {source}
+        readers = model.nodes.holding(value.readers) - {source}
         if readers:
             by_ends[source, readers].append(value)
     return by_ends

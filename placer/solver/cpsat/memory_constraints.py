@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 TERMS_A_RULE = 20
-"""So many values in a sum take about as long to write down as a rule."""
+"""Terms of a sum that take as long to build as a rule."""
 
 
 def rules_a_device(problem: Problem) -> int:
@@ -99,7 +99,7 @@ def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
         size = model.units(shared.total_bytes)
         first = model.nodes.node_of[shared.first]
         copied = model.cp.new_bool_var(f"copied{number},{device}")
-        for node in model.nodes.of(shared.others) - {first}:
+        for node in model.nodes.holding(shared.others) - {first}:
             model.cp.add(copied >= model.on(node, device) - model.on(first, device))
         terms.append(size * copied)
         most += size

@@ -28,17 +28,17 @@ from placer.solver.reduce import Reduction
 Term = cp_model.LinearExpr | int
 
 TIME_STEPS = 2**32
-"""Into how many steps the largest time that matters is cut."""
+"""Integer steps of the largest time: nine digits, and sums stay far below 2**63."""
 
 BYTE_STEPS = 2**50
+"""Integer steps of the largest memory use: bytes are exact up to a petabyte."""
 
 MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may
-last."""
+"""The most rules of a model, about 15 seconds to build."""
 
 
 RULES_A_SECOND = 40_000
-"""About so many are written down and looked through in a second."""
+"""Rules that are built and presolved in a second, as measured."""
 
 
 def worth_building(
@@ -190,17 +190,24 @@ class PlacementModel:
         return self.cp.new_constant(int(stage >= last))
 
     def _stages_are_devices(self) -> None:
+        """Require node n to be on device p exactly where it is at stage p."""
         for node, x in enumerate(self.x):
             for p, here in x.items():
                 before = self.y[node][p - 1] if p else 0
                 self.cp.add(here == self.y[node][p] - before)
 
     def _map_stages_to_devices(self) -> None:
+        """Give every used stage one device, and every device at most one stage."""
         self.at = [[self.cp.new_bool_var(f"at{p},{d}") for d in self.devices] for p in self.stages]
         for p in self.stages:
             self.cp.add(sum(self.at[p]) == self.used[p])
         for device in self.devices:
             self.cp.add_at_most_one(self.at[p][device] for p in self.stages)
+        self._nodes_follow_their_stages()
+        self._use_alike_devices_in_order()
+
+    def _nodes_follow_their_stages(self) -> None:
+        """Require x[n, d] exactly where node n is at the stage that is device d."""
         for node, x in enumerate(self.x):
             for p in self.stages:
                 here = [self.y[node][p]] + ([~self.y[node][p - 1]] if p else [])
@@ -215,6 +222,9 @@ class PlacementModel:
                         self.cp.add_bool_or(~x[device], ~self.at[p][device], literal)
             for device, literal in x.items():
                 self.cp.add_bool_or(~literal, *(self.at[p][device] for p in self.stages))
+
+    def _use_alike_devices_in_order(self) -> None:
+        """Break symmetry: of alike devices, the second takes a later stage than the first."""
         for members in self.alike_devices:
             for first, second in pairwise(members):
                 for p in self.stages:

@@ -13,6 +13,7 @@ from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 MOST_NODES = 2_000
+"""Nodes above which sets of predecessors, with a bit per node, take seconds."""
 
 
 def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:

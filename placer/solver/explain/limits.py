@@ -16,21 +16,22 @@ from placer.schema import (
     Placement,
     PlacementRequest,
 )
+from placer.solver.problem import LARGEST_BYTES
 from placer.utils.units import bytes_text, count_text
 
 Solve = Callable[[PlacementRequest], Placement]
 
 MORE_MEMORY = 0.25
-"""By which share of its limit a device's memory is raised."""
+"""Part of its limit by which a device's memory is raised, as the next larger card."""
 
 FASTER = 2.0
+"""Factor by which a device or link is made faster."""
 LONGER = 1.1
-"""By which a required throughput's bottleneck is relaxed."""
+"""Factor by which a required bottleneck is relaxed."""
 
 WORTH = 1e-4
-"""A gain below this is none."""
+"""Relative gain below which a change is not reported."""
 
-AMPLE_BYTES = 2**60
 UNLIMITED = "memory without limits"
 
 
@@ -141,7 +142,7 @@ def _of_memory(
     """Yield requests without limits, with more memory where short, and with recomputation."""
     cluster = request.placed_on
     ample = tuple(
-        device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices
+        device.model_copy(update={"memory_bytes": LARGEST_BYTES}) for device in cluster.devices
     )
     yield UNLIMITED, _with(request, cluster.model_copy(update={"devices": ample}))
     for number, load in enumerate(placement.devices):

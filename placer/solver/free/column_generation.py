@@ -76,7 +76,21 @@ class _Gaps(NamedTuple):
     close: float = 1e-4
 
 
-LABELS, GAPS = _Labels(), _Gaps()
+class _Prices(NamedTuple):
+    """Handling of prices.
+
+    Attributes:
+        least: least price of a node in the beginning, as a part of all prices.
+        damping: weight of the best prices so far in the tried ones, against oscillation.
+        joining: part of its share from which a set joins the program.
+    """
+
+    least: float = 1e-5
+    damping: float = 0.4
+    joining: float = 0.98
+
+
+LABELS, GAPS, PRICES = _Labels(), _Gaps(), _Prices()
 
 
 FIRST_STRIDE = 0.04
@@ -88,19 +102,9 @@ GROUPS = 8
 LITTLE, LEAST_SHARE = 0.02, 0.0201
 """Worth below which sets are alike, and the least share: more, also of much slower devices."""
 
-ALMOST = 0.98
-"""Part of its share from which a set joins the program."""
-
 
 MOST_WHOLE = 8
 """The most integer prices that are tried at a time."""
-
-
-EVEN = 1e-5
-"""Least price of each node in the beginning, as a part of all prices: it keeps them positive."""
-
-STEP_BACK = 0.4
-"""Weight of the best prices so far in the prices that are tried, which damps oscillation."""
 
 
 Over = Callable[[float], bool]
@@ -183,7 +187,7 @@ class _Shares:
         prices = self._prices_of_work()
         self.known = self._of_work(prices)
         with suppress(Stopped):
-            self._go_on([price + EVEN * sum(prices) for price in prices])
+            self._go_on([price + PRICES.least * sum(prices) for price in prices])
         return self.known
 
     def _prices_of_work(self) -> list[float]:
@@ -305,7 +309,7 @@ class _Shares:
         """
         searches = self._subsets(target)
         fresh = best = self._tried(searches, prices, target)
-        base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
+        base = [max(price, PRICES.least * sum(best.prices)) for price in best.prices]
         program = Covering(groups, base, self.counts, len(self.graph.free_ms))
         program.join([*(owned for owned, load in self.pool.items() if load <= target), *fresh.sets])
         new = True
@@ -322,7 +326,7 @@ class _Shares:
                 if not leans or not program.widen():
                     break
             mixed = [
-                STEP_BACK * old + (1 - STEP_BACK) * dual
+                PRICES.damping * old + (1 - PRICES.damping) * dual
                 for old, dual in zip(best.prices, duals, strict=True)
             ]
             fresh = self._tried(searches, mixed, target)
@@ -337,7 +341,7 @@ class _Shares:
         scaled, whole, held = self._scaled(prices, target)
         shares, sets = self._shares(whole), list(held)
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
-            enough = max(ALMOST * share, LITTLE)
+            enough = max(PRICES.joining * share, LITTLE)
             found = self._counted(subsets.search(scaled, enough, self.few_labels, real=True))
             self.most_worth[kind] = found.most_worth
             sets += self._keep(kind, found.nodes, target)

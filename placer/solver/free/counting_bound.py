@@ -22,7 +22,7 @@ from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
 MOST_HELD = 8
-"""So many of the heavy nodes are looked for on a device, at the most."""
+"""The most heavy nodes that a device is proven to hold: more take many labels."""
 
 
 Over = Callable[[float], bool]

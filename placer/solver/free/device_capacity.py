@@ -45,8 +45,8 @@ class Room:
         flight = self._problem.request.chunks
         return memory_bounds.kept_of_nodes(self._problem, self._nodes, flight)
 
-    def of(self, device: int) -> float:
-        """Return the sizes that it has room for, as far as is known, in bytes."""
+    def capacity_bytes(self, device: int) -> float:
+        """Return the sum of sizes that a device can hold, as far as is known, in bytes."""
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_SCALE = 40
-"""A set of the most load is worth about so much, at the most."""
+"""The largest integer worth of a set of full load: larger ones take many labels."""
 
 Whole = NDArray[np.int64]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from math import inf
 
 from placer.schema import Link
@@ -90,21 +91,25 @@ def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Time
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
-    kinds = {pair: kind for kind, pair in enumerate({pair: None for row in pairs for pair in row})}
+    kinds = {pair: kind for kind, pair in enumerate(dict.fromkeys(chain.from_iterable(pairs)))}
     places = [[kinds[pair] for pair in row] for row in pairs]
     nets, each_ms = [], []
     for number, alike in enumerate(zip(*over.values(), strict=True)):
-        if any(net.there_ms or net.back_ms for net in alike):
-            copy_ms = [
-                over[a][number].there_ms + over[b][number].back_ms if a and b else inf
-                for a, b in kinds
-            ]
-            nets.append(alike[0])
-            if problem.one_link is None:
-                each_ms.append([[copy_ms[kind] for kind in row] for row in places])
-            else:
-                each_ms.append([[min(copy_ms)] * len(pairs)] * len(pairs))
+        if not any(net.there_ms or net.back_ms for net in alike):
+            continue
+        copy_ms = [
+            over[a][number].there_ms + over[b][number].back_ms if a and b else inf for a, b in kinds
+        ]
+        nets.append(alike[0])
+        each_ms.append(_by_pair(copy_ms, places, problem.one_link is not None))
     return nets, each_ms
+
+
+def _by_pair(copy_ms: list[float], kinds: list[list[int]], same_links: bool) -> Times:
+    """Return the time of a copy by source and target device, from the kinds of their links."""
+    if same_links:
+        return [[min(copy_ms)] * len(kinds)] * len(kinds)
+    return [[copy_ms[kind] for kind in row] for row in kinds]
 
 
 def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import cycle
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,26 +26,34 @@ from placer.solver.free.set_graph import MOST_NODES
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-LABELS, FEW_LABELS = 2_000, 500
-"""Labels at a step: where the busiest device is to take less, and where pairs are divided at
-random."""
+
+class _Kick(NamedTuple):
+    """Random divisions that leave a local optimum.
+
+    Attributes:
+        worse: by round in turn, the allowed increase over the best known, relative.
+        pairs: numbers of pairs that divide anew before the busiest device follows.
+        noise: random distance from the best way, as a multiple of the allowed increase.
+        labels: labels of a sweep at one step: fewer, as the way need not be the best.
+    """
+
+    worse: tuple[float, ...] = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
+    pairs: tuple[int, ...] = (1, 1, 2, 3)
+    noise: float = 2.0
+    labels: int = 500
 
 
-WORSE = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
-"""By round in turn: by which share random pairs may take more than the best known."""
+KICK = _Kick()
 
-RANDOM_PAIRS = (1, 1, 2, 3)
-"""So many divide what they hold before the busiest device is looked at again."""
+STEP_LABELS = 2_000
+"""Labels of a sweep at one step, where the busiest device must take less."""
 
-NOISE = 2.0
-"""How far a way may be from the best by the weights of the moment: so many times what pairs may
-take more."""
 
-LOOKS = 3
-"""So often a division is looked for that fits, each time knowing more of what there is room for."""
+MOST_DIVISIONS = 3
+"""The most divisions of a pair that are tried until one fits the memory, each better informed."""
 
 PATIENCE = (20, 150)
-"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
+"""Rounds without improvement that end the search, of few nodes and of many."""
 
 
 Over = Callable[[float], bool]
@@ -92,7 +101,7 @@ class PairSearch:
         self._random = Random(problem.request.seed)
         self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
         self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
-        self._worse, self.idle = cycle(WORSE), 0
+        self._worse, self.idle = cycle(KICK.worse), 0
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
@@ -156,7 +165,7 @@ class PairSearch:
             key = (busiest, other, _held(devices, busiest), _held(devices, other))
             if key in self._in_vain or self._ended:
                 continue
-            found = self._divided(devices, busiest, other, (most_ms, most_ms), LABELS, 0.0)
+            found = self._divided(devices, busiest, other, (most_ms, most_ms), STEP_LABELS, 0.0)
             if found is not None and max(self._pairs.loads.by_device(found)) <= loads[busiest]:
                 return found
             self._in_vain.add(key)
@@ -164,16 +173,16 @@ class PairSearch:
 
     def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
         """Return a placement in which some pairs hold something else."""
-        for _ in range(self._random.choice(RANDOM_PAIRS)):
+        for _ in range(self._random.choice(KICK.pairs)):
             loads = self._pairs.loads.by_device(devices)
             one, other = self._random.sample(range(len(loads)), 2)
             most_ms = best_ms * (1 + worse * self._random.random())
             within = (max(most_ms, loads[one]), max(most_ms, loads[other]))
-            noise_ms = NOISE * worse * best_ms
+            noise_ms = KICK.noise * worse * best_ms
             found = (
                 None
                 if self._ended
-                else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+                else self._divided(devices, one, other, within, KICK.labels, noise_ms)
             )
             devices = devices if found is None else found
         return devices
@@ -188,7 +197,7 @@ class PairSearch:
         noise_ms: float,
     ) -> list[int] | None:
         """Return two devices' nodes divided as evenly as possible, or at random by noisy times."""
-        for _ in range(LOOKS):
+        for _ in range(MOST_DIVISIONS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
             if found is None or self._pairs.room.holds(found):
                 return found

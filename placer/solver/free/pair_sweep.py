@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from itertools import permutations
 
 import numpy as np
@@ -28,18 +29,27 @@ from placer.solver.free.sweep_orders import Pins, order_of
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
+
+class Pin(IntFlag):
+    """What is known of a net: which device has a pin of it, and which has its source.
+
+    The next bit after ``Pin.MADE_BY_ONE`` says that the other device has the source.
+    """
+
+    ONE = 1
+    OTHER = 2
+    MADE_BY_ONE = 4
+
+
 MOST_STATES = 1_000
-"""More states of a border than so many are too many."""
+"""The most states of a border: with more, a sweep takes too long."""
 
 RATES = np.array([0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
-"""By these the load of the one device is weighted, and by what is left of 1 that of the other."""
+"""Weights of the first device's load in the lower bounds of the rest; 1 less them of the other."""
 
-ONE, OTHER, MADE_BY_ONE = 1, 2, 4
-"""Of a net: the one device has a pin of it, the other has, the one has its source; twice the last,
-the other has."""
 
 BANNED_MS = 1e15
-"""The time of a node where it may not be."""
+"""Time of a node on a forbidden device: more than any limit, but finite for sums."""
 
 Numbers = NDArray[np.int64]
 Row = NDArray[np.float64]
@@ -141,7 +151,11 @@ class Pairs:
         steps = self._steps(devices, nodes, one, other)
         if not steps:
             return None
-        room = [self.room.of(device) for device in (one, other)] if self.room.limited else None
+        room = (
+            [self.room.capacity_bytes(device) for device in (one, other)]
+            if self.room.limited
+            else None
+        )
         return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
 
     def _steps(
@@ -204,7 +218,7 @@ class _Paid:
         """Return what is known of a net if a node is at the first device, or at the other."""
         one = self._loads.nets[net]
         source = one.source == node and (one.back_ms or self._by_value)
-        return (ONE | (MADE_BY_ONE if source else 0)) << column
+        return (Pin.ONE | (Pin.MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
         """Return the least cost of a net to each device, from what is known of it."""
@@ -215,18 +229,18 @@ class _Paid:
         return self._known[key]
 
     def _paid(self, net: int, bits: int) -> tuple[float, float]:
-        has_one, has_other = bool(bits & ONE), bool(bits & OTHER)
+        has_one, has_other = bool(bits & Pin.ONE), bool(bits & Pin.OTHER)
         one, other = self._two
         source = self._devices[self._loads.nets[net].source]
         away = {self._devices[reader] for reader in self._loads.nets[net].readers}.difference(
             self._two
         )
         each_ms = self._loads.each_ms[net]
-        if source in self._two and bits & MADE_BY_ONE:
+        if source in self._two and bits & Pin.MADE_BY_ONE:
             return self._loads.sent_ms(net, one, away | {other} if has_other else away), each_ms[
                 one
             ][other] * has_other
-        if source in self._two and bits & MADE_BY_ONE << 1:
+        if source in self._two and bits & Pin.MADE_BY_ONE << 1:
             return each_ms[other][one] * has_one, self._loads.sent_ms(
                 net, other, away | {one} if has_one else away
             )

@@ -13,8 +13,9 @@ Owned = tuple[int, frozenset[int]]
 """Whose set, and its nodes."""
 
 MOST_WIDENED = 6
+"""The most times that the box of prices is widened in a solution."""
 FIRST_HALF = 0.15
-"""Half the width of the first box, as a share of a group's mean price."""
+"""Half the width of the first box, as a part of a group's mean price."""
 
 
 class Covering:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -15,12 +15,13 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MANY = 100
-"""So many pairs of a node and a device are many."""
+"""Pairs of a node and a device from which proofs by sets beat the integer program."""
 
 MOST_NODES = 1_500
+"""Nodes above which sweeps take too long."""
 
 MOST_KINDS = 4
-"""Of more kinds of devices all are taken for the best of them."""
+"""The most kinds of devices; with more, all count as the best of them."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,20 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
-    alike: dict[tuple[Link | None, tuple[float, ...]], int] = defaultdict(int)
-    for device in paying:
-        able = (
-            time if device in may else inf
-            for time, may in zip(work[device], nodes.allowed, strict=True)
-        )
-        alike[links[device], tuple(able)] += 1
+    alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
     told_apart = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
     free = [work[device] for device in sorted(problem.untaxed)]
     return SetGraph(kinds if told_apart else [fastest], fastest, free)
+
+
+def _able_ms(nodes: Reduction, work: list[list[float]], device: int) -> tuple[float, ...]:
+    """Return, by node, its time on a device; infinite if it may not be there."""
+    return tuple(
+        time if device in may else inf
+        for time, may in zip(work[device], nodes.allowed, strict=True)
+    )
 
 
 def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:

@@ -27,13 +27,18 @@ from numpy.typing import NDArray
 from placer.solver.free.sweep_orders import Step
 
 LOAD_STEPS = 2**31
+"""Integer steps of the largest load: nine digits."""
 WORTH_STEPS = 2**30
+"""Integer steps of a worth of one: nine digits, and worths stay below 2**63."""
 MOST_LABELS = 6_000
+"""Labels of a sweep at one step by default."""
 FIRST_RATES = np.geomspace(0.05, 8.0, 24) * WORTH_STEPS / LOAD_STEPS
+"""Multipliers of the first search, for any slope."""
 NEAR_RATES = (0.55, 0.75, 0.87, 0.95, 1.0, 1.05, 1.15, 1.33, 1.8)
-"""Multipliers: many at first, then some near the best of the last search."""
+"""Multipliers of later searches, relative to the best ones of the last."""
 
 KEPT_RATES = 4
+"""The best multipliers that are kept for the next search."""
 
 Numbers = NDArray[np.int64]
 Row = NDArray[np.float64]

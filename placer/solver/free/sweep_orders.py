@@ -12,18 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-INSIDE, OUTSIDE = 1, 2
+
+class Side(IntFlag):
+    """Where a net has pins: in the set, or out of it."""
+
+    INSIDE = 1
+    OUTSIDE = 2
+
+
 STARTS = 12
+"""First nodes of greedy orders; more hardly find a better one."""
 WIDE = 40
-"""The pins of a net with more are not taken to be near one another."""
+"""Pins above which those of a net do not count as neighbours: they would all be."""
 
 MOST_STATES = 3_000
+"""The most states of a border, as labels are kept for each."""
 MOST_STATES_IN_ALL = 60_000
+"""The most states of all borders."""
 
 Pins = tuple[int, ...]
 Border = tuple[tuple[int, int], ...]
@@ -85,7 +96,7 @@ class _Sweep:
             known: dict[Border, int] = {}
             after, cut_ms = np.zeros((len(borders), 2), np.int64), np.zeros((len(borders), 2))
             for state, border in enumerate(borders):
-                for column, side in enumerate((INSIDE, OUTSIDE)):
+                for column, side in enumerate((Side.INSIDE, Side.OUTSIDE)):
                     beyond, cut_ms[state, column] = self._crossed(border, node, side, index, last)
                     after[state, column] = known.setdefault(beyond, len(known))
             borders, total = list(known), total + len(known)

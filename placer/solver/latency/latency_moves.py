@@ -20,7 +20,7 @@ from typing import NamedTuple
 from placer.solver import costs
 from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import Room
-from placer.solver.latency.makespan import Pass, Ways
+from placer.solver.latency.makespan import LinkTimes, Pass
 from placer.solver.latency.quotient_graph import Quotient
 from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
@@ -137,7 +137,7 @@ class _State:
         # without recomputing, and with all micro-batches in flight
         self._holds = room.holds(device)
         self._least_room = [0] * len(problem.devices) if self._holds else list(self._bytes)
-        ways, layers = Ways.of(problem), nodes.spread(device)
+        ways, layers = LinkTimes.from_problem(problem), nodes.spread(device)
         self._there = Pass.forwards(problem, ways, layers)
         self._back = Pass.backwards(problem, ways, layers) if problem.training else None
         self._moves = self._taken = 0
@@ -258,7 +258,8 @@ class _State:
             problem.least_devices <= used <= problem.most_devices
             and (problem.most_layers is None or max(self._layers) <= problem.most_layers)
             and all(
-                not room.limited or self._bytes[d] <= max(room.of(d), self._least_room[d])
+                not room.limited
+                or self._bytes[d] <= max(room.capacity_bytes(d), self._least_room[d])
                 for d in targets
             )
             and (not problem.contiguous or self._quotient.is_acyclic())

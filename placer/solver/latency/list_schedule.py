@@ -23,13 +23,12 @@ from math import inf
 from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
 from placer.solver.free.device_capacity import Room
-from placer.solver.latency.makespan import Ways
+from placer.solver.latency.makespan import LinkTimes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
 
 TRIES = 3
-"""So often a list is scheduled, each time by what the last one's devices took of memory beside
-their layers' sizes."""
+"""Lists that are scheduled in turn, each with the memory that the last one's devices needed."""
 
 
 def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
@@ -97,7 +96,7 @@ class _Listing:
 
     def __init__(self, problem: Problem, nodes: Reduction, blocks: Reduction, room: Room) -> None:
         self._problem, self._blocks, self._room = problem, blocks, room
-        self._ways = Ways.of(problem)
+        self._ways = LinkTimes.from_problem(problem)
         devices = range(len(problem.devices))
         self._work_ms = [
             [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
@@ -110,7 +109,7 @@ class _Listing:
         self._inputs: list[list[tuple[int, int, int]]] = [[] for _ in blocks.nodes]
         for value in problem.values:
             source = blocks.node_of[value.source]
-            for reader in sorted(blocks.of(value.readers) - {source}):
+            for reader in sorted(blocks.holding(value.readers) - {source}):
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
@@ -202,7 +201,9 @@ class _Held:
             and (
                 problem.most_layers is None or self._layers[device] + layers <= problem.most_layers
             )
-            and (not room.limited or self._bytes[device] + size_bytes <= room.of(device))
+            and (
+                not room.limited or self._bytes[device] + size_bytes <= room.capacity_bytes(device)
+            )
             and not (problem.contiguous and sources & self._waiting[device])
         )
 

@@ -22,7 +22,7 @@ Inputs = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Ways:
+class LinkTimes:
     """What a transfer takes, by the devices that it passes between.
 
     Infinitely long where there is no link.
@@ -36,8 +36,8 @@ class Ways:
     byte_ms: list[list[float]]
 
     @classmethod
-    def of(cls, problem: Problem) -> Self:
-        """Those of a problem's links."""
+    def from_problem(cls, problem: Problem) -> Self:
+        """Return the times of a problem's links."""
         rows = list(enumerate(problem.links))
         return cls(
             [
@@ -76,7 +76,7 @@ class Pass:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: LinkTimes,
         time_ms: Sequence[Sequence[float]],
         fastest_ms: Sequence[float],
         inputs: Inputs,
@@ -97,7 +97,7 @@ class Pass:
         self.finish = found
 
     @classmethod
-    def forwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
+    def forwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the forward pass of an assignment, given by layer."""
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
@@ -108,7 +108,7 @@ class Pass:
         )
 
     @classmethod
-    def backwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
+    def backwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
         """Return the mirror image: the last layer has the first place."""
         last = len(problem.layers) - 1
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]

@@ -7,7 +7,7 @@ from math import isclose
 from placer.errors import PlacementError
 
 RELATIVE = 1e-9
-"""Two computations of one time may differ by so much."""
+"""Relative difference of two computations of one time."""
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -20,7 +20,7 @@ Event = tuple[Any, ...]
 Waits = Mapping[Event, Set[Event]]
 
 ROUNDING = 1e-12
-"""Ways count as longer if they are by this share of all that there is to do in a step."""
+"""Relative increase, of all work of a step, from which a path counts as longer."""
 
 
 def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:

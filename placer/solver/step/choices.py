@@ -29,8 +29,7 @@ LIKELY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "fill-drai
 to be longer."""
 
 INSTANT_BYTES_PER_S = 1e18
-"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to
-speak of."""
+"""The highest bandwidth of a link: transfers over it take no time."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ Vector = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
 
 MOST_BLOCKS = 400
-"""More are joined with their neighbours: every pair of blocks is looked at."""
+"""The most blocks, as every pair of blocks is evaluated; more are joined."""
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:

@@ -35,7 +35,7 @@ from placer.solver.step import fill_bound
 Arcs = Sequence[tuple[int, int]]
 
 MOST_STARTS = 8
-"""Layers that read nothing, from which ways are looked at."""
+"""Layers that read nothing from which ways are computed, each a pass over the graph."""
 
 
 def any_placement(

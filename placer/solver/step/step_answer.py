@@ -13,7 +13,7 @@ from placer.solver.step.choices import Choice, said
 from placer.utils.units import count_text
 
 SHORTEST_MS = 1e-9
-"""Of a shorter step it is not said how many samples it does in a second."""
+"""Length of a step below which samples per second are not reported."""
 
 
 def found(

@@ -54,10 +54,10 @@ Matrix = Sequence[Sequence[float]]
 _Entry = tuple[float, int, int, "_OpenCut", int]
 
 LOOKS = 1_000
-"""Unfinished cuts that are looked at before who asks for the next one may say that it is enough."""
+"""Unfinished cuts that are expanded before the caller is asked whether to go on."""
 
 MOST_OPEN = 50_000
-"""Unfinished cuts that are kept: about 200 MB of a row of a hundred nodes."""
+"""The most unfinished cuts, about 200 MB for a row of a hundred nodes."""
 
 
 def any_placement(
@@ -240,7 +240,7 @@ class StepTable(CutTable):
         links = [link for row in self.problem.links for link in row if link is not None]
         for value in self.problem.values if links else ():
             node = self.nodes.node_of[value.source]
-            if node + 1 in self.nodes.of(value.readers):
+            if node + 1 in self.nodes.holding(value.readers):
                 there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
                 if value.gradient_bytes:
                     back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)

@@ -13,10 +13,10 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 SHIFTS = (1, 2, 4, 8, 16, 32)
-"""How many nodes may change sides between two neighbouring stages at once."""
+"""Numbers of nodes that change sides between two neighbouring stages at once."""
 
 KICKS = 3
-"""Small changes at random that a further climb starts from."""
+"""Random small changes before a further climb."""
 
 Value = Callable[[list[int]], float]
 """The step of an assignment of layers, infinite if it breaks a requirement."""

@@ -214,17 +214,8 @@ class StepSearch(BestStep):
             idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, share: Share) -> None:
-        """Placements to change.
-
-        Maps of other choices, rounds, the lowest cuts of a row, the smallest bottleneck.
-        """
-        for other in self.choices:
-            if other.devices is not None and not self._over(choice, share):
-                self._offer(choice, other.devices, "another choice's map")
-        for devices in self._rounds(choice):
-            if self._over(choice, share):
-                break
-            self._offer(choice, devices, "rounds")
+        """Try first maps: known ones, the lowest cuts of a row, the smallest bottleneck."""
+        self._offer_known_maps(choice, share)
         if self._over(choice, share):
             return
         table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
@@ -242,6 +233,16 @@ class StepSearch(BestStep):
         near = self._by_bottleneck(choice, share) if table is None or choice.devices is None else []
         for devices in near if choice.devices is None and choice.reason is None else ():
             self._make_room(choice, devices, share)
+
+    def _offer_known_maps(self, choice: Choice, share: Share) -> None:
+        """Offer the maps of other choices, and layers dealt out in rounds."""
+        for other in self.choices:
+            if other.devices is not None and not self._over(choice, share):
+                self._offer(choice, other.devices, "another choice's map")
+        for devices in self._rounds(choice):
+            if self._over(choice, share):
+                return
+            self._offer(choice, devices, "rounds")
 
     def _all_maps(self, choice: Choice, share: Share) -> bool:
         """Try every map, where they are so few that there is work left; whether all were."""
