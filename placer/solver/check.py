@@ -1,7 +1,7 @@
 """The referee: recomputes every cost and every rule of a placement from its request alone.
 
-Nothing here is shared with the solver. The formulas are those of the docstring of ``costs.py``,
-implemented a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``costs.py`` a
+second time.
 """
 
 from __future__ import annotations
@@ -389,8 +389,7 @@ def _backwards(request: PlacementRequest, placement: Placement, device: str) -> 
     """Return for how many micro-batches in flight backward passes have memory of their own.
 
     Each micro-batch beyond the fewest in flight lets one more weight-gradient pass be postponed,
-    which needs such memory. Micro-batches are dealt out in whole runs, and those of a run have one
-    each.
+    which needs such memory. Micro-batches are dealt out in whole runs, and each in a run has one.
     """
     if (
         request.schedule != "zero-bubble"

@@ -41,10 +41,10 @@ load is over ``bottleneck_ms`` (but for rounding).
 
 **Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the
 schedule, each stage with the sums of its layers' times, between each two stages the sums of the t
-and g that go between them, on lanes of their own beside computations; plus, in training, the
+and g that go between them, on lanes of their own, in parallel with computations; plus, in training, the
 longest time that a device takes for its layers' optimizer_ms. Stages are the devices in pipeline
 order, or, where placements need not be contiguous, segments: maximal runs of layers on one device
-in the profile's order. Objective ``step``: that; for steps in a row
+in the profile's order. Objective ``step``: that; for steady-state steps
 ``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the
 orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
 device has memory.
@@ -206,7 +206,7 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
     all recompute that may and that it helps.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         footprints: by device.
         stages: the devices that hold layers, in pipeline order.
     """

@@ -1,8 +1,8 @@
-"""Of devices that are alike, the first named takes the first stage.
+"""Naming of alike devices: the first named takes the first stage.
 
-What is alike can be exchanged without a difference to any cost. To who reads the answer there is
-one, and to execution: batches mostly lie on the first device, which is then not the one that ends a
-step last and begins the next.
+Alike devices can be exchanged without any change of costs. For readers of the answer, and for
+execution, there is a difference. Batches mostly lie on the first device, which then is not the one
+that ends a step last and begins the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def as_named(
     It stays the same if any cost would change, or if the exchange would break a requirement.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         assignment: by layer, the index of its device; one that meets every requirement.
         before: what it costs.
 

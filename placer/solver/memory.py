@@ -260,7 +260,7 @@ class FootprintCache:
     """Footprints of sets of nodes, each computed once while it is remembered.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         layers_of: by node, its layers.
 
     Attributes:
@@ -293,7 +293,7 @@ class SegmentMemory:
     Segments run layer by layer, or as recorded passes. A device counts with the larger of the two.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         assignment: by layer, the index of its device.
         footprints: by device, the memory of its layers, whatever their segments.
     """

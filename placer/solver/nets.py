@@ -81,7 +81,7 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
     Those that cannot be cut, or cost nothing, are left out.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers.
         link: that all values go over; the one that all links are like, if left out.
     """

@@ -24,7 +24,7 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
     """Return the time of a batch and the optimizer's step in ms, isolated or steady-state.
 
     Args:
-        problem: what is asked; its chunks are those of the batch.
+        problem: the placement problem; its chunks are those of the batch.
         pipeline: its stages.
         plan: the order of their passes.
     """
@@ -74,7 +74,7 @@ def plan_of(
     """Return the order of a pipeline's passes, by the problem's schedule.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         pipeline: its stages.
         has_room: where micro-batches in flight are counted segment by segment, whether devices have
             memory for so many: the shortest order for which they have is taken, and where they have

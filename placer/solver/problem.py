@@ -30,9 +30,7 @@ HALVINGS = 40
 
 @dataclass(frozen=True)
 class Value:
-    """One edge of the profile, by index.
-
-    Or the gradients of tied parameters, from the first layer to the last.
+    """One edge of the profile, by index; or the gradients of tied parameters, first to last layer.
 
     Attributes:
         source: the layer that makes it.
@@ -40,15 +38,14 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for
-            the one before; or of tied parameters, that gradient.
-        rest_from: the layer until which, backwards, it waits.
-        rest_until: the layer from which on, backwards, it waits.
-        arriving_bytes: of its gradient, what has a place beside passes where it comes from another
-            device: none where the weight pass of its source waits with it anyhow.
-        ordered: whether its source must be at its readers' stage or before, where contiguity is
-            asked for.
-        unbound: readers of which this is not asked.
+        rest_bytes: memory in addition to the last reader's gradient, held until the reader before it
+            has run; for tied parameters, their gradient.
+        rest_from: the layer until which, backwards, the rest waits.
+        rest_until: the layer from which on, backwards, the rest waits.
+        arriving_bytes: the part of its gradient that is stored outside passes where it comes from
+            another device: none where its source's weight-gradient pass keeps it anyway.
+        ordered: whether its source must be at its readers' stage or before, in contiguous placements.
+        unbound: readers to which this does not apply.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
 
@@ -225,7 +222,7 @@ class Problem:
 
     @property
     def recorded(self) -> bool:
-        """True if memory is that of recorded passes: in training, with one stage per device."""
+        """True if memory follows recorded passes: in training, with one stage per device."""
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:

@@ -63,7 +63,7 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
     """Join what must be together.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         upper: only placements whose objective is no more than this are looked for.
 
     A group is one node. Under contiguity so is each strongly connected component of the layer graph

@@ -27,9 +27,9 @@ class Incumbent:
     Attributes:
         objective_value: in the objective's unit.
         bound: the proven lower bound at that time.
-        time_s: since the solve began.
-        placement: makes it as ``solve`` would return it had it ended then, but not checked; called
-            where it is wanted, from any thread, as that takes a while.
+        time_s: seconds since the solve began.
+        placement: makes the placement that ``solve`` would return if it ended now, without a check.
+            It may be called from any thread, and takes a while.
     """
 
     objective_value: float
@@ -51,8 +51,8 @@ class Search:
         rank: its transfer and spread, which break ties.
         bound: the proven lower bound.
         method: the method that found the best placement.
-        enough: a sufficient bottleneck: the search ends with a placement within it, or a proof
-            that there is none. None asks for the smallest.
+        enough: a sufficient bottleneck: a placement within it ends the search, and so does a proof
+            against one. None asks for the smallest.
         meter: counts the work, and ends the search when its limit is reached.
         too_many: the least known bottleneck with too many ideals.
         merged: the nodes of the latest threshold, with that threshold.
@@ -180,10 +180,7 @@ class Search:
 def incumbent(
     problem: Problem, devices: list[int], value: float, bound: float, method: str, time_s: float
 ) -> Incumbent:
-    """Return the best placement so far as it is told, from its assignment.
-
-    Ties are as they happen to be.
-    """
+    """Return a report of the best placement so far, with unbroken ties."""
 
     def placement() -> Placement:
         found = answer.found(problem, devices, bound, method, time_s)

@@ -93,7 +93,7 @@ def solve(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Placement:
-    """Return the best placement for a request, or why there is none.
+    """Return the best placement for a request, or the reason that none exists.
 
     Args:
         request: the question; ``time_limit_s``, ``workers`` and ``seed`` bound the search.
@@ -103,11 +103,11 @@ def solve(
     Returns:
         A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was
         set), ``infeasible`` with the reason, or ``unknown`` (the time ran out before any was
-        found). The same for the same request unless the time runs out, or the share of it that
-        local search may use. Every placement has passed ``check``.
+        found). It is the same for the same request unless the time runs out, or the share of time
+        that local search may use. Every placement has passed ``check``.
 
     Raises:
-        InputError: this is no request, or its figures are too large to add up.
+        InputError: ``request`` is not a PlacementRequest, or its figures are too large to add up.
     """
     began = monotonic()
     if not isinstance(request, PlacementRequest):
@@ -174,7 +174,7 @@ def _smallest(
 def _step_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> StepSearch:
-    """Return the search over micro-batches, schedules and maps, told as the others are."""
+    """Return the search over micro-batches, schedules and maps, with bottleneck searches inside."""
 
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
@@ -185,7 +185,7 @@ def _step_search(
 def _fewest_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> FewestSearch:
-    """Return the search for the fewest devices, told as the others are."""
+    """Return the search for the fewest devices, with bottleneck searches inside."""
 
     def look(problem: Problem, enough: float | None) -> Outcome:
         search = Portfolio(problem, None, stop, enough=enough, meter=meter)

@@ -52,11 +52,11 @@ def broken(
     """Search for the smallest rank among placements that are as good as the best.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         best: by layer, its device.
-        limits: for a search of so much work.
-        offer: keeps a placement if it is as good and of smaller rank; returns the one that is kept.
-        most: placements whose objective is no more than this are as good; that of the best if None.
+        limits: makes limits for a search of some work.
+        offer: keeps a placement if it is as good and of smaller rank; returns the kept one.
+        most: placements with at most this objective are as good; by default, the best one's.
 
     Returns:
         The rank that was reached, and whether it is proven.
@@ -84,15 +84,12 @@ def broken(
 
 
 def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
-    """Return the rank of a placement that is told before ties are broken.
-
-    The result is None where that was not asked for.
-    """
+    """Return the rank of a reported placement before ties are broken, or None if not required."""
     return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
 
 
 def ties_of(found: costs.Costs, proven: bool) -> Ties:
-    """Return the rank of a placement as it is told."""
+    """Return the rank of a placement as it is reported."""
     transfer_ms, spread_ms = rank(found)
     return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
 
@@ -124,7 +121,7 @@ class _TieModel(PlacementModel):
     """Placements that are as good as one that is known.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         most: the objective of that placement.
         most_ms: transfers may take no more than this, and the spread is made small; None: transfers

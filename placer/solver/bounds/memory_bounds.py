@@ -117,7 +117,7 @@ def least_by_node(problem: Problem, nodes: Reduction, device: int, flight: int) 
     """Return, by node, the least bytes that a device uses for it: its state and what it keeps.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers.
         device: the device that holds the nodes.
         flight: the micro-batches in flight there; 1 where it may recompute.
@@ -136,7 +136,7 @@ def most_by_node(problem: Problem, nodes: Reduction, flight: int) -> Vector:
     """Return, by node, the most bytes that a stage uses for it, recomputed or not.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers.
         flight: the micro-batches in flight.
     """

@@ -73,7 +73,7 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
     """Knots, the tightest first, each tighter than those that were looked at before it.
 
     Args:
-        problem: what is asked, by objective ``throughput``.
+        problem: the placement problem, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
     """
     nets = nets_by_pins(problem, nodes)
@@ -210,7 +210,7 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """Return the least load in ms of a device with some nodes, without others; and its nodes."""
+        """Return the least load in ms of a device with some nodes, without others; and its set."""
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):

@@ -53,7 +53,7 @@ def least_work(
     """Return the least work and waiting of the busiest device, in the unit of ``time_ms``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together; each may be on some device.
         time_ms: of a layer on a device.
         aside_ms: each device that is used waits for one of these, each for another one; the least

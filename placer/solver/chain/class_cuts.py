@@ -36,7 +36,7 @@ def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
     The result is None where all links are alike.
 
     Args:
-        problem: what is asked, by objective ``throughput``, contiguity understood.
+        problem: the placement problem, by objective ``throughput``, contiguity understood.
         nodes: its layers in nodes, in topological order.
     """
     classes, _ = optimal_cuts.device_classes(problem)

@@ -47,7 +47,7 @@ def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDAr
     """Return, by first block and end, the values and workspace in bytes at the stage's peak.
 
     Args:
-        problem: what is asked, in inference.
+        problem: the placement problem, in inference.
         blocks: the layers of each block, in a topological order.
     """
     count = len(blocks)

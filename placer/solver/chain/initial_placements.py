@@ -90,7 +90,7 @@ def _climb(
     """Cuts of random topological orders, the later ones made from the best of the earlier.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers in nodes.
         turns: how many orders.
         over: asked before each; ends them.

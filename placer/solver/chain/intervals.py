@@ -25,13 +25,13 @@ class Intervals:
     """Tables over intervals ``[first, end)`` of blocks; impossible intervals are infinite.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         blocks: runs of nodes, in a topological order.
-        exchanged: as ``exchanges`` tells it, where it is known.
+        exchanged: the result of ``nets.exchanges``, where it is known.
 
     Attributes:
-        exact: whether memory is that of the cost model, not about that.
+        exact: whether memory is exactly that of the cost model.
     """
 
     exact = True

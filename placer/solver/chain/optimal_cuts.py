@@ -70,7 +70,7 @@ def best_cut(
     """Return the best cut of an order of the nodes into one contiguous stage per device.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         order: another topological order of the nodes; theirs if left out.
         exchanged: as ``nets.exchanges`` tells it, where it is known.
@@ -161,7 +161,7 @@ def ends_of_values(problem: Problem, runs: int) -> int:
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """Return the number of a cut's states: choices of a device and of those of later stages."""
+    """Return the number of a cut's states: choices of a device, and of the later stages' devices."""
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
 
@@ -192,9 +192,10 @@ def even_runs(
 
 
 def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
-    """Return devices that may be swapped, and True.
+    """Return the classes of devices that may be swapped, and True.
 
-    With too many classes, those of one type and limit, and False.
+    With too many classes, devices of one type and limit form a class, and the second result is
+    False.
     """
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:

@@ -42,7 +42,7 @@ def finer_cuts(
     """Ever better cuts; none of an order of few nodes, each of which was looked at.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers in nodes, in topological order.
         devices: by layer, its device, in a cut of that order; None where none was found.
         left_s: the time that is left.

@@ -55,7 +55,7 @@ class TrainingMoments:
     """Tables by first block and end of what stages need in training.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         blocks: the layers of each block, in order.
         recorded: whether passes have memory of their own.
 

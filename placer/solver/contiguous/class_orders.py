@@ -74,7 +74,7 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _number_of_orders(problem: Problem) -> float:
-    """Return how many orders there are at the most: of all devices, alike ones not told apart."""
+    """Return the most orders of classes that there are."""
     sizes = [len(members) for members in problem.alike_devices()]
     # some are left out: no closed form, so counted as if they were in it
     if sum(sizes) > problem.most_devices:
@@ -106,9 +106,9 @@ class Chain:
 
     Attributes:
         bound: no placement in this order has a smaller bottleneck, in milliseconds; infinite if
-            none is within what was asked for.
-        devices: by layer, its device, for the best chain; None where there is none.
-        work: that it took, in the measure of ``cpsat.Meter``.
+            none is within the limit.
+        devices: by layer, its device, for the best chain; None without a chain.
+        work: the work that it took, in the measure of ``cpsat.runner.Meter``.
     """
 
     bound: float
@@ -120,7 +120,7 @@ class ClassOrders:
     """The graph of a problem for all orders of its classes.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
         upper: only chains with a bottleneck of no more than this count, in milliseconds.
     """
@@ -138,15 +138,15 @@ class ClassOrders:
         self.room = StageRoom(problem, nodes) if can_bind(problem) else None
 
     def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
-        """Return the best chain of an order; None where ideals are too many, or the time is over.
+        """Return the best chain of an order; None if there are too many ideals, or time is over.
 
-        What places on fewer devices leaves the first stages of some order empty: the memory of a
-        stage is that with as many micro-batches in flight as the stages behind it ask for.
+        A placement on fewer devices leaves the first stages of some order empty. So a stage has as
+        many micro-batches in flight as the number of stages behind it requires.
 
         Args:
             order: by stage, its class.
             over: asked stage by stage; ends the search.
-            memory: how it is told: by sums of what nodes take at the least, or exactly.
+            memory: how memory counts: by sums of the nodes' least bytes, or exactly.
         """
         windows = Windows(self.graph, order, self.upper)
         windows.narrow()
@@ -368,7 +368,7 @@ class _Loads:
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """Return, by earlier and later ideal, whether the device surely has memory for the stage."""
+        """Return, by earlier and later ideal, whether the device surely has enough memory."""
         begins, ends, most = self._sure
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)
 

@@ -48,7 +48,7 @@ class Graph:
     """Nodes in topological order, what they need and the nets between them.
 
     Args:
-        problem: what is asked; its links are all alike.
+        problem: the placement problem; its links are all alike.
         nodes: its layers, joined where they must be together.
         windows: by node, the first and the last stage that it can be at.
 
@@ -123,14 +123,14 @@ class Front:
 
     @property
     def common(self) -> Bools:
-        """Whether all ideals hold the node, by node."""
+        """True for the nodes that all ideals hold, by node."""
         nodes = self.must.copy()
         nodes[self.free] = self.taken.all(axis=0)
         return nodes
 
     @cached_property
     def unlike(self) -> Bools:
-        """Whether ideals may differ in the number of the net's pins, by net."""
+        """True for the nets of which ideals may have different numbers of pins, by net."""
         return np.asarray(self.graph.pins[self.free].any(axis=0), np.bool_)
 
     @cached_property
@@ -159,7 +159,7 @@ class Front:
 
     @cached_property
     def whole(self) -> int | None:
-        """The place of the ideal that holds all nodes; None if it is none of these."""
+        """The place of the ideal that holds all nodes, or None."""
         places = np.flatnonzero(self.taken.all(axis=1))
         all_known = int(self.must.sum()) + len(self.free) == self.graph.count
         return int(places[0]) if all_known and len(places) else None

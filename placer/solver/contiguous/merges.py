@@ -50,7 +50,7 @@ def merged(
     Some best placement is left, if any has a bottleneck of no more than ``upper``.
 
     Args:
-        problem: what is asked, contiguous, by objective ``throughput``.
+        problem: the placement problem, contiguous, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
         upper: only placements whose bottleneck is no more than this are looked for, in
             milliseconds.

@@ -52,12 +52,10 @@ FEW_NODES = 500
 
 
 def none_in_any_order(search: Search) -> bool:
-    """Go through the orders of classes, where they are few.
+    """Search the orders of classes if they are few; return whether it is proven that none fits.
 
-    Whether it is proven that no placement fits.
-
-    Where a bottleneck is enough, only whether there may be one within it: that there is none raises
-    the bound.
+    If a bottleneck is sufficient, it only asks whether there may be a placement within it; a
+    negative answer raises the bound.
 
     Args:
         search: with a placement or without.
@@ -78,17 +76,16 @@ def none_in_any_order(search: Search) -> bool:
 
 
 def find_any(search: Search) -> bool:
-    """Look for a placement where no start fits.
+    """Look for a placement where no start fits: the best chain of any order, within a growing
+    limit.
 
-    The best chain of any order, within bottlenecks that grow.
-
-    Those that have none raise the bound.
+    A limit without a chain raises the bound.
 
     Args:
         search: of a problem that ``class_orders.applies`` to.
 
     Returns:
-        Whether there is none at all.
+        True if it is proven that there is no placement.
     """
     whole = _longest_ms(search.problem)
     uppers = [upper for times in GROWTH_FACTORS if 0 < (upper := times * search.bound) < whole]
@@ -214,7 +211,7 @@ def _asks_too_much(search: Search, devices: list[int]) -> bool:
 
 
 def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
-    """Orders that are most like that of the best placement first."""
+    """Return the orders that resemble the order of the best placement first."""
     assert search.best is not None
     result = costs.evaluate(search.problem, search.best)
     assert result is not None  # it was found, so it can be

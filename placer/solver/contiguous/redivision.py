@@ -39,12 +39,12 @@ Tried = tuple[frozenset[int], int]
 
 @dataclass(frozen=True)
 class Group:
-    """Stages in a row.
+    """Neighbouring stages.
 
     Attributes:
-        first: the first of them.
-        end: the one behind the last.
-        room: how many stages they may become more.
+        first: the first stage.
+        end: the stage behind the last.
+        room: how many stages more they may become.
     """
 
     first: int
@@ -69,12 +69,12 @@ class GroupModel(StageModel):
     """The integer program of a group: all other stages stay where they are, within ``upper``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers; none is at two stages.
-        upper: the bottleneck that is known.
+        upper: the known bottleneck.
         stage_of: by node, its stage.
-        group: the stages that are divided anew.
-        below_ms: none of them may take so long.
+        group: the stages that are redivided.
+        below_ms: each of them must take less than this.
     """
 
     def __init__(

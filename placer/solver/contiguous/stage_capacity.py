@@ -25,7 +25,7 @@ class StageRoom:
     """The memory of stages.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers.
     """
 

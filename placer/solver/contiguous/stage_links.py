@@ -59,7 +59,7 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
     No harder, and links all alike.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         quickest: as good as any link.
         time_limit_s: for the search of its answer.
     """

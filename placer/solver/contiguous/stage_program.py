@@ -45,7 +45,7 @@ class StageModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: what is asked, of the kind that ``stage_scope.bounds`` names.
+        problem: the placement problem, of the kind that ``stage_scope.bounds`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
         links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower

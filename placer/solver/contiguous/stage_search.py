@@ -63,10 +63,11 @@ MOST_TRIES = 2
 
 
 def few_ideals(search: Search) -> None:
-    """Solve a problem whose ideals are few; leave others as they are.
+    """Solve a problem with few ideals; leave others as they are.
 
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
-    asked for. A chain that is found is the best of all, one that is not raises the bound.
+    The smaller the threshold, the fewer ideals there are. So with too many ideals it asks for
+    smaller thresholds. A chain within the threshold is the best of all; a threshold without a chain
+    is a bound.
     """
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):

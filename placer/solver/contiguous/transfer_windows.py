@@ -37,7 +37,7 @@ def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Window
     """Return, by node, the first and the last stage that it can be at in a contiguous placement.
 
     Args:
-        problem: what is asked, by objective ``throughput``.
+        problem: the placement problem, by objective ``throughput``.
         nodes: its layers in nodes, in topological order.
         upper: no stage may take longer, in milliseconds.
 

@@ -64,7 +64,7 @@ class PlacementModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         upper: the objective of a placement that is known; only placements at least as good are
             searched.
@@ -237,7 +237,7 @@ class PlacementModel:
 
     @cached_property
     def stage_is_device(self) -> bool:
-        """Whether stage p can be device p: the placement has stages, and all devices are alike."""
+        """True if stage p can be device p: the placement has stages, and all devices are alike."""
         return self.problem.contiguous and len(self.alike_devices) == 1
 
     @property

@@ -54,7 +54,7 @@ class Moments:
     """The worst moments of the places of one program.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         unit: bytes are divided by it, and rounded down.
     """
@@ -77,7 +77,7 @@ class Moments:
     def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
         """Return the memory of recorded passes at a place, as in ``memory.Recorded``.
 
-        The terms are lower bounds, in units. Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. It takes the arguments of ``of_training``.
 
         Returns:
             The bytes of each micro-batch, its further bytes where there are several, and the bytes
@@ -97,7 +97,7 @@ class Moments:
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
         """Yield the memory of a place, without its state, at each step that may be its peak.
 
-        The terms are lower bounds, in units. Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. It takes the arguments of ``of_training``.
         """
         return self._at(place).of_inference(self._of_inference(limit_bytes))
 

@@ -24,7 +24,7 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
     end. Work is reckoned on the fastest device.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         upper_ms: no stage may take longer.
     """

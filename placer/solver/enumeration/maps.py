@@ -1,7 +1,7 @@
 """Enumeration of all maps of a small problem, and the distance of a map from the memory limits.
 
 Where the model is not a chain, bounds are weak. If there are few maps, simulating each of them
-proves the best one, or that there is none. Devices that are alike are taken in their order, as
+proves the best one, or that none is feasible. Devices that are alike are taken in their order, as
 exchanging them changes nothing.
 
 A map is evaluated in one order of its stages (see ``costs``). Where values allow another order, its
@@ -26,7 +26,7 @@ def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list
     """Return, by layer, its device, for every map; None if they are not few.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         most: fewer than ``MOST`` that are few, where it is less.
     """

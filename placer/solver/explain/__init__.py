@@ -1,1 +1,1 @@
-"""Explanations of an answer: why there is none, what limits it and what would help."""
+"""Explanations of an answer: why no placement exists, what limits it and what would help."""

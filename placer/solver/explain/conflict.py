@@ -70,8 +70,8 @@ def explained(
     """Return the reason with the smallest conflicting set of requirements, if time allows.
 
     Args:
-        ways: what is asked, and cannot be: any of them would do.
-        reason: why, as far as it is known.
+        ways: the infeasible questions; a placement for any of them would be one.
+        reason: the reason as far as it is known.
         search: looks for a placement.
         over: whether the time is over.
     """

@@ -207,7 +207,7 @@ def reason_of_closest(
     Args:
         problem: the placement problem.
         devices: by layer, its device; over some limit, with all links.
-        short: the excess of every placement at least, in bytes; 0 where it is that of this one.
+        short: the least excess of every placement in bytes; 0 if it is this placement's.
         found: the beginning of the sentence.
     """
     result = costs.evaluate(problem, devices)

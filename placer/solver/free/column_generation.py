@@ -119,17 +119,15 @@ def share_bound(
     over: Over,
     groups: tuple[int, float] = (GROUPS, inf),
 ) -> float:
-    """Return a lower bound on the bottleneck of free placements, in milliseconds.
-
-    No more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements in ms, at most ``upper``.
 
     Args:
-        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        problem: the placement problem, of the kind that ``set_graph.applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: a bottleneck; it is looked for a proof that none is smaller.
+        upper: the bottleneck that is to be proven.
         known: a lower bound.
         over: ends the search.
-        groups: so many groups of nodes for each device in the beginning, and in the end.
+        groups: the numbers of groups of nodes per device, in the beginning and in the end.
     """
     graph = set_graph(problem, nodes) if upper > known else None
     return _Shares(graph, upper, known, over, groups).bound() if graph is not None else known
@@ -387,10 +385,7 @@ class _Shares:
     def _scaled(
         self, prices: Sequence[float], target: float
     ) -> tuple[list[float], float, list[Owned]]:
-        """Prices by which a share is about one.
-
-        What is left by devices without transfers, and the sets these hold.
-        """
+        """Return prices by which a share is about one, and what devices without transfers leave."""
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
@@ -423,9 +418,8 @@ class _Shares:
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
-        """Return the set, in the pool from now on.
-
-        The result is None if there is none, or it is heavier than the target.
+        """Add the set to the pool and return it, or None if it is missing or heavier than the
+        target.
         """
         load = self.graph.kinds[kind].load(nodes)
         if not nodes or load > target:
@@ -439,7 +433,7 @@ class _Shares:
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float
     ) -> tuple[float, frozenset[int]]:
-        """Return the most that a device without transfers holds, in fractions and in whole nodes."""
+        """Return the most that a device without transfers holds: fractional worth, whole nodes."""
         worth, left = 0.0, target
         nodes: list[int] = []
         wanted = [

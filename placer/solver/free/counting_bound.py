@@ -30,14 +30,12 @@ Over = Callable[[float], bool]
 
 
 def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) -> float:
-    """Return a lower bound on the bottleneck of free placements, in milliseconds.
-
-    No more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements in ms, at most ``upper``.
 
     Args:
-        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        problem: the placement problem, of the kind that ``set_graph.applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: a bottleneck; it is looked for a proof that none is smaller.
+        upper: the bottleneck that is to be proven.
         over: ends the search.
     """
     graph = set_graph(problem, nodes)

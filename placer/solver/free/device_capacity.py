@@ -1,10 +1,10 @@
-"""What devices have room for: by sizes that add up, and beside them what the last look found.
+"""Capacity of devices in free placements: sizes that add up, and a correction from the last check.
 
-State adds up, node by node, and so does what micro-batches in flight keep for their backward
-passes. What a device holds at its worst moment does not: workspaces, values that arrive, values
-that two layers keep. So a device has room for as much as it had the last time that
-``memory.footprint`` was asked, which also has the last word on whether a placement fits. Where
-nothing but state takes memory, sizes say all.
+State adds up, node by node, and so do the bytes that micro-batches in flight keep for their
+backward passes. The peak of a device does not: it includes workspaces, values that arrive, and
+values that two layers keep. So a device can hold as much as at the last computation of
+``memory.footprint``, which also decides whether a placement fits. Where only state takes memory,
+sizes are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Room:
     """The memory of devices that may hold any nodes; those that only may recompute do not.
 
     Args:
-        problem: what is asked, placements free.
+        problem: the placement problem, placements free.
         nodes: its layers, joined where they must be together.
 
     Attributes:
@@ -50,9 +50,8 @@ class Room:
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
-        """Return whether a placement fits.
-
-        Where sizes do not say so, it is told and what devices have room for is known anew.
+        """Return whether a placement fits, and update the devices' capacity if sizes do not decide
+        it.
 
         Args:
             devices: by node.

@@ -69,7 +69,7 @@ COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: a bound, pairs divided anew, a better bound."""
+    """Improve the best start: prove a bound, redivide pairs of devices, prove a better bound."""
     _count(search)
     pairs = _pairs(search)
     if has_many_nodes(search.problem, search.nodes):
@@ -106,7 +106,7 @@ def _pairs(search: Search) -> PairSearch | None:
 def _divide_pairs(
     search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0
 ) -> bool:
-    """Divide the nodes of pairs of devices anew; return whether that could be judged.
+    """Redivide the nodes of pairs of devices; return whether that could be judged.
 
     Args:
         search: the search for which it runs.

@@ -34,7 +34,7 @@ class Loads:
     """Nodes and nets with what they cost.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""Local search for free placements whose step is large: two devices divide anew all that they hold.
+"""Local search for free placements with large steps: two devices redivide all their nodes.
 
-The busiest device does so with another one, so that both take less than it took, until it cannot
-with any. Then a few random pairs divide what they hold in some way, within a little more than the
-best known, and it goes on from there; far from the best it comes back. ``pair_sweep.py`` finds the
-ways.
+The busiest device redivides with another one, so that both take less than it took, until it cannot
+with any. Then a few random pairs redivide within a little more than the best known, and the search
+goes on from there. Far from the best, it returns to the best. ``pair_sweep.py`` finds the
+divisions.
 
 Source: Lourenço, Martin and Stützle, "Iterated local search", 2003.
 """
@@ -32,9 +32,9 @@ class _Kick(NamedTuple):
 
     Attributes:
         worse: by round in turn, the allowed increase over the best known, relative.
-        pairs: numbers of pairs that divide anew before the busiest device follows.
-        noise: random distance from the best way, as a multiple of the allowed increase.
-        labels: labels of a sweep at one step: fewer, as the way need not be the best.
+        pairs: numbers of pairs that are redivided before the busiest device follows.
+        noise: random distance from the best division, as a multiple of the allowed increase.
+        labels: labels of a sweep at one step: fewer, as the division need not be the best.
     """
 
     worse: tuple[float, ...] = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
@@ -70,30 +70,30 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 def improved(
     problem: Problem, nodes: Reduction, start: Sequence[int], over: Over, enough: float = 0.0
 ) -> list[int] | None:
-    """Return the best assignment met on the way from one.
+    """Return the best assignment found from a start.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
         start: by layer, its device; it meets all requirements.
-        over: told of work; ends the search.
-        enough: a bottleneck that ends it too, as none is smaller.
+        over: counts work; ends the search.
+        enough: a bottleneck that ends the search, as no smaller one exists.
 
     Returns:
-        By layer, its device; None where two devices hold too much to tell how to divide it.
+        By layer, its device; None where two devices hold too much to redivide.
     """
     return PairSearch(problem, nodes).improved(start, over, enough)
 
 
 class PairSearch:
-    """The search, which can go on where it was stopped, with what was tried in vain.
+    """The search, which can be continued and remembers failed divisions.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
 
     Attributes:
-        idle: how many rounds in a row brought nothing better.
+        idle: consecutive rounds without improvement.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -109,11 +109,11 @@ class PairSearch:
 
         Args:
             start: by layer, its device; it meets all requirements.
-            over: told of work; ends the search.
-            enough: a bottleneck that ends it too, as none is smaller.
+            over: counts work; ends the search.
+            enough: a bottleneck that ends the search, as no smaller one exists.
 
         Returns:
-            By layer, its device; None where two devices hold too much to tell how to divide it.
+            By layer, its device; None where two devices hold too much to redivide.
         """
         self._over, self._ended = over, False
         given = [start[layers[0]] for layers in self._nodes.nodes]

@@ -1,4 +1,4 @@
-"""All ways in which two devices may divide their nodes anew, enumerated by a sweep.
+"""All ways in which two devices may redivide their nodes, enumerated by a sweep.
 
 The nodes are taken one by one, each to one device or the other. Earlier decisions matter later only
 through the nets that are open, as in ``sweep_orders.py``, and through the loads so far::
@@ -62,12 +62,12 @@ class TooWide(Exception):
 
 @dataclass(frozen=True)
 class Ways:
-    """Non-dominated ways to divide some nodes between two devices.
+    """Non-dominated divisions of some nodes between two devices.
 
     Attributes:
-        one_ms: by way, the load of the one device.
-        other_ms: that of the other.
-        labels: how many were looked at.
+        one_ms: by division, the load of the first device.
+        other_ms: by division, the load of the second device.
+        labels: the number of labels of the sweep.
     """
 
     one_ms: Row
@@ -107,16 +107,16 @@ class _Step:
 
 
 class Pairs:
-    """What any two devices can divide anew, of placements that ``local.applies`` to.
+    """Divisions of any two devices, of placements for which ``loads_add_up``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
 
     Attributes:
-        problem: what is asked.
-        loads: what nodes and nets cost.
-        room: what devices can hold.
+        problem: the placement problem.
+        loads: the costs of nodes and nets.
+        room: the capacity of devices.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -270,7 +270,7 @@ class _Search:
     most_labels: int
 
     def ways(self) -> Ways | None:
-        """Return the labels that are left at the end, or None if there are none."""
+        """Return the labels that are left at the end, or None without any."""
         rests = self._rests()
         rates, most = (
             RATES[:, None],

@@ -89,7 +89,7 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     The result is None if there are too many nodes, or none does any work.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
     """
     paying = [device for device in range(len(problem.devices)) if device not in problem.untaxed]

@@ -46,14 +46,13 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search through all sets says of those that are worth enough and are light enough.
+    """The sets of enough worth and small enough load, as a search over all sets found them.
 
     Attributes:
-        least_ms: none is lighter; the most load that was allowed, if there is none at all.
-        most_worth: none is worth more; the least worth that was asked for, if there is none at all.
-        nodes: the one that is worth most, if labels were not made one on the way to it; else near
-            that.
-        labels: how many were looked at.
+        least_ms: no such set is lighter; the largest allowed load without any.
+        most_worth: no such set is worth more; the least required worth without any.
+        nodes: the set of the most worth; near it if labels were joined on the way to it.
+        labels: the number of labels of the sweep.
     """
 
     least_ms: float
@@ -72,7 +71,7 @@ class Subsets:
     Args:
         steps: the sweep.
         work_ms: by node.
-        most_ms: no set of more load is looked for.
+        most_ms: the largest load of a set.
         over: ends a search.
     """
 
@@ -103,16 +102,15 @@ class Subsets:
         """Look for sets whose prices come to ``enough``.
 
         Args:
-            prices: by node; about 1 or less in all for a set of the most load, as they are rounded
-                to 2**-30.
+            prices: by node; about 1 or less in all for a set of full load, as they are rounded to
+                2**-30.
             enough: the least worth.
-            most_labels: where there are more at a step, neighbours become one.
-            real: or all of them but the one that is worth most are left out, so that a set is what
-                it seems to be, and what is said of all sets holds for those alone that were looked
-                at.
+            most_labels: the most labels at a step; above it, neighbours become one.
+            real: drop all neighbours but the most worthy instead, so that every set is real. The result
+                then holds only for the sets that were searched.
 
         Raises:
-            Stopped: it is over.
+            Stopped: the search is over.
         """
         worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
         rests = self._rests(worth)
@@ -123,7 +121,7 @@ class Subsets:
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
-        """Return good rates, and by step, rate and state the most worth less rate * load to come."""
+        """Return good rates, and by step, rate and state the most worth less rate * load left."""
         rates = self._rates[:, None, None]
         # more than what floats round off on the way
         rest = [np.ones((len(self._rates), 1))]

@@ -63,15 +63,15 @@ def improved(
     enough: float = 0.0,
     patience: float = inf,
 ) -> Iterator[list[int]]:
-    """Better and better assignments met on the way from one; by layer, its device.
+    """Yield better and better assignments found from a start; by layer, its device.
 
     Args:
-        problem: what is asked, by objective ``latency``.
+        problem: the placement problem, by objective ``latency``.
         nodes: its layers, joined where they must be together.
         start: by layer, its device; it meets all requirements.
-        over: told of work now and then; ends the search.
-        enough: a latency that ends it too, as none is smaller.
-        patience: so many rounds in a row that bring nothing better end it as well.
+        over: counts work from time to time; ends the search.
+        enough: a latency that ends the search, as no smaller one exists.
+        patience: consecutive rounds without improvement that end the search.
     """
     random, room = Random(problem.request.seed), Room(problem, nodes)
     best = [start[layers[0]] for layers in nodes.nodes]

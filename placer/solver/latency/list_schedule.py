@@ -1,11 +1,12 @@
 """List schedules: one block of layers after another goes to the device that finishes it first.
 
 Blocks are nodes, chains of them without a branch, or connected parts. They come in the profile's
-order, in which devices run them, or by the longest path to the end. Times are those of both passes,
-and so are waits::
+order, in which devices run them, or by the longest path to the end. Times and waits include both
+passes::
 
-    device 0   a a a a │ c c c │ e e      d reads b: on device 1 it may begin when that is free,
-    device 1   · · b b │ d d              on device 0 not before c is done and b's value is there
+    device 0   a a a a │ c c c │ e e     d reads b: on device 1 it may begin when the device is
+    device 1   · · b b │ d d             free, on device 0 not before c is done and b's value is
+                                         there
 
 Contiguous schedules leave out devices that would wait for each other.
 
@@ -35,7 +36,7 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
     """Return, by layer, its device, of some list schedules, which may break requirements.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
     """
     room = Room(problem, nodes)
@@ -88,7 +89,7 @@ class _Listing:
     """Blocks with what they take and wait for.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         blocks: nodes that go together.
         room: of the devices, for nodes.
@@ -130,13 +131,12 @@ class _Listing:
         return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
-        """Return, by block, the device on which it is done first, as they come.
-
-        The result is None if there is none for one of them.
+        """Return, by block, the device on which it is done first, or None if some block fits
+        nowhere.
 
         Args:
             order: of the blocks.
-            most: so many devices it may use.
+            most: the most devices that it may use.
         """
         place = [-1] * len(order)
         free, done = [0.0] * len(self._problem.devices), [0.0] * len(order)
@@ -179,7 +179,7 @@ class _Held:
     """What devices hold while a list is scheduled.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         room: of the devices.
     """
 

@@ -1,8 +1,8 @@
-"""A pass over all layers in their order, kept up to date as layers move to other devices.
+"""A pass over all layers in their order, updated as layers move to other devices.
 
-The formulas are those of ``costs.py``. What comes before the first layer that moves stays as it is;
-a move that is no good is given up as soon as a finish, and the longest way from there to the end,
-is over what is wanted.
+It implements the formulas of ``costs.py``. Everything before the first moved layer stays the same.
+A move is given up as soon as a finish, with the longest way from there to the end, exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Pass:
         return finish
 
     def keep(self, places: Mapping[int, int], finish: list[float]) -> None:
-        """Have the places go there, with what ``moved`` told."""
+        """Accept the move that ``moved`` evaluated."""
         for place, device in places.items():
             held = self.held[self._device[place]]
             del held[bisect_left(held, place)]
@@ -169,7 +169,7 @@ class Pass:
             self._device[place] = device
 
     def _run(self, first: int, most_ms: float) -> list[float] | None:
-        """Return, by place, its finish, where those before the first stay as they are."""
+        """Return, by place, its finish; finishes before the first moved layer stay."""
         finish, devices, tails = self.finish.copy(), self._device, self._tail_ms
         latency, byte, times, inputs = (
             self._ways.latency_ms,

@@ -9,16 +9,16 @@ from placer.solver.reduce import Reduction
 
 
 class Quotient:
-    """The graph over devices that an assignment makes of that over nodes.
+    """The graph over devices that an assignment of nodes induces.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
-        device: by node; who moves one tells of it before.
+        device: by node; callers announce each move before they make it.
 
     Attributes:
-        before: by node, those that it reads from.
-        after: by node, those that read from it.
+        before: by node, the nodes that it reads from.
+        after: by node, the nodes that read from it.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""The referee's own reading of what devices do: one pass over layers, one over what crosses.
+"""The referee's own computation of loads: one pass over layers, one over crossing values.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
-read a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``costs.py`` a
+second time.
 """
 
 from __future__ import annotations

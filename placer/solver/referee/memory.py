@@ -1,7 +1,7 @@
 """The referee's own computation of memory: it plays one micro-batch forwards and backwards.
 
-Nothing here is shared with the solver. The formulas are those of the docstring of ``memory.py``,
-implemented a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``memory.py`` a
+second time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Memory:
     ) -> set[Split]:
         """Return the activations and the workspace at each of the worst moments.
 
-        Arguments are those of ``total``.
+        It takes the arguments of ``total``.
         """
         if not self._training:
             return _largest(self._inference(device))
@@ -147,10 +147,8 @@ class Memory:
     def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
         """Play the forward pass.
 
-        A value arrives when it is made, and goes when it is kept or was read for good.
-
-        Of recorded passes, which are told of their own values alone, one that others read as well
-        never goes.
+        A value arrives when it is made, and goes when it is kept or no longer read. In recorded
+        passes, which hold only their own values, a value that other devices read never goes.
         """
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
@@ -175,10 +173,9 @@ class Memory:
     def _backwards(self, device: str) -> Iterator[Split]:
         """Play the backward pass.
 
-        A gradient arrives after its first reader, and goes with its source or is sent.
-
-        That of the last reader may be a slice, and the rest of its storage waits with it for the
-        reader before; one of tied parameters waits from the last layer that has them to the first.
+        A gradient arrives after its first reader, and goes with its source or is sent. The last
+        reader's gradient may be a slice. The rest of its storage then waits with it for the reader
+        before. A gradient of tied parameters waits from the last layer that has them to the first.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)

@@ -24,11 +24,11 @@ ROUNDING = 1e-12
 
 
 def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:
-    """Return the most time a step of all chains that repeat.
+    """Return the longest time per step of all chains that repeat.
 
     Args:
-        waits: by event, those of the same step that it waits for.
-        carried: by event, those of the step before that it waits for.
+        waits: by event, the events of the same step that it waits for.
+        carried: by event, the events of the step before that it waits for.
         duration: of an event.
     """
     search = _Search(waits, carried, duration)
@@ -53,7 +53,7 @@ class _Search:
         self._least = ROUNDING * sum(self._time.values())
 
     def longer_than(self, mean: float) -> float | None:
-        """Return the mean of a chain that has a larger one; None if there is none."""
+        """Return the mean of a chain with a larger mean, or None without such a chain."""
         came: dict[Event, tuple[Event, int]] = {}
         while self._extend(mean, came):
             found = self._round(came)

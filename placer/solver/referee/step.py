@@ -1,9 +1,9 @@
 """The referee's own computation of a step: passes and transfers are events on a longest path.
 
 A steady-state step is the longest cycle of events (see ``steady_state.py``). The order of passes
-comes from ``placer.schedule``: it is data that execution follows too. Nothing else here is shared
-with the solver. The formulas are those of the docstrings of ``costs.py`` and ``placer.schedule``,
-implemented a second time.
+comes from ``placer.schedule``: it is data that execution follows too. Otherwise the referee shares
+nothing with the solver, and implements the formulas in the docstrings of ``costs.py`` and
+``placer.schedule`` a second time.
 """
 
 from __future__ import annotations
@@ -290,9 +290,9 @@ class StepReading:
         return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
 
     def _carried(self) -> dict[Event, set[Event]]:
-        """Return, by event, those of the step before that it waits for.
+        """Return, by event, the events of the step before that it waits for.
 
-        Its device, its lane, and what had its buffer.
+        These are the last on its device, on its lane, and the previous user of its buffer.
         """
         carried: dict[Event, set[Event]] = defaultdict(set)
         for device, passes in self._of_device().items():

@@ -39,12 +39,12 @@ class Choice:
     Attributes:
         problem: the question with these.
         nodes: its layers in nodes.
-        bound: no step of it is shorter, in ms.
+        bound: a lower bound on its steps, in ms.
         devices: by layer, the device in the best placement found.
         value: its step, in ms.
-        reason: why there is none, where that is proven.
-        cuts: those of a row that were not looked at yet, with their bounds; None where the model is
-            none.
+        reason: the reason if it is proven infeasible.
+        cuts: the cuts of a row of stages that are still to be tried, with their bounds; None where
+            stages form no row.
     """
 
     problem: Problem
@@ -85,10 +85,7 @@ def with_few_crossings(problem: Problem) -> Problem:
 
 
 def work_alone(problem: Problem) -> Problem:
-    """Return the same question where transfers take no time.
-
-    Several lanes may carry those of a device at once.
-    """
+    """Return the same question without transfer times: several lanes may overlap on a device."""
     link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
     numbers = range(len(problem.devices))
     links = tuple(

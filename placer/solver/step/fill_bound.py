@@ -54,7 +54,7 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
     It is 0 where nodes are tied to others behind them.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
@@ -213,7 +213,7 @@ class _Row:
         way_ms: by block, of a stage that begins there.
         waits: stage by stage; None if nothing is known of them, so that it is all the same where
             they end.
-        problem: what is asked.
+        problem: the placement problem.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The best step so far, and what is left of the time and the work for a better one.
+"""The best step so far, and the time and work that are left for a better one.
 
-An answer is told of and checked once it is found, which takes the longer the more passes its step
-has, and the more layers and devices there are. Time for that is set aside, and a map is tried only
-where there is about as much left: of thousands of micro-batches, or of a device with hundreds of
-segments, one step may take longer than all else.
+An answer is reported and checked once it is found. This takes longer the more passes its step has,
+and the more layers and devices there are. Time for it is set aside, and a map is tried only if
+about as much time is left. With thousands of micro-batches, or a device with hundreds of segments,
+one step may take longer than everything else.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Share(NamedTuple):
 
 @dataclass
 class BestStep:
-    """What is known of all choices.
+    """The state of the search over all choices.
 
     Attributes:
         request: the question.
-        progress: as ``solve`` takes it.
+        progress: as for ``solve``.
         stop: set it to end the search with the best so far.
-        meter: counts the work, and ends the search when all is done that may be.
-        choices: among which the answer is.
-        best: the one with the shortest step so far.
-        method: what found that.
-        told_s: what it takes to tell of it, and to check it.
-        alone_s: what it takes to look at each device alone, as is done for every answer.
+        meter: counts the work, and ends the search when its limit is reached.
+        choices: the choices that contain the answer.
+        best: the choice with the shortest step so far.
+        method: the method that found it.
+        told_s: seconds to report and check it.
+        alone_s: seconds to evaluate each device alone, which every answer includes.
     """
 
     request: PlacementRequest
@@ -157,7 +157,7 @@ def told_s(problem: Problem, devices: list[int]) -> float:
     """Return the seconds that it takes to simulate, report and check the step of an assignment.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         devices: by layer, its device.
     """
     used = len(set(devices))

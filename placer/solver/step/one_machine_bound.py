@@ -51,7 +51,7 @@ def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways)
     """Return a lower bound on every step: one node's passes with what precedes and follows, in ms.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
         ways: as ``ways_of`` tells them.
@@ -103,7 +103,7 @@ def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
     """Return the longest ways to and from the layers' passes, on the fastest devices without links.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)

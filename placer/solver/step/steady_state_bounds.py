@@ -44,7 +44,7 @@ def any_placement(
     """Return a lower bound on every steady-state step, in milliseconds.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """

@@ -24,15 +24,15 @@ def found(
     broken: Ties | None,
     time_s: float,
 ) -> Placement:
-    """Return the best as it is returned: under the whole question's name, with all choices.
+    """Return the answer: the best choice's placement under the original request, with all choices.
 
     Args:
         request: the question.
-        choices: all of it.
-        best: of these the one whose placement is returned.
-        method: how that was found.
+        choices: all choices.
+        best: the choice whose placement is returned.
+        method: the method that found it.
         broken: how far ties were broken.
-        time_s: for how long was searched.
+        time_s: the duration of the search.
     """
     assert best.devices is not None
     bound = max(0.0, min(bound_of(choices), best.value))
@@ -48,10 +48,7 @@ def found(
 def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
-    """Return the best so far as it is told.
-
-    Of the choices as they are now, with ties as they happen to be.
-    """
+    """Return a report of the best placement so far, with the choices as they are now."""
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
 
@@ -64,12 +61,12 @@ def incumbent(
 
 
 def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float) -> Placement:
-    """There is none, if that is proven of every choice; else none was found.
+    """Return an answer without a placement: infeasible if proven of every choice, else unknown.
 
     Args:
         request: the question.
-        choices: all of it.
-        time_s: for how long was searched.
+        choices: all choices.
+        time_s: the duration of the search.
     """
     open_choices = [choice for choice in choices if choice.reason is None]
     told = open_choices[-1] if open_choices else min(choices, key=_distance)
@@ -86,10 +83,7 @@ def bound_of(choices: Sequence[Choice]) -> float:
 
 
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
-    """Why there is none, of the choice that comes nearest.
-
-    Which it is, where memory tells them apart.
-    """
+    """Return the reason of the choice nearest to a placement, and name the choice if that matters."""
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
         return reason
@@ -113,10 +107,7 @@ def _single_device(choices: Sequence[Choice]) -> SingleDevice:
 def _step(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
 ) -> Step:
-    """Return the step of the placement that is returned.
-
-    What was found, on the devices as they are named.
-    """
+    """Return the step of the placement with its devices as they are named."""
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]

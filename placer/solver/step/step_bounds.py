@@ -66,7 +66,7 @@ def any_placement(
     """Return a bound on every step in ms: the busiest device, or one micro-batch's way.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes; each may be on some device.
         over: asked before each part of this; where it is, the step is not shorter than what the
             parts before tell.
@@ -139,7 +139,7 @@ class StepTable(CutTable):
     """Lower bounds on the step by how a row is cut, with those cuts below a value.
 
     Args:
-        problem: what is asked, of a schedule and a number of micro-batches.
+        problem: the placement problem, of a schedule and a number of micro-batches.
         nodes: its layers in nodes, a row.
         bottleneck: the same question with objective ``throughput``, by whose memory cuts are
             judged.
@@ -374,10 +374,10 @@ class _OpenCut:
     Attributes:
         start: where the next stage begins.
         counts: by class, the devices that are left, all of which are used.
-        stages: the end and the class of those that are decided.
-        bound: the largest of theirs.
-        tail: what the first of them does when it has its last gradients, and transfers at cuts
-            before the last one's; None if there is none.
+        stages: the end and the class of each decided stage.
+        bound: the largest bound of these stages.
+        tail: the first stage's time after its last gradients, and transfers at cuts before the last;
+            None without a stage.
         options: for the next stage, by bound.
     """
 
@@ -390,10 +390,10 @@ class _OpenCut:
 
 
 def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
-    """Return the table of a row; None if the model is none, or has too many kinds of devices.
+    """Return the table of a row of stages, or None without a row or with too many kinds of devices.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         bottleneck: the same question with objective ``throughput``.
     """

@@ -60,7 +60,7 @@ def climb(
     """Return the best assignment on a way of small changes, each of which shortens the step.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         start: by layer, its device.
         value: of an assignment.

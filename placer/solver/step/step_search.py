@@ -151,10 +151,7 @@ class StepSearch(BestStep):
         )
 
     def _offer_one_device(self) -> None:
-        """Try each device alone, those of a kind once.
-
-        There is always an answer then, if one will do.
-        """
+        """Offer each device alone, one of each kind: if one suffices, there is always an answer."""
         began = self._time_s()
         for choice in self.choices:
             kinds: dict[object, list[int]] = {}
@@ -264,11 +261,11 @@ class StepSearch(BestStep):
         return True
 
     def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
-        """Try the map of the smallest bottleneck, or find the proof that there is none at all.
+        """Try the map of the smallest bottleneck, or find a proof of infeasibility.
 
         Returns:
-            The maps that were tried, by layer the device: none of them may be one where they were
-            taken to hold less.
+            The maps that were tried, by layer the device. None of them may be feasible where segments
+            were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
         if found and self._over(choice, share):
