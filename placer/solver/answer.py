@@ -137,5 +137,6 @@ def _refuse_overflow(problem: Problem, result: costs.Costs) -> None:
     for device, load_ms in zip(problem.devices, result.load_ms, strict=True):
         if load_ms > LONGEST_MS:
             raise InputError(
-                f"device {device.name!r} would be busy for {load_ms:.3g} ms; no more than 1e9 can be placed"
+                f"device {device.name!r} would be busy for {load_ms:.3g} ms; "
+                "no more than 1e9 can be placed"
             )

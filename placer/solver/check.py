@@ -423,7 +423,8 @@ def _check_in_flight(
     require(
         len(claimed) == len(stages)
         and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
-        f"in_flight is {claimed}: zero-bubble needs {least} or more, and has no use for more than {most}",
+        f"in_flight is {claimed}: zero-bubble needs {least} or more, "
+        f"and has no use for more than {most}",
     )
 
 
@@ -491,7 +492,8 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
         any(
             (s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting
         ),
-        f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
+        f"single_device {single.device!r} with {single.short_bytes} bytes short "
+        f"is not the best of {choices}",
     )
     equal("single_device.fits", single.fits, single.short_bytes == 0)
     if value and request.objective not in ("memory", "devices"):

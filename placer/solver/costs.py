@@ -41,7 +41,7 @@ load is over ``bottleneck_ms`` (but for rounding).
 
 **Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the
 schedule, each stage with the sums of its layers' times, between each two stages the sums of the t
-and g that go between them, on lanes of their own, in parallel with computations; plus, in training, the
+and g that go between them, on lanes of their own, parallel to computations; plus, in training, the
 longest time that a device takes for its layers' optimizer_ms. Stages are the devices in pipeline
 order, or, where placements need not be contiguous, segments: maximal runs of layers on one device
 in the profile's order. Objective ``step``: that; for steady-state steps

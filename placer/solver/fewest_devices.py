@@ -156,7 +156,8 @@ class FewestSearch:
         result = costs.evaluate(self._problem, devices) if devices is not None else None
         found = f", {max(result.load_ms):.6g} ms where it is shortest" if result is not None else ""
         return Infeasibility(
-            reason=f"bottleneck_ms = {self._request.bottleneck_ms:g}: whatever the placement, some device is busy for "
+            reason=f"bottleneck_ms = {self._request.bottleneck_ms:g}: whatever the placement, "
+            "some device is busy for "
             f"{bound:.6g} ms or more{found}"
         )
 

@@ -38,13 +38,13 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: memory in addition to the last reader's gradient, held until the reader before it
-            has run; for tied parameters, their gradient.
+        rest_bytes: memory in addition to the last reader's gradient, held until the reader
+            before it has run; for tied parameters, their gradient.
         rest_from: the layer until which, backwards, the rest waits.
         rest_until: the layer from which on, backwards, the rest waits.
         arriving_bytes: the part of its gradient that is stored outside passes where it comes from
             another device: none where its source's weight-gradient pass keeps it anyway.
-        ordered: whether its source must be at its readers' stage or before, in contiguous placements.
+        ordered: whether its source must be at its readers' stage or before, if contiguous.
         unbound: readers to which this does not apply.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
@@ -537,7 +537,8 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
     )
     if total > LARGEST_BYTES:
         raise InputError(
-            f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"
+            f"the layers need {total} bytes in all with {chunks} micro-batches; "
+            "no more than 2**60 can be placed"
         )
 
 

@@ -161,7 +161,7 @@ def ends_of_values(problem: Problem, runs: int) -> int:
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """Return the number of a cut's states: choices of a device, and of the later stages' devices."""
+    """Return the number of a cut's states: choices of a device and of those that follow."""
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
 

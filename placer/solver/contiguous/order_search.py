@@ -76,8 +76,7 @@ def none_in_any_order(search: Search) -> bool:
 
 
 def find_any(search: Search) -> bool:
-    """Look for a placement where no start fits: the best chain of any order, within a growing
-    limit.
+    """Look for a placement where no start fits: a chain of any order, within a growing limit.
 
     A limit without a chain raises the bound.
 

@@ -17,7 +17,10 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.utils.units import bytes_text, count_text
 
-CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
+CONTRADICTION = (
+    "the pins, forbidden devices, colocated layers, links, numbers and contiguity "
+    "contradict each other"
+)
 
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
@@ -82,7 +85,8 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
             ", kept together by contiguity," if problem.contiguous else ""
         )
         return Infeasibility(
-            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts that can be on devices of their own"
+            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts "
+            "that can be on devices of their own"
         )
     if most is None:
         return None
@@ -90,12 +94,14 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
         if len(layers) > most:
             names = _names(problem, layers)
             return Infeasibility(
-                reason=f"max_layers = {most}: layers {listed(names)} must share a device, {len(names)} in all",
+                reason=f"max_layers = {most}: layers {listed(names)} must share a device, "
+                f"{len(names)} in all",
                 layers=names,
             )
     if most * problem.most_devices < len(problem.layers):
         return Infeasibility(
-            reason=f"max_layers = {most}: no more than {count_text(most * problem.most_devices, 'layer')} fit on "
+            reason=f"max_layers = {most}: no more than "
+            f"{count_text(most * problem.most_devices, 'layer')} fit on "
             f"{count_text(problem.most_devices, 'device')}; there are {len(problem.layers)}"
         )
     return None
@@ -128,7 +134,8 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
                 else "the largest limit allowed for it"
             )
             return Infeasibility(
-                reason=f"{subject} {bytes_text(need)}; {choice} is {bytes_text(device.usable_bytes)} "
+                reason=f"{subject} {bytes_text(need)}; {choice} is "
+                f"{bytes_text(device.usable_bytes)} "
                 f"({device.name}): {bytes_text(short[nearest])} short",
                 layers=names,
                 devices=_device_names(problem, short),
@@ -149,7 +156,8 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
         return None
     devices = _device_names(problem, able)
     return Infeasibility(
-        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} may use {bytes_text(there)} "
+        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} "
+        f"may use {bytes_text(there)} "
         f"together: {bytes_text(need - there)} short",
         devices=devices,
         short_bytes=need - there,
@@ -219,7 +227,8 @@ def reason_of_closest(
     }
     worst = max(excess, key=lambda name: excess[name])
     return Infeasibility(
-        reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
+        reason=f"no placement keeps every device within its memory: "
+        f"the closest{found} leaves {worst} "
         f"{bytes_text(excess[worst])} short",
         layers=tuple(
             problem.layers[i].name

@@ -107,7 +107,8 @@ def _fullest(placement: Placement) -> str:
     sizes = load.memory.model_dump()
     kind = max(sizes, key=lambda name: sizes[name])
     what = kind.removesuffix("_bytes").replace("param", "parameter").replace("grad", "gradient")
-    return f"{load.device} holds {bytes_text(load.memory.total_bytes)}, {bytes_text(sizes[kind])} of it for {what}s"
+    total, part = bytes_text(load.memory.total_bytes), bytes_text(sizes[kind])
+    return f"{load.device} holds {total}, {part} of it for {what}s"
 
 
 def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tuple[Limiting, str]:

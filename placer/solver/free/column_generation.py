@@ -418,9 +418,7 @@ class _Shares:
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
-        """Add the set to the pool and return it, or None if it is missing or heavier than the
-        target.
-        """
+        """Add the set to the pool and return it; None if missing or heavier than the target."""
         load = self.graph.kinds[kind].load(nodes)
         if not nodes or load > target:
             return []

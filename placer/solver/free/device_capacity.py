@@ -50,8 +50,7 @@ class Room:
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
-        """Return whether a placement fits, and update the devices' capacity if sizes do not decide
-        it.
+        """Return whether a placement fits; update the capacity if sizes do not decide it.
 
         Args:
             devices: by node.

@@ -106,7 +106,7 @@ class Subsets:
                 2**-30.
             enough: the least worth.
             most_labels: the most labels at a step; above it, neighbours become one.
-            real: drop all neighbours but the most worthy instead, so that every set is real. The result
+            real: drop all neighbours but the most worthy instead, so that sets are real. The result
                 then holds only for the sets that were searched.
 
         Raises:

@@ -131,8 +131,7 @@ class _Listing:
         return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
-        """Return, by block, the device on which it is done first, or None if some block fits
-        nowhere.
+        """Return, by block, the device on which it is done first; None if some block fits nowhere.
 
         Args:
             order: of the blocks.

@@ -83,7 +83,7 @@ def bound_of(choices: Sequence[Choice]) -> float:
 
 
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
-    """Return the reason of the choice nearest to a placement, and name the choice if that matters."""
+    """Return the reason of the choice nearest to a placement; name the choice if it matters."""
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
         return reason

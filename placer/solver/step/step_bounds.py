@@ -376,8 +376,8 @@ class _OpenCut:
         counts: by class, the devices that are left, all of which are used.
         stages: the end and the class of each decided stage.
         bound: the largest bound of these stages.
-        tail: the first stage's time after its last gradients, and transfers at cuts before the last;
-            None without a stage.
+        tail: the first stage's time after its last gradients, and transfers at cuts before
+            the last; None without a stage.
         options: for the next stage, by bound.
     """
 

@@ -264,8 +264,8 @@ class StepSearch(BestStep):
         """Try the map of the smallest bottleneck, or find a proof of infeasibility.
 
         Returns:
-            The maps that were tried, by layer the device. None of them may be feasible where segments
-            were taken to hold less.
+            The maps that were tried, by layer the device. None of them may be feasible where
+            segments were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
         if found and self._over(choice, share):
