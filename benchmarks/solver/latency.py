@@ -1,13 +1,12 @@
-"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
-objective.
+"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft).
 
-Each accelerator runs at most one subgraph, of nodes that fit in its memory; no path may leave it
-and come back. It starts when all its inputs are there, and takes its nodes' times one after another
-and the transfer of each value that comes in or goes out; all its values are there at its end. Other
-nodes run on CPU cores, as many as they want, as soon as their inputs are there. The latency is the
-last end.
+They have their own objective. Each accelerator runs at most one subgraph, of nodes that fit in its
+memory; no path may leave it and come back. It starts when all its inputs are there, and takes its
+nodes' times one after another and the transfer of each value that comes in or goes out; all its
+values are there at its end. Other nodes run on CPU cores, as many as they want, as soon as their
+inputs are there. The latency is the last end.
 
-A placement request knows no such devices (see ``placer.solver.costs`` for its latency), so these
+A placement request has no such devices (see ``placer.solver.costs`` for its latency), so these
 inputs have a search of their own here: ``latency_bound.py`` proves, ``latency_search.py`` finds.
 """
 
@@ -84,7 +83,7 @@ class Graph:
         return tuple(found)
 
     def duration_ms(self, nodes: frozenset[int]) -> float:
-        """The time that an accelerator takes for a subgraph, transfers included."""
+        """Return the time that an accelerator takes for a subgraph, transfers included."""
         outside = {source for node in nodes for source in self.sources[node]} - nodes
         leaving = [node for node in nodes if not nodes.issuperset(self.readers[node])]
         transfers = sum(self.transfer_ms[node] for node in [*outside, *leaving])
@@ -92,13 +91,13 @@ class Graph:
 
 
 def load(name: str) -> dict[str, Any]:
-    """An input as published."""
+    """Return an input as published."""
     content: dict[str, Any] = json.loads((WORKLOADS / f"{name}.json").read_text())
     return content
 
 
 def graph(given: Mapping[str, Any]) -> Graph:
-    """An input by index."""
+    """Return an input by index."""
     nodes = {node["id"]: node for node in given["nodes"]}
     number = {node: index for index, node in enumerate(nodes)}
     arcs = [(number[edge["sourceId"]], number[edge["destId"]]) for edge in given["edges"]]
@@ -133,14 +132,18 @@ def graph(given: Mapping[str, Any]) -> Graph:
 
 
 def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
-    """The latency of an assignment, by node its accelerator or ``CPU``; None if a rule is broken."""
+    """Return the latency of an assignment, by node its accelerator or ``CPU``.
+
+    The result is None if a rule is broken.
+    """
     found = longest_way(read, where)
     return None if found is None else found[0]
 
 
 def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and
-    their own added.
+    """Return the latency, and what decides it.
+
+    CPU nodes by index, accelerators as the number of nodes and their own added.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for node, device in enumerate(where):
@@ -161,8 +164,9 @@ def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | 
 def _last_end(
     read: Graph, where: Sequence[int], took: Mapping[int, float]
 ) -> tuple[float, list[int]] | None:
-    """The longest way through the units, a subgraph or a node on the CPU each; None if they go
-    round.
+    """Return the longest way through the units, a subgraph or a node on the CPU each.
+
+    The result is None if they go round.
     """
     count = len(where)
     unit = [node if device == CPU else count + device for node, device in enumerate(where)]
@@ -199,7 +203,7 @@ def _last_end(
 
 
 def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> float:
-    """The latency of a placement, read from the input; raises if it breaks a rule."""
+    """Return the latency of a placement, read from the input; raises if it breaks a rule."""
     read = graph(given)
     names = [layer_devices[str(node)] for node in read.ids]
     found = finish_ms(
@@ -213,7 +217,7 @@ def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> fl
 
 
 def solve(given: Mapping[str, Any], limit_s: float) -> Placement:
-    """The best assignment found in ``limit_s`` seconds, with what is proven."""
+    """Return the best assignment found in ``limit_s`` seconds, with what is proven."""
     from .latency_bound import path_bound
     from .latency_search import improved
 

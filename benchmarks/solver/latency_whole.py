@@ -1,6 +1,4 @@
-"""The least that a subgraph can take where memory binds: a smallest cut of which the nodes inside
-fit.
-"""
+"""The least time of a subgraph where memory binds: a minimum cut whose inner nodes fit."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def least_that_fits(
     together: Iterable[Together],
     known: float,
 ) -> tuple[float, frozenset[int] | None]:
-    """The least time of a subgraph that fits in memory, in ms.
+    """Return the least time of a subgraph that fits in memory, in ms.
 
     Args:
         read: the input.
@@ -88,9 +86,7 @@ class _Program:
         return cp_model.LinearExpr.weighted_sum(self.inside, times)
 
     def _transfers(self) -> cp_model.LinearExprT:
-        """A value costs if its source is inside and a reader is not, and if it is the other way
-        round.
-        """
+        """Add values: each costs if its source is inside and a reader is not, and vice versa."""
         costs: list[cp_model.LinearExprT] = []
         for node, readers in enumerate(self.read.readers):
             units, source = _units(self.read.transfer_ms[node]), self.inside[node]
@@ -103,7 +99,7 @@ class _Program:
     def _any(
         self, pairs: Sequence[tuple[cp_model.IntVar | int, cp_model.IntVar | int]], units: int
     ) -> list[cp_model.LinearExprT]:
-        """The cost, if the first of any pair is inside and the second is not."""
+        """Return the cost, if the first of any pair is inside and the second is not."""
         able = [
             (one, other)
             for one, other in pairs
@@ -117,7 +113,7 @@ class _Program:
         return [units * crosses]
 
     def solve(self, known: float) -> tuple[float, frozenset[int] | None]:
-        """The bound and the subgraph."""
+        """Return the bound and the subgraph."""
         if self.impossible:
             return inf, None
         if known > 0:

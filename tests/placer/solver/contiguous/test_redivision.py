@@ -18,7 +18,7 @@ SETTINGS = examples(60)
 
 
 def search_from(problem, devices):
-    """A search that knows one placement."""
+    """Return a search that knows one placement."""
     search = Portfolio(problem)
     search.request, search.nodes = problem.request, reduced(problem)
     search.offer(devices, "given")

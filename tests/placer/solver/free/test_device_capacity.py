@@ -1,5 +1,4 @@
-"""What devices have room for, against the cost model, and searches where more than state takes
-memory."""
+"""The capacity of devices, against the cost model, and searches where more than state counts."""
 
 from random import Random
 
@@ -65,8 +64,8 @@ def test_searches_from_a_placement_that_fits_find_one_that_fits_and_is_no_worse(
 def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activations(
     training, room_bytes
 ):
-    """That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a
-    workspace of 80 for all."""
+    # That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a workspace
+    # of 80 for all.
     layers = [
         Layer(
             name=f"l{index}",

@@ -18,7 +18,7 @@ FREE = Constraints(contiguous=False)
 
 
 def every_placement(problem):
-    """Each assignment that meets all requirements, and its bottleneck."""
+    """Return each assignment that meets all requirements, and its bottleneck."""
     for devices in itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is not None and costs.fits(problem, result):
@@ -52,8 +52,8 @@ def test_loads_of_five_devices_become_even(chain):
 
 
 def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
-    """8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
-    come to 13."""
+    # 8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
+    # come to 13.
     problem = Problem.from_request(chain([8.0, 6, 4, 2, 7, 3, 9], devices=3, constraints=FREE))
     found = pair_search.improved(
         problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False
@@ -97,8 +97,8 @@ def test_the_same_is_found_twice(chain):
 
 
 def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
-    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended
-    by itself."""
+    # Stopped at every tenth look, it takes about as many in all, and none more when it has ended by
+    # itself.
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
     start, looks, stopped = [layer // 4 for layer in range(12)], [], []

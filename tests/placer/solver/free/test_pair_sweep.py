@@ -22,8 +22,7 @@ SETTINGS = examples(150)
 
 
 def free_problem(data):
-    """A free placement's problem, the published rules of sending among them, that loads alone tell
-    of."""
+    """Draw a free placement's problem in which loads add up, also with published rules."""
     asked = data.draw(small_requests(objectives=("throughput",)))
     rules = asked.constraints.model_copy(update={"contiguous": False})
     problem = Problem.from_request(
@@ -36,7 +35,7 @@ def free_problem(data):
 
 
 def placed_freely(data):
-    """A free placement's problem, its nodes, and a device that each may be on."""
+    """Return a free placement's problem, its nodes, and a device that each may be on."""
     problem = free_problem(data)
     nodes = reduced(problem)
     assume(all(nodes.allowed))
