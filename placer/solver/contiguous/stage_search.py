@@ -12,15 +12,18 @@ first asks for anything better, also in parts (``redivision.py``), then halves t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from placer.solver.contiguous import ideals
+from placer.solver.chain import initial_placements
+from placer.solver.contiguous import ideals, part_bounds
 from placer.solver.contiguous.merges import merged
 from placer.solver.contiguous.redivision import divide_anew
 from placer.solver.contiguous.stage_program import StageModel
-from placer.solver.cpsat.runner import Answer
+from placer.solver.cpsat.runner import Answer, Meter
+from placer.solver.enumeration import every_map
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
@@ -100,12 +103,13 @@ def _worth_chains(search: Search, threshold: float) -> bool:
     return search.bound < threshold < search.too_many * (1 - IDEALS_STEP)
 
 
-def sweep(search: Search) -> None:
+def sweep(search: Search, *, parts: bool = True) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
     Args:
-        search: with a placement, or with a bottleneck that will do; of a problem that
-            ``stage_scope.applies`` to. parts: whether some stages are looked at alone, too.
+        search: with a placement, or with a sufficient bottleneck; of a problem that
+            ``stage_scope.applies`` to.
+        parts: whether parts of the model are searched alone for bounds.
     """
     for turn in count():
         if not search.open() or search.over(1.0):
@@ -114,6 +118,8 @@ def sweep(search: Search) -> None:
         known, done = (search.value, search.bound), search.meter.done
         wide = search.value - search.bound > SWEEP.wide_gap * search.value
         _anything_better(search, SWEEP.short if wide else work)
+        if parts and wide and search.open():
+            _bound_by_parts(search, work)
         if search.open():
             _groups_anew(search, work)
         if search.open() and wide:
@@ -129,6 +135,48 @@ def sweep(search: Search) -> None:
             # no question was cut short: asked again, each has the same answer, which costs do not
             # bear out
             return
+
+
+def _bound_by_parts(search: Search, work: float) -> None:
+    """Raise the bound by growing parts around the busiest stages, until they are too hard.
+
+    Args:
+        search: with a placement, or nothing is done.
+        work: the most work of each part, in the measure of ``cpsat.runner.Meter``.
+    """
+    for layers in part_bounds.parts(search.problem, search.best) if search.best is not None else ():
+        part = _part(search, layers, work)
+        # The layers may be placed so well that they prove nothing.
+        if part.best is None or part.value <= search.bound + THRESHOLD_STEP * search.value:
+            continue
+        few_ideals(part)
+        if part.open():
+            sweep(part, parts=False)
+        if part.open():
+            every_map.try_all(part)
+        search.meter.done += part.meter.done
+        search.prove(min(part.bound, search.nothing_below()))
+        if part.open() or not search.open() or search.over(1.0):
+            return
+
+
+def _part(search: Search, layers: list[int], work: float) -> Search:
+    """Return a search over some layers alone, which knows first placements of them."""
+    problem = part_bounds.part_of(search.problem, layers)
+    limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
+    part = Search(
+        replace(problem, request=limited),
+        stop=search.stop,
+        meter=Meter(min(work, search.meter.left)),
+        bound=search.bound,
+        enough=search.enough,
+    )
+    assert search.best is not None
+    part.offer([search.best[layer] for layer in layers], search.method)
+    for start in initial_placements.starts(part.problem, part.nodes, part.counted):
+        part.prove(start.bound)
+        part.offer(start.devices, start.method)
+    return part
 
 
 def _groups_anew(search: Search, work: float) -> None:
