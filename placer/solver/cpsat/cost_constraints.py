@@ -43,7 +43,7 @@ def loads(model: PlacementModel) -> None:
     """Require the objective to be at least every device's load."""
     compute, send, receive = model.load_parts
     for device in model.devices:
-        most = model.makespan
+        most = model.most_busy(device)
         if model.problem.request.transfers == "overlapped":
             for part in (compute, send, receive):
                 model.cp.add(sum(part[device]) <= most)

@@ -333,6 +333,10 @@ class PlacementModel:
         """The terms of each device's compute, of what it sends, and of what it receives."""
         return cost_constraints.load_parts(self)
 
+    def most_busy(self, device: int) -> cp_model.IntVar | int:
+        """Return the most that a device's load may be: the objective."""
+        return self.makespan
+
     def _set_goal(self) -> None:
         if self.objective != "none":
             self.cp.minimize(self.makespan)

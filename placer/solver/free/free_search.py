@@ -6,6 +6,9 @@ counting bound ─▶ pair search ─▶ column generation ─▶ integer progra
                   hold                                                                       ▼
          integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
+Where pairs of devices cannot be judged alone, a few devices redivide their nodes with the integer
+program instead (``neighbourhood_search.py``), also between its rounds.
+
 With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
 by column generation with large groups and a first look of the integer program.
 """
@@ -19,7 +22,7 @@ from typing import NamedTuple
 
 from placer.solver import answer
 from placer.solver.cpsat.model import PlacementModel, worth_building
-from placer.solver.free import pair_search, set_graph
+from placer.solver.free import neighbourhood_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
 from placer.solver.free.counting_bound import count_bound
 from placer.solver.free.pair_search import PairSearch
@@ -37,6 +40,8 @@ class _Ends(NamedTuple):
         pairs_at_last: the same while it still finds better placements.
         proof_of_few: a proof right after the pair search, of few nodes.
         coarse_prices: bounds by prices of large groups.
+        redivision: large neighbourhood search, if the pair search does not apply.
+        redivision_between: the same between rounds of the integer program.
         pairs_again: the continued pair search.
         prices: bounds by prices of small groups.
         brief: share of the remaining time, or work, of a brief look of the integer program.
@@ -48,6 +53,8 @@ class _Ends(NamedTuple):
     pairs_at_last: float = 0.3
     proof_of_few: float = 0.1
     coarse_prices: float = 0.5
+    redivision: float = 0.45
+    redivision_between: float = 0.7
     pairs_again: float = 0.65
     prices: float = 0.8
     brief: float = 0.1
@@ -78,6 +85,8 @@ def before_the_program(search: Search) -> None:
         divided = _divide_pairs(search, pairs, ENDS.pairs_of_few)
         _share_out(search, COARSE, ENDS.proof_of_few)
         _look_at_few(search)
+    if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
+        _redivide(search, ENDS.redivision)
     _share_out(search, COARSE, ENDS.coarse_prices)
     _look_briefly(search)
     if divided:
@@ -202,6 +211,20 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
 
 
 def between_rounds(search: Search) -> None:
-    """Between rounds of the program, prove bounds of what is better by now."""
+    """Between rounds of the program, redivide a few devices and prove bounds of better values."""
+    _redivide(search, ENDS.redivision_between)
     _share_out(search, COARSE, ENDS.prices)
     _share_out(search, FINE, ENDS.prices)
+
+
+def _redivide(search: Search, share: float) -> None:
+    """Let a few devices redivide their nodes, until a share of the time or the work is over."""
+    if (
+        search.best is not None
+        and search.enough is None
+        and neighbourhood_search.applies(search.problem)
+    ):
+        found = neighbourhood_search.improved(
+            search.problem, search.best, search.quietly, lambda: search.over(share)
+        )
+        search.offer(found, "local search")
