@@ -34,7 +34,7 @@ from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
 from placer.solver.check import check
 from placer.solver.contiguous import stage_scope, stage_search
 from placer.solver.contiguous.order_search import none_in_any_order
-from placer.solver.contiguous.redivision import divide_anew
+from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
@@ -346,9 +346,7 @@ class Portfolio(Search):
         if self.open() and not self.over(SHARES.relaxed):
             self._ask_less(links)
         if self.open():
-            divide_anew(
-                self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True
-            )
+            redivide(self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)

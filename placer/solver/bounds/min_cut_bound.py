@@ -45,7 +45,7 @@ Pins = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Knot:
+class NodeBound:
     """A node and what is proven of its device.
 
     Attributes:
@@ -60,16 +60,16 @@ class Knot:
     alone_ms: float
 
 
-def knot_bound(problem: Problem, nodes: Reduction) -> float:
-    """Return a lower bound on the bottleneck from the tightest knot, in milliseconds.
+def cut_bound(problem: Problem, nodes: Reduction) -> float:
+    """Return a lower bound on the bottleneck from the tightest node_bound, in milliseconds.
 
     0 where none is known.
     """
-    tightest = knots(problem, nodes)
+    tightest = node_bounds(problem, nodes)
     return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
 
 
-def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
+def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
     """Knots, the tightest first, each tighter than those that were looked at before it.
 
     Args:
@@ -85,14 +85,14 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
     return _tightening(work, alone, nets)[::-1] if total > 0 else []
 
 
-def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[Knot]:
+def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[NodeBound]:
     """Knots of growing least(v).
 
     A set that was found for one node says of all in it that they are no tighter.
     """
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
-    found: list[Knot] = []
+    found: list[NodeBound] = []
     cutter = Cutter(work, nets)
     for node in sorted(range(len(work)), key=lambda node: -most[node]):
         if most[node] <= best or cuts >= MOST_CUTS:
@@ -101,7 +101,7 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
         value, members = cutter.least([node])
         if min(value, alone[node]) > best:
             best = min(value, alone[node])
-            found.append(Knot(node, value, alone[node]))
+            found.append(NodeBound(node, value, alone[node]))
         for member in members:
             most[member] = min(most[member], value)
     return found

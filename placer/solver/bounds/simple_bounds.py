@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
-from placer.solver.bounds.min_cut_bound import knot_bound
+from placer.solver.bounds.min_cut_bound import cut_bound
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
@@ -18,7 +18,7 @@ def lower_bound(problem: Problem, nodes: Reduction) -> float:
         return _least_latency(problem, nodes)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
-    return max(least_work(problem, nodes, problem.compute_ms), knot_bound(problem, nodes))
+    return max(least_work(problem, nodes, problem.compute_ms), cut_bound(problem, nodes))
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:

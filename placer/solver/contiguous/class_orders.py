@@ -33,7 +33,7 @@ from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
-from placer.solver.contiguous.ideal_frontiers import Between, Front, Range
+from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
 from placer.solver.contiguous.stage_capacity import StageRoom
 from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
 from placer.solver.cpsat.capacity import work_on
@@ -202,7 +202,7 @@ class _StageGraph(ideal_frontiers.Graph):
 
 
 class _Chains:
-    """The tables of the dynamic program for one order, front by front."""
+    """The tables of the dynamic program for one order, frontier by frontier."""
 
     def __init__(
         self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]
@@ -221,14 +221,14 @@ class _Chains:
         The result is None if there are too many ideals.
         """
         nothing = np.zeros(self.works.shape[1], np.bool_)
-        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.frontiers = [Frontier(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached = [np.zeros(1)]
         for stage, kind in enumerate(self.order):
-            before = self.fronts[-1]
+            before = self.frontiers[-1]
             behind = (
                 None
                 if self.over()
-                else ideal_frontiers.front(before, stage + 1, self._ranges(stage))
+                else ideal_frontiers.next_frontier(before, stage + 1, self._ranges(stage))
             )
             if behind is None:
                 return None
@@ -239,9 +239,9 @@ class _Chains:
             alive = value <= self.within
             if not alive.any():
                 return inf
-            self.fronts.append(behind.some(alive))
+            self.frontiers.append(behind.some(alive))
             self.reached.append(value[alive])
-        whole = self.fronts[-1].whole
+        whole = self.frontiers[-1].whole
         return inf if whole is None else float(self.reached[-1][whole])
 
     def _ranges(self, stage: int) -> list[Range]:
@@ -250,7 +250,7 @@ class _Chains:
         No more than the stage can add, nor less than the next can take.
         """
         work = self.works[self.order[stage]]
-        done = self.fronts[-1].sums(work)
+        done = self.frontiers[-1].sums(work)
         found = [Range(work, float(done.min()), float(done.max()) + self.within)]
         if stage + 1 < len(self.order):
             work = self.works[self.order[stage + 1]]
@@ -258,7 +258,7 @@ class _Chains:
             found.append(Range(work, held - self.within, float(work.sum())))
         return found
 
-    def _through(self, stage: int, before: Front, behind: Front) -> Vector | None:
+    def _through(self, stage: int, before: Frontier, behind: Frontier) -> Vector | None:
         """Return, by ideal, the best of the chains that end there.
 
         The result is None if the pairs are too many.
@@ -293,10 +293,10 @@ class _Chains:
         """Return, by layer, its device, following the best choices from the last ideal."""
         left = [list(alike) for alike in self.given.classes]
         devices = [0] * self.works.shape[1]
-        place = self.fronts[-1].whole
+        place = self.frontiers[-1].whole
         for stage in reversed(range(len(self.order))):
             assert place is not None
-            before, behind = self.fronts[stage], self.fronts[stage + 1]
+            before, behind = self.frontiers[stage], self.frontiers[stage + 1]
             loads = _Loads(self, stage, before, behind.some(slice(place, place + 1)))
             table = loads.chains(
                 slice(None), slice(None), self.reached[stage], np.array([self.within])
@@ -311,11 +311,11 @@ class _Chains:
 class _Loads:
     """What a stage takes that holds what is between two ideals."""
 
-    def __init__(self, chains: _Chains, stage: int, before: Front, behind: Front) -> None:
+    def __init__(self, chains: _Chains, stage: int, before: Frontier, behind: Frontier) -> None:
         given, kind = chains.given, chains.order[stage]
         graph = _StageGraph(given, chains.windows, stage)
         self._before, self._behind = (
-            Front(graph, one.must, one.free, one.taken) for one in (before, behind)
+            Frontier(graph, one.must, one.free, one.taken) for one in (before, behind)
         )
         self._between = Between(self._before, self._behind)
         work, banned = chains.works[kind], chains.banned[kind]

@@ -90,7 +90,7 @@ def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int],
 
 
 @dataclass(frozen=True)
-class Front:
+class Frontier:
     """Some ideals, which differ in few nodes.
 
     Attributes:
@@ -147,9 +147,9 @@ class Front:
         """Return, by ideal, the weight of its nodes."""
         return _weights(self.taken, weights[self.free]) + float(weights[self.must].sum())
 
-    def some(self, which: Bools | NDArray[np.int64] | slice) -> Front:
+    def some(self, which: Bools | NDArray[np.int64] | slice) -> Frontier:
         """Return some of them."""
-        return Front(self.graph, self.must, self.free, self.taken[which])
+        return Frontier(self.graph, self.must, self.free, self.taken[which])
 
     def ideal(self, place: int) -> Bools:
         """Return, by node, whether one of them holds it."""
@@ -180,7 +180,7 @@ class Range:
     most: float
 
 
-def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
+def next_frontier(before: Frontier, stage: int, ranges: Sequence[Range]) -> Frontier | None:
     """Return the ideals that the stages before one can hold together; None if they are too many.
 
     Args:
@@ -216,18 +216,18 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
         taken, done = taken[within], done[within]
         if len(taken) > MOST_IDEALS:
             return None
-    return Front(graph, must, np.array(free, np.int64), taken)
+    return Frontier(graph, must, np.array(free, np.int64), taken)
 
 
 class Between:
-    """What is between the ideals of two fronts, as what a stage holds.
+    """What is between the ideals of two frontiers, as what a stage holds.
 
     Args:
-        before: the front before the stage.
+        before: the frontier before the stage.
         behind: the one behind it.
     """
 
-    def __init__(self, before: Front, behind: Front) -> None:
+    def __init__(self, before: Frontier, behind: Frontier) -> None:
         self._before, self._behind = before, behind
         self._sums: dict[bytes, tuple[Vector, Vector]] = {}
         graph = before.graph
@@ -325,7 +325,7 @@ def _weights(chosen: Bools, weights: Vector) -> Vector:
     return product(chosen.astype(np.float64), weights[:, None])[:, 0]
 
 
-def _members(front: Front, nodes: NDArray[np.int64]) -> Counts:
+def _members(front: Frontier, nodes: NDArray[np.int64]) -> Counts:
     """Return, by ideal and each of some nodes, 1 if it holds it, else 0."""
     place = np.full(front.graph.count, -1)
     place[front.free] = np.arange(len(front.free))

@@ -34,12 +34,12 @@ from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
     Between,
     Bools,
-    Front,
+    Frontier,
     Graph,
     Range,
     Table,
     Vector,
-    front,
+    next_frontier,
 )
 from placer.solver.contiguous.transfer_windows import narrowed_windows
 from placer.solver.cpsat.capacity import most_within, work_on
@@ -146,7 +146,7 @@ def _classes(
 
 
 class _Chains:
-    """The tables of the dynamic program, front by front."""
+    """The tables of the dynamic program, frontier by frontier."""
 
     def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
         self.problem, self.nodes, self.upper = problem, nodes, upper
@@ -173,16 +173,16 @@ class _Chains:
         The result is None if there are too many ideals.
         """
         nothing = np.zeros(self.graph.count, np.bool_)
-        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.frontiers = [Frontier(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached: dict[Counts, Vector] = {self.states[0][0]: np.zeros(1)}
         self.pairs = 0
         value, chosen = inf, self.states[0][0]
         for stage in range(1, self.problem.most_devices + 1):
             if over() or not self._go_on(stage):
                 return None
-            if not len(self.fronts[stage]):
+            if not len(self.frontiers[stage]):
                 break
-            whole = self.fronts[stage].whole
+            whole = self.frontiers[stage].whole
             for counts in self.states[stage] if whole is not None else ():
                 if self.reached[counts][whole] < value:
                     value, chosen = float(self.reached[counts][whole]), counts
@@ -191,9 +191,9 @@ class _Chains:
         return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
-        """Return the next front, with what is reached there; whether it has not too many ideals."""
+        """Return the next frontier, with what is reached there; whether it has not too many ideals."""
         states = self.states[stage]
-        every = front(self.fronts[-1], stage, self._ranges(stage))
+        every = next_frontier(self.frontiers[-1], stage, self._ranges(stage))
         if every is None:
             return False
         every = every.some(np.argsort(every.sums(self.fastest), kind="stable"))
@@ -201,20 +201,22 @@ class _Chains:
         some = np.any(able, axis=0)
         behind = every.some(some)
         values = {counts: np.full(len(behind), inf) for counts in states}
-        if not self._all_through(self.fronts[-1], behind, values):
+        if not self._all_through(self.frontiers[-1], behind, values):
             return False
         for counts, fits in zip(states, able, strict=True):
             values[counts][~fits[some] | (values[counts] > self.within)] = inf
         self._keep(behind, values)
         return True
 
-    def _keep(self, behind: Front, values: dict[Counts, Vector]) -> None:
+    def _keep(self, behind: Frontier, values: dict[Counts, Vector]) -> None:
         """Keep the ideals that are reached, and the stages before them."""
         alive = np.any([value < inf for value in values.values()], axis=0)
-        self.fronts.append(behind.some(alive))
+        self.frontiers.append(behind.some(alive))
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
-    def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
+    def _all_through(
+        self, before: Frontier, behind: Frontier, values: dict[Counts, Vector]
+    ) -> bool:
         """Take all chains into account, ideals of about the same work together.
 
         Whether the pairs are not too many.
@@ -244,7 +246,7 @@ class _Chains:
     def _through(
         self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]
     ) -> None:
-        """Take into account the chains from some ideals of a front to some of the next."""
+        """Take into account the chains from some ideals of a frontier to some of the next."""
         loads = self._loads(rows, columns, between)
         for counts, value in values.items():
             for kind in kinds_left(counts):
@@ -272,7 +274,7 @@ class _Chains:
             found.append(load)
         return found
 
-    def _can_be(self, counts: Counts, every: Front) -> Bools:
+    def _can_be(self, counts: Counts, every: Frontier) -> Bools:
         """Return, by ideal, whether devices of these classes can hold it and the others the rest.
 
         Every net that is cut keeps a device busy on either side.
@@ -311,7 +313,7 @@ class _Chains:
             (self.fastest, self._work_each),
             (self.state_bytes, self._bytes_each),
         ):
-            before, states = self.fronts[-1].sums(weights), self.states[stage]
+            before, states = self.frontiers[-1].sums(weights), self.states[stage]
             least = min(self._least(counts, weights, each) for counts in states)
             most = max(self._most(counts, each) for counts in states)
             found.append(
@@ -342,10 +344,10 @@ class _Chains:
         left = [list(one.members) for one in self.classes]
         devices = [0] * self.graph.count
         stage = sum(counts)
-        place = self.fronts[stage].whole
+        place = self.frontiers[stage].whole
         while stage:
             assert place is not None
-            before, behind = self.fronts[stage - 1], self.fronts[stage]
+            before, behind = self.frontiers[stage - 1], self.frontiers[stage]
             end = behind.some(slice(place, place + 1))
             last = Between(before, end)
             loads = self._loads(slice(None), slice(None), last)

@@ -23,8 +23,8 @@ from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction, joined
 from placer.solver.search import Search
 
-FEWEST, MOST = 2, 4
-"""The fewest and the most neighbouring stages of a group: five take as long as all."""
+MOST = 4
+"""The most neighbouring stages of a group: five take as long as all."""
 
 IN_ALL = 30.0
 """Work of all groups together, as a multiple of the work of one."""
@@ -98,9 +98,7 @@ class GroupModel(StageModel):
         return self.makespan if stage in self._group.stages else TIME_STEPS
 
 
-def divide_anew(
-    search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False
-) -> None:
+def redivide(search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False) -> None:
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
     Args:
@@ -154,7 +152,7 @@ class _Current:
         count = len(self.load_ms)
         room = min(1, self.problem.most_devices - count)
         for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage])[:some]:
-            for size in range(min(FEWEST, count), min(MOST, count) + 1):
+            for size in range(min(2, count), min(MOST, count) + 1):
                 firsts = range(max(0, busiest - size + 1), min(busiest, count - size) + 1)
                 for first in sorted(
                     firsts, key=lambda first: sum(self.load_ms[first : first + size])

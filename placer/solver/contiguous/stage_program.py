@@ -24,7 +24,7 @@ from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import StageLinks, stage_links, surcharges
 from placer.solver.contiguous.stage_scope import knows_memory
 from placer.solver.contiguous.transfer_windows import narrowed_windows
-from placer.solver.cpsat.peak_constraints import Moments
+from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
@@ -337,13 +337,13 @@ class StageModel:
         held = memory_bounds.state_of_nodes(problem, self.nodes)
         state = [(node, size // unit) for node, size in enumerate(held)]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
-        moments = Moments(problem, self.nodes, unit)
+        moments = PeakConstraints(problem, self.nodes, unit)
         for p in self.stages:
             use = self._sum_at(p, state) + self._passing(p, moments, min(limits))
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
-    def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
+    def _passing(self, stage: int, moments: PeakConstraints, limit: int) -> Sum:
         """Return the bytes that passes take at a stage with all micro-batches in flight."""
         problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
         if memory_bounds.holds_state_alone(problem):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from placer.solver.chain import initial_placements
 from placer.solver.contiguous import ideals, part_bounds
 from placer.solver.contiguous.merges import merged
-from placer.solver.contiguous.redivision import divide_anew
+from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map
@@ -121,7 +121,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         if parts and wide and search.open():
             _bound_by_parts(search, work)
         if search.open():
-            _groups_anew(search, work)
+            _redivide_groups(search, work)
         if search.open() and wide:
             _anything_better(search, work)
         if search.open():
@@ -179,9 +179,9 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
     return part
 
 
-def _groups_anew(search: Search, work: float) -> None:
+def _redivide_groups(search: Search, work: float) -> None:
     """Better placements from parts of the best known, which are quicker to place than all is."""
-    divide_anew(search, nodes_within(search), SWEEP.group_share * work)
+    redivide(search, nodes_within(search), SWEEP.group_share * work)
 
 
 def _anything_better(search: Search, work: float) -> None:

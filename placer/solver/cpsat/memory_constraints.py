@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from placer.solver.bounds.memory_bounds import can_bind, state_bytes
-from placer.solver.cpsat.peak_constraints import Moments
+from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def memory(model: PlacementModel) -> None:
         and (not model.limited or not can_bind(model.problem))
     ):
         return
-    moments = Moments(model.problem, model.nodes, model.byte_unit)
+    moments = PeakConstraints(model.problem, model.nodes, model.byte_unit)
     for device in model.placed:
         fixed, limit = _fixed(model, device), model.problem.devices[device].usable_bytes
         write = _training if model.problem.training else _inference
@@ -127,7 +127,7 @@ class _OnDevice:
 
 
 def _training(
-    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
     """Require the state, what further micro-batches keep, and the peak of one to fit.
 
@@ -175,7 +175,7 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 
 
 def _inference(
-    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
     """Require the live values and the running layer's workspace to fit at every step."""
     _within(model, device, fixed)

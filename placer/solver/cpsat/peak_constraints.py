@@ -26,7 +26,12 @@ from typing import Protocol
 
 from ortools.sat.python import cp_model
 
-from placer.solver.cpsat.peak_steps import Row, rows_of_inference, rows_of_training, rows_recorded
+from placer.solver.cpsat.peak_steps import (
+    PeakStep,
+    inference_peak_steps,
+    recorded_peak_steps,
+    training_peak_steps,
+)
 from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
 
@@ -50,7 +55,7 @@ class Place(Protocol):
         """1 if the node is there, else 0."""
 
 
-class Moments:
+class PeakConstraints:
     """The worst moments of the places of one program.
 
     Args:
@@ -61,9 +66,9 @@ class Moments:
 
     def __init__(self, problem: Problem, nodes: Reduction, unit: int) -> None:
         self._problem, self._nodes, self._unit = problem, nodes, unit
-        self._of_training = cache(partial(rows_of_training, problem, nodes))
-        self._recorded = cache(partial(rows_recorded, problem, nodes))
-        self._of_inference = cache(partial(rows_of_inference, problem))
+        self._of_training = cache(partial(training_peak_steps, problem, nodes))
+        self._recorded = cache(partial(recorded_peak_steps, problem, nodes))
+        self._of_inference = cache(partial(inference_peak_steps, problem))
 
     def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
         """Return what one micro-batch keeps at a place, and its peak there: lower bounds, in units.
@@ -101,8 +106,8 @@ class Moments:
         """
         return self._at(place).of_inference(self._of_inference(limit_bytes))
 
-    def _at(self, place: Place) -> _Moment:
-        return _Moment(place, self._problem, self._nodes, self._unit)
+    def _at(self, place: Place) -> _PlacePeaks:
+        return _PlacePeaks(place, self._problem, self._nodes, self._unit)
 
 
 def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) -> Term:
@@ -197,7 +202,7 @@ class _Sum:
         return self.total
 
 
-class _Moment:
+class _PlacePeaks:
     """Writes the constraints of one place."""
 
     def __init__(self, place: Place, problem: Problem, nodes: Reduction, unit: int) -> None:
@@ -205,7 +210,7 @@ class _Moment:
         self._cp = place.cp
         self._either: dict[tuple[int, int], cp_model.IntVar] = {}
 
-    def written(self, rows: Sequence[Row]) -> tuple[Term, Term]:
+    def written(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
         """Return the variables ``kept`` and ``moment``."""
         there, back, kept = (_Sum(self._cp) for _ in range(3))
         for step, layer in enumerate(self._problem.layers):
@@ -241,10 +246,10 @@ class _Moment:
                 >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps))
             )
         for row, here in self._able(rows):
-            self._add_row(moment, row, here, (there if row.forwards else back).at(row.step))
+            self._add_step(moment, row, here, (there if row.forwards else back).at(row.step))
         return all_kept, moment
 
-    def written_recorded(self, rows: Sequence[Row]) -> tuple[Term, Term]:
+    def written_recorded(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
         """Two variables: the worst moment forwards, and that backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
@@ -266,14 +271,14 @@ class _Moment:
             most = held.most + max((row.workspace for row in mine), default=0) // self._unit
             moment = self._cp.new_int_var(0, most, "moment")
             for row, here in self._able(mine):
-                self._add_row(moment, row, here, held.at(row.step), may_fall=not forwards)
+                self._add_step(moment, row, here, held.at(row.step), may_fall=not forwards)
             # what is kept, and what is sent, stays when the pass is over
             if forwards:
                 self._cp.add(moment >= held.at(len(self._problem.layers)))
             worst.append(moment)
         return worst[0], worst[1]
 
-    def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
+    def of_inference(self, rows: Sequence[PeakStep]) -> Iterator[Term]:
         """Yield the live values and the workspace at each step, wherever its layer is.
 
         Values arrive at steps of other devices too.
@@ -296,17 +301,17 @@ class _Moment:
             if news or not _is_never(here):
                 yield cp_model.LinearExpr.sum([*live.values(), row.workspace // self._unit * here])
 
-    def _able(self, rows: Iterable[Row]) -> Iterator[tuple[Row, cp_model.IntVar]]:
+    def _able(self, rows: Iterable[PeakStep]) -> Iterator[tuple[PeakStep, cp_model.IntVar]]:
         """Yield the rows of layers that can be there, each with the literal that holds if it is."""
         for row in rows:
             here = self._here(row.step)
             if here is not None:
                 yield row, here
 
-    def _add_row(
+    def _add_step(
         self,
         moment: cp_model.IntVar,
-        row: Row,
+        row: PeakStep,
         here: cp_model.IntVar,
         held: Term,
         may_fall: bool = False,

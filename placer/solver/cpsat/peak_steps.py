@@ -15,7 +15,7 @@ from placer.solver.reduce import Reduction
 
 
 @dataclass(frozen=True)
-class Row:
+class PeakStep:
     """A step whose need may be the largest, forwards or backwards.
 
     Attributes:
@@ -31,7 +31,7 @@ class Row:
     waiting: bool
 
 
-def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
+def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
     """Return the steps that may need the most, in order, each of the two ways for itself."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
@@ -50,12 +50,12 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
             node, need = nodes.node_of[step], steps[step][1]
             wait = waits[not forwards][step]
             if need + wait > before[node] and beside + often * sum(steps[step]) > limit_bytes:
-                rows.append(Row(step, forwards, need, wait > 0))
+                rows.append(PeakStep(step, forwards, need, wait > 0))
             before[node] = max(before[node], need)
     return sorted(rows, key=lambda row: row.step)
 
 
-def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
+def training_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
     """Return the steps that may need the most, in order."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     kept = memory.kept_by_step(problem, everything)
@@ -81,12 +81,12 @@ def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> li
             )
             # A later step of the same node, or the other one of this, keeps no less.
             if need + wait > later[node] and beside + sum(there) > limit_bytes:
-                rows.append(Row(step, forwards, need, wait > 0))
+                rows.append(PeakStep(step, forwards, need, wait > 0))
             later[node] = max(later[node], need)
     return rows[::-1]
 
 
-def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
+def inference_peak_steps(problem: Problem, limit_bytes: int) -> list[PeakStep]:
     """Return the steps that may need the most, in order."""
     values: Counter[int] = Counter()
     for value in problem.values:
@@ -95,7 +95,7 @@ def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
     state = sum(layer.param_bytes + layer.buffer_bytes for layer in problem.layers)
     workspaces = [layer.forward_workspace_bytes for layer in problem.layers]
     return [
-        Row(step, True, workspace, held > 0)
+        PeakStep(step, True, workspace, held > 0)
         for step, (held, workspace) in enumerate(zip(live, workspaces, strict=True))
         if held + workspace and state + held + workspace > limit_bytes
     ]
