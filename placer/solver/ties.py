@@ -89,7 +89,7 @@ def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
 
 
 def ties_of(found: costs.Costs, proven: bool) -> Ties:
-    """Return the rank of a placement as it is reported."""
+    """Return the reported rank of a placement."""
     transfer_ms, spread_ms = rank(found)
     return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
 

@@ -26,7 +26,7 @@ PATIENCE = 4
 
 
 Over = Callable[[float], bool]
-"""Counts work, and tells whether the time, or the work, is over."""
+"""Counts work and returns whether the time, or the work, is over."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ MOST_CELLS = 50_000_000
 """The most numbers in the tables of a cut, 400 MB."""
 
 NARROWER = 4
-"""Factor by which the neighbourhood of a border shrinks from cut to cut."""
+"""Shrinking factor of a border's neighbourhood from cut to cut."""
 
 
 def finer_cuts(

@@ -110,7 +110,7 @@ def _has_chains(search: Search, upper: float, share: float = ENDS.orders) -> boo
             or (search.enough is None and search.best is not None)
         ):
             return True
-        # which asks for more than chains tell of
+        # which requires more than chains account for
         some = some or chain.devices is not None
     return some
 

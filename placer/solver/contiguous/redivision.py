@@ -30,7 +30,7 @@ IN_ALL = 30.0
 """Work of all groups together, as a multiple of the work of one."""
 
 GAIN = 2e-4
-"""Relative gain of a group's busiest stage below which the group stays as it is."""
+"""Relative gain of a group's busiest stage below which a group does not change."""
 
 
 Tried = tuple[frozenset[int], int]

@@ -66,7 +66,7 @@ MOST_TRIES = 2
 
 
 def few_ideals(search: Search) -> None:
-    """Solve a problem with few ideals; leave others as they are.
+    """Solve a problem if its ideals are few.
 
     The smaller the threshold, the fewer ideals there are. So with too many ideals it asks for
     smaller thresholds. A chain within the threshold is the best of all; a threshold without a chain

@@ -22,12 +22,12 @@ from placer.utils.units import bytes_text, count_text
 Solve = Callable[[PlacementRequest], Placement]
 
 MORE_MEMORY = 0.25
-"""Part of its limit by which a device's memory is raised, as the next larger card."""
+"""Increase of a device's memory, as a part of its limit: about the next larger card."""
 
 FASTER = 2.0
-"""Factor by which a device or link is made faster."""
+"""Factor of a device's or a link's speed."""
 LONGER = 1.1
-"""Factor by which a required bottleneck is relaxed."""
+"""Factor of a required bottleneck."""
 
 WORTH = 1e-4
 """Relative gain below which a change is not reported."""

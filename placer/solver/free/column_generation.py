@@ -108,7 +108,7 @@ MOST_WHOLE = 8
 
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def share_bound(
@@ -385,7 +385,7 @@ class _Shares:
     def _scaled(
         self, prices: Sequence[float], target: float
     ) -> tuple[list[float], float, list[Owned]]:
-        """Return prices by which a share is about one, and what devices without transfers leave."""
+        """Return prices that make shares about one, and the rest of devices without transfers."""
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0

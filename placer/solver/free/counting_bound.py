@@ -26,7 +26,7 @@ MOST_HELD = 8
 
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) -> float:

@@ -57,7 +57,7 @@ PATIENCE = (20, 150)
 
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:

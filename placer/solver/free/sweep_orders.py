@@ -29,7 +29,7 @@ class Side(IntFlag):
 STARTS = 12
 """First nodes of greedy orders; more hardly find a better one."""
 WIDE = 40
-"""Pins above which those of a net do not count as neighbours: they would all be."""
+"""Pins above which a net does not make its nodes neighbours: all would be."""
 
 MOST_STATES = 3_000
 """The most states of a border, as labels are kept for each."""

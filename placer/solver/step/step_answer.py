@@ -48,7 +48,7 @@ def found(
 def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
-    """Return a report of the best placement so far, with the choices as they are now."""
+    """Return a report of the best placement so far, with the current choices."""
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
 
@@ -107,7 +107,7 @@ def _single_device(choices: Sequence[Choice]) -> SingleDevice:
 def _step(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
 ) -> Step:
-    """Return the step of the placement with its devices as they are named."""
+    """Return the step of the placement with renamed devices."""
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]

@@ -1,4 +1,4 @@
-"""What a solve returns, beside the optimum itself."""
+"""The answer of a solve, in addition to the optimum itself."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Neighbouring stages divided anew."""
+"""Redivision of neighbouring stages."""
 
 import random
 

@@ -126,7 +126,7 @@ def test_where_no_order_has_a_chain_nothing_fits(request):
         for b, link in enumerate(row)
         if a != b
     )
-    # than chains tell of
+    # than chains account for
     asks_more = problem.least_devices > 1 or problem.most_layers is not None or not linked
     assert search.best is not None or none or asks_more
 

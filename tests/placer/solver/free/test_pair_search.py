@@ -1,4 +1,4 @@
-"""The search whose step is a pair of devices that divides anew what it holds."""
+"""The search in which pairs of devices redivide their nodes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Two devices that divide anew what they hold, against trying every assignment."""
+"""Divisions of two devices' nodes, against every assignment."""
 
 import itertools
 from dataclasses import replace

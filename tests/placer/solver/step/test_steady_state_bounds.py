@@ -1,4 +1,4 @@
-"""Objective ``step`` for steps in a row: what is chosen, proven, said and checked."""
+"""Objective ``step`` for steady-state steps: choices, bounds, reports and checks."""
 
 import itertools
 import random
