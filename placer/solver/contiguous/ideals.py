@@ -191,7 +191,7 @@ class _Chains:
         return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
-        """Return the next frontier, with what is reached there; whether it has not too many ideals."""
+        """Add the next frontier and its bottlenecks; return whether it has few enough ideals."""
         states = self.states[stage]
         every = next_frontier(self.frontiers[-1], stage, self._ranges(stage))
         if every is None:

@@ -6,8 +6,9 @@ counting bound ─▶ pair search ─▶ column generation ─▶ integer progra
                   hold                                                                       ▼
          integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
-Where pairs of devices cannot be judged alone, a few devices redivide their nodes with the integer
-program instead (``neighbourhood_search.py``), also between its rounds.
+Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``), and a
+few devices redivide their nodes with the integer program (``neighbourhood_search.py``), also between
+its rounds.
 
 With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
 by column generation with large groups and a first look of the integer program.
@@ -22,9 +23,10 @@ from typing import NamedTuple
 
 from placer.solver import answer
 from placer.solver.cpsat.model import PlacementModel, worth_building
-from placer.solver.free import neighbourhood_search, pair_search, set_graph
+from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
 from placer.solver.free.counting_bound import count_bound
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_search import PairSearch
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
@@ -40,6 +42,7 @@ class _Ends(NamedTuple):
         pairs_at_last: the same while it still finds better placements.
         proof_of_few: a proof right after the pair search, of few nodes.
         coarse_prices: bounds by prices of large groups.
+        moves: local search by small moves, if the pair search does not apply.
         redivision: large neighbourhood search, if the pair search does not apply.
         redivision_between: the same between rounds of the integer program.
         pairs_again: the continued pair search.
@@ -53,6 +56,7 @@ class _Ends(NamedTuple):
     pairs_at_last: float = 0.3
     proof_of_few: float = 0.1
     coarse_prices: float = 0.5
+    moves: float = 0.2
     redivision: float = 0.45
     redivision_between: float = 0.7
     pairs_again: float = 0.65
@@ -85,6 +89,8 @@ def before_the_program(search: Search) -> None:
         divided = _divide_pairs(search, pairs, ENDS.pairs_of_few)
         _share_out(search, COARSE, ENDS.proof_of_few)
         _look_at_few(search)
+    if search.open() and not divided:
+        _move_nodes(search, ENDS.moves)
     if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
         _redivide(search, ENDS.redivision)
     _share_out(search, COARSE, ENDS.coarse_prices)
@@ -215,6 +221,20 @@ def between_rounds(search: Search) -> None:
     _redivide(search, ENDS.redivision_between)
     _share_out(search, COARSE, ENDS.prices)
     _share_out(search, FINE, ENDS.prices)
+
+
+def _move_nodes(search: Search, share: float) -> None:
+    """Improve the best by small moves, until a share of the time or the work is over."""
+    if search.best is None or search.over(share) or not loads_add_up(search.problem):
+        return
+
+    def over() -> bool:
+        search.meter.done += local_search.ROUND.work
+        return search.over(share)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
+    search.offer(found, "local search")
 
 
 def _redivide(search: Search, share: float) -> None:
