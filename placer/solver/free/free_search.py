@@ -6,8 +6,8 @@ counting bound ─▶ pair search ─▶ column generation ─▶ integer progra
                   hold                                                                       ▼
          integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
-Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``), and a
-few devices redivide their nodes with the integer program (``neighbourhood_search.py``), also between
+Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
+devices redivide their nodes with the integer program (``neighbourhood_search.py``), also between
 its rounds.
 
 With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
