@@ -102,7 +102,7 @@ class Search:
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
     def counted(self, work: float) -> bool:
-        """Count so much work, in the measure of ``cpsat.Meter``.
+        """Count so much work, in the measure of ``cpsat.runner.Meter``.
 
         Whether the time, or the work, is over.
         """

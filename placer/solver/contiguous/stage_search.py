@@ -205,7 +205,7 @@ def halve(search: Search, work: float) -> None:
 
     Args:
         search: with a placement, of a problem that ``stage_scope.bounds``.
-        work: of each question, in the measure of ``cpsat.Meter``.
+        work: of each question, in the measure of ``cpsat.runner.Meter``.
     """
     hard = search.better()
     while (
