@@ -1,12 +1,13 @@
-"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft).
+"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
+objective.
 
-They have their own objective. Each accelerator runs at most one subgraph, of nodes that fit in its
-memory; no path may leave it and come back. It starts when all its inputs are there, and takes its
-nodes' times one after another and the transfer of each value that comes in or goes out; all its
-values are there at its end. Other nodes run on CPU cores, as many as they want, as soon as their
-inputs are there. The latency is the last end.
+Each accelerator runs at most one subgraph, of nodes that fit in its memory; no path may leave it
+and come back. It starts when all its inputs are there, and takes its nodes' times one after another
+and the transfer of each value that comes in or goes out; all its values are there at its end. Other
+nodes run on CPU cores, as many as they want, as soon as their inputs are there. The latency is the
+last end.
 
-A placement request has no such devices (see ``placer.solver.costs`` for its latency), so these
+A placement request knows no such devices (see ``placer.solver.costs`` for its latency), so these
 inputs have a search of their own here: ``latency_bound.py`` proves, ``latency_search.py`` finds.
 """
 
@@ -83,7 +84,7 @@ class Graph:
         return tuple(found)
 
     def duration_ms(self, nodes: frozenset[int]) -> float:
-        """Return the time that an accelerator takes for a subgraph, transfers included."""
+        """The time that an accelerator takes for a subgraph, transfers included."""
         outside = {source for node in nodes for source in self.sources[node]} - nodes
         leaving = [node for node in nodes if not nodes.issuperset(self.readers[node])]
         transfers = sum(self.transfer_ms[node] for node in [*outside, *leaving])
@@ -91,13 +92,13 @@ class Graph:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return an input as published."""
+    """An input as published."""
     content: dict[str, Any] = json.loads((WORKLOADS / f"{name}.json").read_text())
     return content
 
 
 def graph(given: Mapping[str, Any]) -> Graph:
-    """Return an input by index."""
+    """An input by index."""
     nodes = {node["id"]: node for node in given["nodes"]}
     number = {node: index for index, node in enumerate(nodes)}
     arcs = [(number[edge["sourceId"]], number[edge["destId"]]) for edge in given["edges"]]
@@ -132,18 +133,14 @@ def graph(given: Mapping[str, Any]) -> Graph:
 
 
 def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
-    """Return the latency of an assignment, by node its accelerator or ``CPU``.
-
-    The result is None if a rule is broken.
-    """
+    """The latency of an assignment, by node its accelerator or ``CPU``; None if a rule is broken."""
     found = longest_way(read, where)
     return None if found is None else found[0]
 
 
 def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | None:
-    """Return the latency, and what decides it.
-
-    CPU nodes by index, accelerators as the number of nodes and their own added.
+    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and
+    their own added.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for node, device in enumerate(where):
@@ -164,9 +161,8 @@ def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | 
 def _last_end(
     read: Graph, where: Sequence[int], took: Mapping[int, float]
 ) -> tuple[float, list[int]] | None:
-    """Return the longest way through the units, a subgraph or a node on the CPU each.
-
-    The result is None if they go round.
+    """The longest way through the units, a subgraph or a node on the CPU each; None if they go
+    round.
     """
     count = len(where)
     unit = [node if device == CPU else count + device for node, device in enumerate(where)]
@@ -203,7 +199,7 @@ def _last_end(
 
 
 def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> float:
-    """Return the latency of a placement, read from the input; raises if it breaks a rule."""
+    """The latency of a placement, read from the input; raises if it breaks a rule."""
     read = graph(given)
     names = [layer_devices[str(node)] for node in read.ids]
     found = finish_ms(
@@ -217,7 +213,7 @@ def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> fl
 
 
 def solve(given: Mapping[str, Any], limit_s: float) -> Placement:
-    """Return the best assignment found in ``limit_s`` seconds, with what is proven."""
+    """The best assignment found in ``limit_s`` seconds, with what is proven."""
     from .latency_bound import path_bound
     from .latency_search import improved
 

@@ -1,4 +1,5 @@
-"""A proven lower bound on the latency, from the longest path through the graph alone.
+"""A proven lower bound on the latency: the best that the longest path through the graph could do by
+itself.
 
     path      p0  p1  p2 | p3  p4  p5  p6 | p7 | p8 ...
               CPU CPU CPU|   subgraph     |CPU | subgraph
@@ -6,14 +7,14 @@
 A subgraph that no path may leave and re-enter meets a path in one run of its nodes, and the path
 waits for all of it. It holds whatever lies between two nodes of the run, its *hull*, and pays for
 what is bound to cross: a value made before the run and read in the hull, and one made in the hull
-and read past it. Nodes off the path are inside and take time, or outside, and their values cost.
-The cheaper is a minimum cut, where the first round used the run. So the smallest sum over all ways
-to cut the path into at most as many runs as there are accelerators, each of which fits in memory,
-and nodes on the CPU between them, is a bound.
+and read past it. What lies beside the path is inside and takes time, or is outside and what crosses
+costs: the cheaper, a smallest cut, where the first reckoning used the run. So the smallest sum over
+all ways to cut the path into at most as many runs as there are accelerators, each of which fits in
+memory, and nodes on the CPU between them, is a bound.
 
-Nodes outside may be late: on the CPU they begin when the last node of the path before them is done,
-and no bound for that is known at first. So bounds come in rounds, each with the proven times of the
-path's nodes from the round before.
+What is outside may be late: on the CPU it begins when the last node of the path ahead of it is
+done, and no bound for that is known at first. So bounds come in rounds, each with what the one
+before proved of the path's nodes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Proof:
 
 
 def path_bound(read: Graph, until: float = inf) -> Proof:
-    """Return the bound of the path that is longest on the CPU.
+    """The bound of the path that is longest on the CPU.
 
     Args:
         read: the input.
@@ -105,9 +106,8 @@ class _PathBound:
         self._made = 0
 
     def proof(self) -> Proof:
-        """Return the bound after rounds of cuts.
-
-        A bound implies when each node of the path is done, and so what other nodes wait for.
+        """Rounds of cuts: with a bound comes when each node of the path is done, and so what other
+        nodes wait for.
         """
         known = 0.0
         while True:
@@ -134,7 +134,7 @@ class _PathBound:
         return self._made > MOST_CUTS or monotonic() > self._until
 
     def _ahead_ms(self, best: Table) -> list[float]:
-        """Return, by node, when its last predecessor on the path is done at the earliest."""
+        """By node, when the last node of the path from which it is reached is done at the earliest."""
         # it may be in a run that ends later
         done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]
         return [float(done[place]) if place >= 0 else 0.0 for place in self.ahead]
@@ -143,7 +143,7 @@ class _PathBound:
         return self.exact[run] if run in self.exact else self._hull(run)
 
     def _hull(self, run: Run) -> frozenset[int]:
-        """Return the nodes between the run's nodes, and those that must be with them."""
+        """What is between the run's nodes, and what must be with it."""
         first, last = run
         inside = (
             n for n in range(len(self.ahead)) if self.ahead[n] >= first and self.behind[n] <= last
@@ -151,9 +151,8 @@ class _PathBound:
         return frozenset(sibling for node in inside for sibling in self.read.siblings[node])
 
     def _first_costs(self) -> Table:
-        """Return, by run, the hull's time and the transfers that cannot be avoided.
-
-        Infinite where it does not fit.
+        """By run, the hull's time and the transfers that cannot be avoided; infinite where it does
+        not fit.
         """
         length = len(self.path)
         time, size = np.zeros((2, length, length))
@@ -167,7 +166,7 @@ class _PathBound:
         return whole
 
     def _transfers(self) -> Table:
-        """Return, by run, those of values whose source is before it, or whose reader is past it."""
+        """By run, those of values whose source is before it, or whose reader is past it."""
         read, length = self.read, len(self.path)
         found = np.zeros((length, length))
         for node, readers in enumerate(read.readers):
@@ -183,7 +182,9 @@ class _PathBound:
         return found
 
     def _best(self) -> tuple[Table, list[Run]]:
-        """Return the earliest times by number of runs and place, the last end, and the runs."""
+        """By most runs and place, the earliest that all before it are done, last the last end; and
+        its runs.
+        """
         length, most = len(self.path), self.read.accelerators
         best = np.full((most + 1, length + 2), inf)
         best[:, 0] = 0.0
@@ -200,7 +201,9 @@ class _PathBound:
         return best, list(self._runs(came))[::-1]
 
     def _through(self, best: Table, end: int, waited: Mapping[int, float]) -> Table:
-        """Return, by number of runs and first place, when a run up to a place is done."""
+        """By runs before and first place, when a run up to a place is done, or all that waits for
+        it.
+        """
         through: Table = best[:-1, :end] + self.cost[:end, end - 1]
         for first, steps in self.waiting[end - 1].items():
             ends = np.min(
@@ -223,7 +226,9 @@ class _PathBound:
                 column = end - 1
 
     def _cut(self, run: Run, since: float) -> None:
-        """Find the least time of the run's subgraph, and its wait if it starts at ``since``."""
+        """Find what the run's subgraph takes at least, and what it waits for if it starts at
+        ``since``.
+        """
         first, last = run
         self._made += 1
         barred, hull = (self._behind < first) | (self._ahead > last), self._hull(run)
@@ -252,5 +257,7 @@ def _longest(read: Graph) -> list[int]:
 
 
 def _dominated(table: Table) -> Table:
-    """Return, by run, the sum over what is behind its first place and before its last."""
+    """By run, the sum of what is reached from its first place or a later one, and reaches its last
+    or an earlier.
+    """
     return np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1)

@@ -1,4 +1,6 @@
-"""The least time of the subgraph of one run: minimum cuts that fit, and waits in steps."""
+"""The least that the subgraph of one run can take: smallest cuts, that fit, and the waiting in
+steps.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class Cuts:
         waits: Sequence[Wait] = (),
         since: float = 0.0,
     ) -> Least:
-        """Return the least time of a subgraph that holds the hull and no barred node.
+        """The least time of a subgraph that holds the hull and no barred node.
 
         Args:
             hull: what is inside.
@@ -92,19 +94,18 @@ class Cuts:
         return Least(best.value, best.nodes, tuple(steps))
 
     def with_sources(self) -> dict[Arc, float]:
-        """Return the least time, by arc, of a subgraph with its source and without its reader."""
+        """By arc, what a subgraph takes at the least that has its source and not its reader."""
         return self._apart(self.read.readers, lambda source, reader: (source, reader))
 
     def with_readers(self) -> dict[Arc, float]:
-        """Return the least time, by arc, of a subgraph with its reader and without its source."""
+        """By arc, what a subgraph takes at the least that has its reader and not its source."""
         return self._apart(self.read.sources, lambda reader, source: (source, reader))
 
     def _apart(
         self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]
     ) -> dict[Arc, float]:
-        """Return the least time, by two neighbours, of a subgraph that separates them.
-
-        Memory is left out.
+        """By node and one next to it, what a subgraph takes that has the first and not the second,
+        were memory free.
         """
         found: dict[Arc, float] = {}
         for node, others in enumerate(near):
@@ -122,7 +123,7 @@ class Cuts:
     def _fitting(
         self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]
     ) -> Least:
-        """Return the smallest cut; if it does not fit in memory, the least that does."""
+        """The smallest cut; if it does not fit in memory, the least that does."""
         memory = self.read.memory * (1 + SLACK)
         hull = self._closed(hull, kept)
         if self._size(hull) > memory:
@@ -137,7 +138,7 @@ class Cuts:
         return Least(value, hull if fitting is None else fitting)
 
     def _closed(self, nodes: frozenset[int], kept: Sequence[Wait]) -> frozenset[int]:
-        """Return the nodes with all that must be with them."""
+        """The nodes with all that must be with them."""
         bound: dict[int, list[int]] = defaultdict(list)
         for _, inside, drawn in kept:
             bound[inside].append(drawn)
@@ -184,7 +185,9 @@ class Cuts:
 
     @cached_property
     def _crossings(self) -> tuple[Arcs, Arcs, Arcs]:
-        """Add values: each costs if its source is inside and a reader is not, and vice versa."""
+        """A value costs once if its source is inside and a reader is not, and once if it is the
+        other way round.
+        """
         arcs: list[tuple[int, int, int]] = []
         count = len(self.read.ids)
         for node, readers in enumerate(self.read.readers):
@@ -201,7 +204,8 @@ class Cuts:
 
 
 def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """Return, by value and reader, when another subgraph or the CPU has made it at the earliest.
+    """By value and reader, when the value is there at the earliest if another subgraph or the CPU
+    makes it.
 
     Args:
         read: the input.
@@ -225,7 +229,8 @@ def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float])
 
 
 def tails(read: Graph, alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """Return, by value and reader elsewhere, the least time from the value to the last end.
+    """By value and reader, how long the last end is after the value, at least, if the reader is not
+    with its source.
 
     Args:
         read: the input.

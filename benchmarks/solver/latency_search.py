@@ -38,7 +38,7 @@ without gain."""
 
 
 def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[list[int], float]:
-    """Return the best assignment found, by node, and its latency.
+    """The best assignment found, by node, and its latency.
 
     Args:
         read: the input.
@@ -80,9 +80,8 @@ def _numbered(read: Graph, subgraphs: Sequence[frozenset[int]]) -> list[int]:
 
 
 def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
-    """Yield the best cuts of orders, each made from the best one with some new ranks.
-
-    From time to time all ranks are new.
+    """The best cuts of orders, each made from the best one before with some ranks drawn anew; from
+    time to time all.
     """
     count = len(read.ids)
     while True:
@@ -100,7 +99,9 @@ def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
 
 
 def _order(read: Graph, rank: Sequence[float]) -> list[int]:
-    """Return a topological order by rank, with nodes right before their first reader."""
+    """A topological order by rank in which nodes come right before their first reader, as classes
+    of constants do.
+    """
     order: list[int] = []
     seen = [False] * len(read.ids)
     ends = [node for node, readers in enumerate(read.readers) if not readers]
@@ -121,7 +122,9 @@ def _order(read: Graph, rank: Sequence[float]) -> list[int]:
 
 
 def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
-    """Return the best cut of an order into subgraphs and parts on the CPU, one after another."""
+    """The best way to cut an order into subgraphs and parts on the CPU, each of which waits for the
+    one before.
+    """
     place = {node: index for index, node in enumerate(order)}
     count, most = len(order), read.accelerators
     block, chain = _blocks(read, order, place), _chains(read, order, place)
@@ -149,7 +152,7 @@ def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
 
 
 def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
-    """Return, by first and last place, the time of a subgraph; infinite where it does not fit."""
+    """By first and last place, the time of a subgraph; infinite where it does not fit."""
     count = len(order)
     able = np.array([read.accelerator_ms[node] < inf for node in order])
     time = np.cumsum(
@@ -182,7 +185,7 @@ def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
 
 
 def _chains(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
-    """Return, by first and last place, the longest chain on the CPU."""
+    """By first and last place, the longest chain on the CPU."""
     ends = np.zeros((len(order), len(order)))
     for index, node in enumerate(order):
         longest = np.zeros(index + 1)
@@ -219,7 +222,7 @@ def _moved(
 
 
 def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
-    """Return the nodes on the CPU and those in subgraphs that decide the latency."""
+    """The nodes on the CPU and those in subgraphs that decide the latency."""
     found = longest_way(read, where)
     units = set(found[1]) if found is not None else set()
     count = len(where)
@@ -229,7 +232,9 @@ def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
 
 
 def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Random) -> list[int]:
-    """Return an assignment with some connected nodes on a neighbour's device, or elsewhere."""
+    """Some nodes, each next to the last, on the device of another next to them, or one that holds
+    none, or the CPU.
+    """
     tried = list(where)
     node = random.choice(some)
     near = [*read.sources[node], *read.readers[node]]
@@ -260,7 +265,7 @@ def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Rando
 
 
 def _together(read: Graph, where: Sequence[int], node: int) -> set[int]:
-    """Return the nodes connected with a node on its device, with all of their classes."""
+    """What is connected with a node on its device, with all of their classes."""
     found, stack = {node}, [node]
     while stack:
         one = stack.pop()

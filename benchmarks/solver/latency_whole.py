@@ -1,4 +1,6 @@
-"""The least time of a subgraph where memory binds: a minimum cut whose inner nodes fit."""
+"""The least that a subgraph can take where memory binds: a smallest cut of which the nodes inside
+fit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def least_that_fits(
     together: Iterable[Together],
     known: float,
 ) -> tuple[float, frozenset[int] | None]:
-    """Return the least time of a subgraph that fits in memory, in ms.
+    """The least time of a subgraph that fits in memory, in ms.
 
     Args:
         read: the input.
@@ -86,7 +88,9 @@ class _Program:
         return cp_model.LinearExpr.weighted_sum(self.inside, times)
 
     def _transfers(self) -> cp_model.LinearExprT:
-        """Add values: each costs if its source is inside and a reader is not, and vice versa."""
+        """A value costs if its source is inside and a reader is not, and if it is the other way
+        round.
+        """
         costs: list[cp_model.LinearExprT] = []
         for node, readers in enumerate(self.read.readers):
             units, source = _units(self.read.transfer_ms[node]), self.inside[node]
@@ -99,7 +103,7 @@ class _Program:
     def _any(
         self, pairs: Sequence[tuple[cp_model.IntVar | int, cp_model.IntVar | int]], units: int
     ) -> list[cp_model.LinearExprT]:
-        """Return the cost, if the first of any pair is inside and the second is not."""
+        """The cost, if the first of any pair is inside and the second is not."""
         able = [
             (one, other)
             for one, other in pairs
@@ -113,7 +117,7 @@ class _Program:
         return [units * crosses]
 
     def solve(self, known: float) -> tuple[float, frozenset[int] | None]:
-        """Return the bound and the subgraph."""
+        """The bound and the subgraph."""
         if self.impossible:
             return inf, None
         if known > 0:
