@@ -294,7 +294,7 @@ def _count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
             yield _fault("too-many-layers", held, (device,), detail)
 
 
-def _slow(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
+def _time_faults(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
     from placer.solver.problem import ROUNDING
 
     for load in loads if request.bottleneck_ms is not None else ():
