@@ -1,14 +1,13 @@
-"""How good the solver's answers are, and how fast it proves them: published graphs and profiles,
-and real models.
+"""Quality and speed of the solver's answers: published graphs and profiles, and real models.
 
-A row a case: value, bound, gap, time and peak memory of a process of its own, beside what else one
-would use on the same graph, see ``peers.py``. ``asked`` is what should hold beyond the target of
-the value; ``met`` is about both.
+Each case gives a row: value, bound, gap, time and peak memory of a process of its own, next to the
+results of other tools on the same graph, see ``peers.py``. ``asked`` is the requirement beyond the
+target of the value; ``met`` is about both.
 
-``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs alone the cases of a group
+``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs only the cases of a group
 (``contiguous``, ``free``, ``latency``, ``pipedream``, ``models``, ``memory``, ``steps``,
-``overhead``, ``large``) or whose names begin so, and keeps the rows that the results of the same
-machine and versions have of others.
+``overhead``, ``large``) or whose names begin so. Rows of other cases stay if machine and versions
+are the same.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Case:
 
 
 def every() -> dict[str, Case]:
-    """All cases by name."""
+    """Return all cases by name."""
     cases = [
         *_published(),
         *_free(),
@@ -63,13 +63,14 @@ def every() -> dict[str, Case]:
 
 
 def groups() -> list[str]:
-    """What a part can be chosen by."""
+    """Return the names of all groups."""
     return list(dict.fromkeys(case.group for case in every().values()))
 
 
 def _published() -> Iterator[Case]:
-    """The NeurIPS 2020 inputs, contiguous, at the published objective; the target is the known
-    optimum.
+    """Return the NeurIPS 2020 inputs, contiguous, at the published objective.
+
+    The target is the known optimum.
     """
     ways = (
         ("contiguous", neurips20.OPTIMA, lambda given: given, 1.0),
@@ -87,7 +88,7 @@ def _published() -> Iterator[Case]:
 
 
 def _free() -> Iterator[Case]:
-    """The NeurIPS 2020 inputs without contiguity; the target is the best that is known."""
+    """Return the NeurIPS 2020 inputs without contiguity; the target is the best that is known."""
     for name, known in neurips20.BEST_WHEN_FREE.items():
         wanted = Wanted(known, gap=5.0)
         run = partial(_graph, name, lambda given: given, False, LONG_LIMIT_S, wanted)
@@ -120,7 +121,7 @@ def _graph(
 
 
 def _latency() -> Iterator[Case]:
-    """The NeurIPS 2020 inputs at their latency; the target is the best that is known."""
+    """Return the NeurIPS 2020 inputs at their latency; the target is the best that is known."""
     for name, known in latency.BEST.items():
         wanted = Wanted(known, gap=50.0)
         yield Case("latency", f"neurips20 {name}, latency", partial(_way, name, wanted))
@@ -138,8 +139,9 @@ def _way(name: str, wanted: Wanted, case: str) -> dict[str, Any]:
 
 
 def _profiles() -> Iterator[Case]:
-    """The PipeDream profiles as training requests over 10 GB/s; no values are known for this
-    objective.
+    """Return the PipeDream profiles as training requests over 10 GB/s.
+
+    No values are known for this objective.
     """
     for name in pipedream.NAMES:
         for devices in (4, 8, 16):
@@ -177,11 +179,17 @@ def _models() -> Iterator[Case]:
 
 
 def _memory() -> Iterator[Case]:
-    """The same where memory binds: the largest stage no longer fits, with recompute or without."""
+    """Return the same where memory binds.
+
+    The largest stage no longer fits, with recompute or without.
+    """
     for name in ("inception", "resnet50", "unet"):
         for recompute in ("never", "auto"):
             asked = partial(models.tight, name, TIGHT, recompute, time_limit_s=MODEL_LIMIT_S)
-            case = f"model {name}, 8 unlike devices, training, {TIGHT:.0%} of the largest stage, recompute {recompute}"
+            case = (
+                f"model {name}, 8 unlike devices, training, "
+                f"{TIGHT:.0%} of the largest stage, recompute {recompute}"
+            )
             yield Case("memory", case, partial(_request, asked, Wanted()))
 
 
@@ -206,7 +214,10 @@ def _steps() -> Iterator[Case]:
         yield Case("steps", f"{name}, 16 micro-batches, training", partial(_step, asked))
     for name in models.names():
         asked = partial(models.alike, name, time_limit_s=MODEL_LIMIT_S)
-        case = f"model {name}, 8 alike devices with memory to spare, {models.CHUNKS} micro-batches, training"
+        case = (
+            f"model {name}, 8 alike devices with memory to spare, "
+            f"{models.CHUNKS} micro-batches, training"
+        )
         yield Case("steps", case, partial(_step, asked))
     case = "model gpt2 with split embeddings, 8 alike devices with memory to spare"
     yield Case(
@@ -226,7 +237,7 @@ def _step(made: Callable[[], PlacementRequest], case: str) -> dict[str, Any]:
 
 
 def _bottleneck_first(asked: PlacementRequest) -> float | None:
-    """The step of the map with the smallest bottleneck, under 1F1B."""
+    """Return the step of the map with the smallest bottleneck, under 1F1B."""
     overlapped = {"objective": "throughput", "schedule": "1f1b", "transfers": "overlapped"}
     placement = solve(asked.model_copy(update=overlapped))
     problem = Problem.from_request(asked.model_copy(update={"schedule": "1f1b"}))
@@ -236,9 +247,7 @@ def _bottleneck_first(asked: PlacementRequest) -> float | None:
 
 
 def _chains() -> Iterator[Case]:
-    """What an answer costs where it is easy, and how close one comes where there are very many
-    layers.
-    """
+    """Yield the time of an easy answer, and the gap with very many layers."""
     yield Case("overhead", "chain of 50 layers, 4 devices, training", _overhead)
     asked = partial(chain.request, 10_000, 64, memory_bytes=2**40, time_limit_s=CHAIN_LIMIT_S)
     wanted = Wanted(gap=1.0, time_s=CHAIN_LIMIT_S, peak_mib=2048)

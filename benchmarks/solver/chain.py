@@ -10,7 +10,7 @@ from placer.schema import Cluster, Device, Edge, Layer, Link, PlacementRequest, 
 def request(
     layers: int, devices: int, *, memory_bytes: int = 2**27, **asked: object
 ) -> PlacementRequest:
-    """A training request for a chain on alike devices with links of 10 GB/s.
+    """Return a training request for a chain on alike devices with links of 10 GB/s.
 
     Args:
         layers: how many.

@@ -34,7 +34,7 @@ def run(chosen: Sequence[str]) -> list[Row]:
 
 
 def select(chosen: Sequence[str]) -> list[cases.Case]:
-    """The cases of these groups and those whose names begin so; all, if none is given."""
+    """Return the cases of these groups and those whose names begin so; all, if none is given."""
     known = list(cases.every().values())
     for part in chosen:
         if not any(_belongs(case, part) for case in known):
@@ -45,7 +45,7 @@ def select(chosen: Sequence[str]) -> list[cases.Case]:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """The rows of cases that there are, in the cases' order."""
+    """Return the rows of cases that there are, in the cases' order."""
     by_case = {row["case"]: row for row in rows}
     return [by_case[name] for name in cases.every() if name in by_case]
 

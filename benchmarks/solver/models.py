@@ -1,11 +1,10 @@
-"""Profiles of real models, made by this project's own profiler, and the cluster of unlike devices
-that they are put on.
+"""Profiles of real models, made by this project's profiler, and a cluster of unlike devices.
 
-``python -m benchmarks.solver.models [NAME ...]`` measures them anew and writes
-``benchmarks/workloads/models``. Depths, channels and branches are those of the models; widths of
-the transformers and the sizes of images are smaller, so that one training step of each layer can be
-measured on a CPU. Each is cut into its leaves and measured twice: with one thread and with two,
-which speeds up some layers more than others. Those are the two types of devices.
+``python -m benchmarks.solver.models [NAME ...]`` measures them again and writes
+``benchmarks/workloads/models``. Depths, channels and branches are those of the models. Widths of
+the transformers and sizes of images are smaller, so that a CPU can run one training step of each
+layer. Each model is split into its leaves and measured twice: with one thread and with two, which
+speeds up some layers more than others. These are the two types of devices.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Model:
 
 
 def _models() -> dict[str, Model]:
-    """The models by name; only for who measures, as the others need no torch."""
+    """Return the models by name; only for who measures, as the others need no torch."""
     import torch
 
     from placer import zoo
@@ -93,8 +92,9 @@ def _models() -> dict[str, Model]:
 
 
 def _mixtral() -> nn.Module:
-    """Mixtral 8x7B's depth, experts and heads at a sixteenth of its width; its experts as one
-    captured operation.
+    """Mixtral 8x7B's depth, experts and heads at a sixteenth of its width.
+
+    Its experts as one captured operation.
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -111,17 +111,17 @@ def _mixtral() -> nn.Module:
 
 
 def names() -> list[str]:
-    """The models that there are profiles of."""
+    """Return the models that there are profiles of."""
     return sorted(path.stem for path in WORKLOADS.glob("*.json"))
 
 
 def profile(name: str) -> Profile:
-    """The profile of a model, as measured."""
+    """Return the profile of a model, as measured."""
     return Profile.model_validate_json((WORKLOADS / f"{name}.json").read_text())
 
 
 def request(name: str, **asked: object) -> PlacementRequest:
-    """A training request for a model on ``cluster``.
+    """Return a training request for a model on ``cluster``.
 
     Args:
         name: of the model.
@@ -139,7 +139,7 @@ def request(name: str, **asked: object) -> PlacementRequest:
 
 
 def alike(name: str, **asked: object) -> PlacementRequest:
-    """The same on eight slow devices of one host, where memory never binds.
+    """Return the same on eight slow devices of one host, where memory never binds.
 
     Args:
         name: of the model.
@@ -152,7 +152,7 @@ def alike(name: str, **asked: object) -> PlacementRequest:
 
 
 def split(name: str, **asked: object) -> PlacementRequest:
-    """The same where tied embeddings may be on two devices, with a copy on one of them.
+    """Return the same where tied embeddings may be on two devices, with a copy on one of them.
 
     Args:
         name: of a model that has some.
@@ -172,7 +172,7 @@ def split(name: str, **asked: object) -> PlacementRequest:
 
 
 def roomy(name: str, **asked: object) -> PlacementRequest:
-    """The same where memory never binds.
+    """Return the same where memory never binds.
 
     Args:
         name: of the model.
@@ -190,8 +190,7 @@ def roomy(name: str, **asked: object) -> PlacementRequest:
 
 
 def tight(name: str, share: float, recompute: str, **asked: object) -> PlacementRequest:
-    """The same on devices that hold a share of what the largest stage takes where there is memory
-    enough.
+    """Return the same on devices that hold only a share of the largest stage's memory.
 
     Args:
         name: of the model.
@@ -237,7 +236,7 @@ def cluster(measured: Profile) -> Cluster:
 
 
 def _needs(measured: Profile) -> dict[str, int]:
-    """By layer, its state and what all micro-batches keep of it, in bytes."""
+    """Return, by layer, its state and what all micro-batches keep of it, in bytes."""
     needs = {
         layer.name: layer.param_bytes
         + layer.grad_bytes
@@ -294,7 +293,7 @@ def measure(name: str) -> Profile:
 
 
 def _small(measured: Profile, kind: str) -> Profile:
-    """What a placement needs of a profile, its one type of device renamed."""
+    """Return the parts of a profile that a placement needs, with its device type renamed."""
 
     def layer(old: Layer) -> dict[str, Any]:
         times = {

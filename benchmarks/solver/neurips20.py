@@ -1,12 +1,11 @@
-"""The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
-objective.
+"""The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft).
 
-The objective there differs from a placement request in two ways. A value that is cut costs every
+Their objective differs from a placement request in two ways. A value that is cut costs every
 accelerator that it touches once: its source too, however many others read it
 (``Problem.multicast``). And contiguity orders forward nodes alone (``Value.ordered``); backward
 nodes follow their colour class. So these inputs are solved below the request, by the same search.
 The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``),
-and has room for everything. ``bottleneck`` is an own referee.
+and has room for everything. ``bottleneck`` is an independent referee.
 """
 
 from __future__ import annotations
@@ -114,19 +113,20 @@ BYTES_PER_MS = 10**12
 
 
 def load(name: str) -> dict[str, Any]:
-    """An input as published."""
+    """Return an input as published."""
     content: dict[str, Any] = json.loads((WORKLOADS / f"{name}.json").read_text())
     return content
 
 
 def on_16(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The input with 16 accelerators."""
+    """Return the input with 16 accelerators."""
     return {**given, "maxFPGAs": 16}
 
 
 def tight(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The input with little memory: 1.1 shares of all for each accelerator, or what the largest
-    colour class needs.
+    """Return the input with little memory.
+
+    1.1 shares of all for each accelerator, or what the largest colour class needs.
     """
     sizes: dict[Any, float] = defaultdict(float)
     for node in given["nodes"]:
@@ -137,7 +137,7 @@ def tight(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problem(given: Mapping[str, Any], time_limit_s: float) -> Problem:
-    """An input as a problem of the solver."""
+    """Return an input as a problem of the solver."""
     nodes = {node["id"]: node for node in given["nodes"]}
     order = _execution_order(given, list(nodes))
     place = {node: index for index, node in enumerate(order)}
@@ -231,7 +231,10 @@ def _execution_order(given: Mapping[str, Any], ids: list[int]) -> list[int]:
 def bottleneck(
     given: Mapping[str, Any], where: Mapping[str, str], *, contiguous: bool = True
 ) -> float:
-    """The largest load of an assignment, read from the input alone; raises if it breaks a rule."""
+    """Return the largest load of an assignment, read from the input alone.
+
+    Raises if it breaks a rule.
+    """
     load: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)
     colour: dict[int, str] = {}

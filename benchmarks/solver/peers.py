@@ -26,12 +26,15 @@ MOST_LAYERS = 4096
 
 
 def missing() -> list[str]:
-    """The packages of peers that are not installed."""
+    """Return the packages of peers that are not installed."""
     return [package for package in PACKAGES.values() if find_spec(package) is None]
 
 
 def values(problem: Problem) -> dict[str, float | None]:
-    """By peer, the objective of its placement; None if it found none, or one that may not be."""
+    """Return, by peer, the objective of its placement.
+
+    The result is None if it found none, or one that may not be.
+    """
     if len(problem.layers) > MOST_LAYERS:
         return {}
     cut = replace(problem, contiguous=True, groups=problem.groups if problem.contiguous else ())
@@ -65,8 +68,9 @@ def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
 
 
 def _accelerate(problem: Problem, nodes: Reduction) -> list[int] | None:
-    """The map for the balanced memory of ``device_map="auto"``: a stand-in module a node, with as
-    many parameters.
+    """Return the map for the balanced memory of ``device_map="auto"``.
+
+    A stand-in module a node, with as many parameters.
     """
     torch, accelerate = import_module("torch"), import_module("accelerate")
     sizes = [sum(problem.layers[layer].param_bytes for layer in node) for node in nodes.nodes]
@@ -95,8 +99,9 @@ def _spread(nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
 
 
 def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
-    """With what must be together where the first of it is: peers place a sequence, and know of no
-    groups.
+    """With what must be together where the first of it is.
+
+    Peers place a sequence, and know of no groups.
     """
     if devices is None:
         return None
@@ -108,6 +113,6 @@ def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
 
 
 def skipped() -> Iterator[str]:
-    """What is left out, for who reads the output."""
+    """Return the peers that are left out, as lines of text."""
     for package in missing():
         yield f"{package} is not installed: its column is left out"

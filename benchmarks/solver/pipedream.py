@@ -35,7 +35,7 @@ class _Line(NamedTuple):
 def request(
     name: str, devices: int, *, memory_bytes: int = 2**40, **asked: object
 ) -> PlacementRequest:
-    """A training request for a published profile on alike devices with links of 10 GB/s.
+    """Return a training request for a published profile on alike devices with links of 10 GB/s.
 
     Args:
         name: of the profile.
@@ -56,8 +56,9 @@ def request(
 
 
 def profile(name: str) -> Profile:
-    """A published profile; its graph's value is read by all of a layer's successors, and its
-    gradient is as large.
+    """Return a published profile.
+
+    Its graph's value is read by all of a layer's successors, and its gradient is as large.
     """
     layers, edges = _read(WORKLOADS / f"{name}.txt")
     numbers = {label: index for index, label in enumerate(layers)}

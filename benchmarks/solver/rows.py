@@ -44,7 +44,7 @@ class Wanted:
         )
 
     def met(self, value: float | None, figures: Mapping[str, Any], proven: bool) -> bool | None:
-        """Whether all of it holds; None if nothing is asked."""
+        """Return whether all of it holds; None if nothing is asked."""
         if self == Wanted():
             return None
         limits = [
@@ -106,7 +106,7 @@ def measured(
 
 
 def peak_mib() -> float:
-    """The most memory that this process ever held, in MiB."""
+    """Return the most memory that this process ever held, in MiB."""
     try:
         text = Path("/proc/self/status").read_text()
     except OSError:

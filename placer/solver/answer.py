@@ -9,17 +9,16 @@ from typing import Any
 from placer.errors import InputError
 from placer.schema import DeviceLoad, Infeasibility, Placement, SingleDevice
 from placer.solver import costs, device_order
-from placer.solver.problem import Problem
-from placer.solver.slow_links import LONGEST_MS
+from placer.solver.problem import LONGEST_MS, Problem
 
 PROVEN_GAP = 1e-6
-"""A placement is called optimal if none can be better by more than one part in a million."""
+"""Relative gap up to which a placement counts as optimal: one part in a million."""
 
 
 def found(
     problem: Problem, assignment: costs.Assignment, bound: float, method: str, solve_time_s: float
 ) -> Placement:
-    """The placement of an assignment that meets every requirement."""
+    """Return the placement of an assignment that meets every requirement."""
     result = costs.evaluate(problem, assignment)
     assert result is not None
     assignment, result = device_order.as_named(problem, assignment, result)
@@ -52,7 +51,7 @@ def found(
 def nothing(
     problem: Problem, reason: Infeasibility | None, bound: float, method: str, solve_time_s: float
 ) -> Placement:
-    """The answer where there is no placement (with a reason), or none was found in time (without)."""
+    """Return an answer without a placement: infeasible for a reason, or unknown if time ran out."""
     return Placement(
         **_header(problem, method, solve_time_s),
         status="unknown" if reason is None else "infeasible",
@@ -63,7 +62,7 @@ def nothing(
 
 
 def single_device(problem: Problem) -> SingleDevice:
-    """The best that one device does with all layers, pins and forbidden devices aside."""
+    """Return the best that one device does with all layers, pins and forbidden devices aside."""
     options = []
     # one device is one device, so the least busy is the best
     by_load = problem.request.objective == "devices"
@@ -115,7 +114,7 @@ def _header(problem: Problem, method: str, solve_time_s: float) -> dict[str, Any
 def device_loads(
     problem: Problem, assignment: costs.Assignment, result: costs.Costs
 ) -> tuple[DeviceLoad, ...]:
-    """What an assignment asks of each device, the busiest ones marked."""
+    """Return the load of each device under an assignment, with the busiest devices marked."""
     busiest = max(result.load_ms)
     layers = Counter(assignment)
     return tuple(
@@ -138,5 +137,6 @@ def _refuse_overflow(problem: Problem, result: costs.Costs) -> None:
     for device, load_ms in zip(problem.devices, result.load_ms, strict=True):
         if load_ms > LONGEST_MS:
             raise InputError(
-                f"device {device.name!r} would be busy for {load_ms:.3g} ms; no more than 1e9 can be placed"
+                f"device {device.name!r} would be busy for {load_ms:.3g} ms; "
+                "no more than 1e9 can be placed"
             )

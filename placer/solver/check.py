@@ -1,8 +1,7 @@
-"""An independent referee: recomputes every cost and every rule of a placement from its request
-alone.
+"""The referee: recomputes every cost and every rule of a placement from its request alone.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
-read a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``costs.py`` a
+second time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 from placer.errors import PlacementError
-from placer.schema import Device, DeviceLoad, Layer, Placement, PlacementRequest
+from placer.schema import Constraints, Device, DeviceLoad, Layer, Placement, PlacementRequest
 from placer.solver.referee import recompute, step
 from placer.solver.referee.claims import close, equal, near, require
 from placer.solver.referee.latency import latency_ms
@@ -21,10 +20,10 @@ from placer.solver.referee.loads import Times, busiest_ms, crossings, links_of, 
 from placer.solver.referee.memory import Flight, Memory
 
 PROVEN_GAP = 1e-6
-"""A placement is optimal if its bound is so close."""
+"""Relative gap up to which a placement may be called optimal."""
 
 FEW = 2_000
-"""An infeasible claim is tried on every assignment if there are no more than so many."""
+"""Assignments up to which the referee tries all of them against an infeasible claim."""
 
 Where = Mapping[str, str]
 
@@ -110,7 +109,7 @@ def _check_infeasible(request: PlacementRequest, placement: Placement) -> None:
 
 
 def _whole(request: PlacementRequest, placement: Placement) -> list[tuple[PlacementRequest, bool]]:
-    """All that may be chosen but the map, with whether stages must be contiguous."""
+    """Return all that may be chosen but the map, with whether stages must be contiguous."""
     if request.objective != "step":
         return [(request, placement.contiguous)]
     return [(asked, bool(asked.constraints.contiguous)) for asked in step.choices(request)]
@@ -181,7 +180,14 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
             len({where[layer] for layer in group}) <= 1,
             f"colocated layers {group} are on several devices",
         )
-    used = Counter(where.values())
+    _check_numbers(rules, Counter(where.values()))
+    _check_links(request, where)
+    if contiguous:
+        _check_contiguous(request, where)
+
+
+def _check_numbers(rules: Constraints, used: Counter[str]) -> None:
+    """Refuse numbers of devices, or of layers on a device, that break a rule."""
     if rules.max_devices is not None:
         require(
             len(used) <= rules.max_devices,
@@ -197,9 +203,6 @@ def _check_rules(request: PlacementRequest, where: Where, contiguous: bool) -> N
             held <= (rules.max_layers or 0),
             f"{device!r} holds {held} layers, {rules.max_layers} are allowed",
         )
-    _check_links(request, where)
-    if contiguous:
-        _check_contiguous(request, where)
 
 
 def _check_links(request: PlacementRequest, where: Where) -> None:
@@ -217,8 +220,9 @@ def _check_links(request: PlacementRequest, where: Where) -> None:
 
 
 def _check_contiguous(request: PlacementRequest, where: Where) -> None:
-    """Take away devices that no other feeds until none is left; if some remain, they feed each
-    other.
+    """Take away devices that no other feeds until none is left.
+
+    If some remain, they feed each other.
     """
     feeders: dict[str, set[str]] = {device: set() for device in where.values()}
     for _, source, target in crossings(request, where):
@@ -247,9 +251,7 @@ def _runs_forwards(request: PlacementRequest, where: Where, order: tuple[str, ..
 
 
 def _check_recompute(request: PlacementRequest, where: Where, placement: Placement) -> None:
-    """Only devices that hold layers recompute, only where it is asked for, and everywhere where it
-    must be.
-    """
+    """Refuse recomputation on idle devices or where not allowed, and its absence where required."""
     for device in placement.recompute:
         require(device in where.values(), f"{device!r} recomputes, but holds no layer")
         may = recompute.may(request, device, 1) and not _by_segment(request, placement.contiguous)
@@ -293,7 +295,7 @@ def _check_load(request: PlacementRequest, times: Times, load: DeviceLoad) -> No
 
 
 def _within_bottleneck(request: PlacementRequest, where: Where) -> bool:
-    """Whether no device is busier than is asked for."""
+    """Return whether no device is busier than is asked for."""
     if request.bottleneck_ms is None:
         return True
     busiest = busiest_ms(request, where)
@@ -353,8 +355,9 @@ def _reading(
     stages: tuple[str, ...],
     held: Sequence[int] | None = None,
 ) -> step.StepReading | None:
-    """The step of a map whose stages hold so many micro-batches, where a step is asked for: made
-    once for each map.
+    """Return the step of a map whose stages hold so many micro-batches, where a step is asked for.
+
+    Made once for each map.
     """
     return step.StepReading(request, where, stages, held) if request.objective == "step" else None
 
@@ -374,9 +377,7 @@ def _flight(
     device: str,
     reading: step.StepReading | None = None,
 ) -> Flight:
-    """Return the micro-batches that are in flight on a device, or on each of its segments, by what
-    was claimed.
-    """
+    """Return the claimed micro-batches in flight on a device, or on each of its segments."""
     if reading is not None and _by_segment(request, placement.contiguous):
         return reading.flights
     if placement.in_flight and device in placement.stages:
@@ -385,11 +386,10 @@ def _flight(
 
 
 def _backwards(request: PlacementRequest, placement: Placement, device: str) -> int | None:
-    """Return for how many micro-batches in flight backward passes have memory of their own, where
-    there is a choice.
+    """Return for how many micro-batches in flight backward passes have memory of their own.
 
-    Each beyond the fewest in flight lets one more weight pass be put off, which takes such a
-    memory. Micro-batches are dealt out in whole runs, and those of a run have one each.
+    Each micro-batch beyond the fewest in flight lets one more weight-gradient pass be postponed,
+    which needs such memory. Micro-batches are dealt out in whole runs, and each in a run has one.
     """
     if (
         request.schedule != "zero-bubble"
@@ -423,12 +423,13 @@ def _check_in_flight(
     require(
         len(claimed) == len(stages)
         and all(a <= one <= most for a, one in zip(least, claimed, strict=True)),
-        f"in_flight is {claimed}: zero-bubble needs {least} or more, and has no use for more than {most}",
+        f"in_flight is {claimed}: zero-bubble needs {least} or more, "
+        f"and has no use for more than {most}",
     )
 
 
 def _by_segment(request: PlacementRequest, contiguous: bool) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     return not contiguous and (request.objective, request.schedule) == ("step", "interleaved")
 
 
@@ -491,7 +492,8 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
         any(
             (s, d) == (single.short_bytes, single.device) and close(v, best) for s, v, d in fitting
         ),
-        f"single_device {single.device!r} with {single.short_bytes} bytes short is not the best of {choices}",
+        f"single_device {single.device!r} with {single.short_bytes} bytes short "
+        f"is not the best of {choices}",
     )
     equal("single_device.fits", single.fits, single.short_bytes == 0)
     if value and request.objective not in ("memory", "devices"):
@@ -501,9 +503,7 @@ def _check_single_device(request: PlacementRequest, placement: Placement) -> Non
 def _alone(
     request: PlacementRequest, placement: Placement, contiguous: bool
 ) -> list[tuple[int, float, str]]:
-    """By device, how many bytes are short with all layers there, the objective or the load, and the
-    name.
-    """
+    """Return, by device that holds all layers, its excess bytes, its objective, and its name."""
     choices = []
     alone_as: dict[tuple[str, int], tuple[int, float]] = {}
     for device in request.devices:

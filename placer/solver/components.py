@@ -1,6 +1,4 @@
-"""Graph pieces: groups joined where they overlap, strongly connected components, a topological
-order.
-"""
+"""Graph algorithms: union of overlapping groups, strong components, topological order."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ Arc = tuple[int, int]
 
 
 def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of two or more, joined where they share a member, each ascending."""
+    """Return the groups of two or more, joined where they share a member, each ascending."""
     parent: dict[int, int] = {}
 
     def root(member: int) -> int:
@@ -29,7 +27,7 @@ def closed_groups(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...
 
 
 def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
-    """By vertex, the smallest member of its group; itself if in none."""
+    """Return, by vertex, the smallest member of its group; itself if in none."""
     first = list(range(count))
     for group in groups:
         smallest = min(group)
@@ -41,16 +39,15 @@ def group_of(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
 def strong_components(
     count: int, arcs: Iterable[Arc], groups: Iterable[Sequence[int]]
 ) -> list[list[int]]:
-    """The strongly connected components of a graph in which every group is one vertex, in
-    topological order.
+    """Return the strong components, in topological order, where every group counts as one vertex.
 
     Args:
-        count: how many vertices there are.
+        count: the number of vertices.
         arcs: pairs of vertices.
         groups: disjoint sets of vertices that count as one.
 
     Returns:
-        The vertices of each component, ascending; of the topological orders the one that follows
+        The vertices of each component, ascending. Of the topological orders, the one that follows
         their first vertices.
 
     Source: Tarjan, "Depth-first search and linear graph algorithms", 1972.
@@ -79,8 +76,7 @@ def strong_components(
 def topological_order(
     count: int, arcs: Iterable[Arc], rank: Sequence[float] | None = None
 ) -> list[int]:
-    """The vertices so that every arc runs forwards, the smallest rank first where there is a
-    choice.
+    """Return the vertices so that every arc runs forwards, the smallest rank first on a choice.
 
     A vertex on a cycle, or behind one, is left out.
 
@@ -109,7 +105,7 @@ def topological_order(
 
 
 def _tarjan(successors: dict[int, set[int]]) -> dict[int, int]:
-    """By vertex, a label of its component; without recursion, as graphs are deep."""
+    """Return, by vertex, a label of its component; without recursion, as graphs are deep."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     component: dict[int, int] = {}

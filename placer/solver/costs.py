@@ -1,5 +1,4 @@
-r"""What a placement costs: the one cost model, which execution follows and the integer program
-states.
+r"""The cost model of placements, which execution follows and the integer program states.
 
 Layers are numbered in the profile's order, l = 0, 1, ...; m(l) is the device of layer l, t(v, d, e)
 the time of the link from d to e for the bytes of value v, and g(v, e, d) that for the bytes of its
@@ -9,8 +8,10 @@ training its gradient, if it has bytes, comes back from each.
 **Loads**, in milliseconds, for one micro-batch::
 
     compute(d) = sum of forward(l) (+ backward(l) in training) over l with m(l) = d, for d's type
-    send(d)    = sum of t(v, d, e) over v made on d and e in R(v)  +  sum of g(v, d, e) over v made on e with d in R(v)
-    receive(e) = sum of t(v, d, e) over v made on d with e in R(v) +  sum of g(v, d, e) over v made on e with d in R(v)
+    send(d)    = sum of t(v, d, e) over v made on d and e in R(v)
+                 + sum of g(v, d, e) over v made on e with d in R(v)
+    receive(e) = sum of t(v, d, e) over v made on d with e in R(v)
+                 + sum of g(v, d, e) over v made on e with d in R(v)
     load(d)    = compute(d) + send(d) + receive(d)         transfers "added"
                = max(compute(d), send(d), receive(d))      transfers "overlapped"
 
@@ -40,19 +41,19 @@ load is over ``bottleneck_ms`` (but for rounding).
 
 **Step**, in milliseconds: what ``placer.schedule.simulate`` takes for all chunks by the plan of the
 schedule, each stage with the sums of its layers' times, between each two stages the sums of the t
-and g that go between them, on lanes of their own beside computations; plus, in training, the
+and g that go between them, on lanes of their own, parallel to computations; plus, in training, the
 longest time that a device takes for its layers' optimizer_ms. Stages are the devices in pipeline
 order, or, where placements need not be contiguous, segments: maximal runs of layers on one device
-in the profile's order. Objective ``step``: that; for steps in a row
+in the profile's order. Objective ``step``: that; for steady-state steps
 ``placer.schedule.in_a_row_ms``, where each device has its optimizer behind its last pass. Of the
 orders of segments under ``interleaved`` it is the shortest for whose micro-batches in flight every
 device has memory.
 
-**Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A layer starts when its
-device is free and every value that it reads is there::
+**Latency**, in milliseconds. Each device runs its layers in the profile's order, one at a time. A
+layer starts when its device is free and every value that it reads is there::
 
-    start(l)  = max of finish(k) over the layers k < l on m(l), and of finish(s) + [m(s) != m(l)] * t(v, m(s), m(l))
-                over the values v that l reads, made by s
+    start(l)  = max of finish(k) over the layers k < l on m(l), and of
+                finish(s) + [m(s) != m(l)] * t(v, m(s), m(l)) over the values v that l reads, from s
     finish(l) = start(l) + forward(l)
 
 Objective ``latency`` in inference: the last finish. In training the backward pass starts when the
@@ -73,18 +74,14 @@ from placer.schedule import Pipeline, Plan
 from placer.schema import MemoryUse
 from placer.solver import pipelines
 from placer.solver.components import topological_order
-from placer.solver.memory import Footprint, footprint, held_by_device
-from placer.solver.problem import Problem
-from placer.solver.segment_memory import SegmentMemory
+from placer.solver.memory import Footprint, SegmentMemory, footprint, held_by_device
+from placer.solver.problem import ROUNDING, Problem
 
 Assignment = Sequence[int]
 """By layer, the index of its device."""
 
 Footprints = Callable[[int], Footprint]
 """By device, its memory."""
-
-ROUNDING = 1e-9
-"""Loads may be over the bottleneck that is asked for by this share."""
 
 
 @dataclass(frozen=True)
@@ -121,29 +118,27 @@ class Costs:
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
-        """By device, what it holds at its worst moment, by kind: takes longer to tell than times,
-        if asked for.
+        """The memory of each device at its worst moment, computed on first use.
+
+        It takes longer than times.
         """
         return self.use()
 
     @cached_property
     def least_memory(self) -> tuple[MemoryUse, ...]:
-        """The same with the fewest micro-batches in flight that the schedule allows, whatever the
-        limits leave.
-        """
+        """The same with the fewest micro-batches in flight that the schedule allows."""
         return self.least_use()
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, for how many micro-batches it has room in training; empty where devices have
-        all of them.
-        """
+        """The micro-batches in flight of each stage in training; empty without stages."""
         return self.rooms()
 
 
 def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
-    """All costs of an assignment; None if a value would have to pass where there is no link, or
-    stages form a cycle.
+    """Return all costs of an assignment.
+
+    The result is None if a value would have to pass where there is no link, or stages form a cycle.
 
     Pins, colocation and limits are not looked at.
     """
@@ -197,20 +192,21 @@ def evaluate(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def _footprints(problem: Problem, assignment: Assignment) -> Footprints:
-    """The memory of each device, worked out when it is first asked for."""
+    """Return the memory of each device, worked out when it is first asked for."""
     held = cache(partial(held_by_device, problem, assignment))
     return cache(lambda device: footprint(problem, held()[device]))
 
 
 def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) -> frozenset[int]:
-    """The devices that recompute: those that must, and of those that may the ones over their limit,
-    if it helps.
+    """Return the devices that recompute.
+
+    Those that must, and of those that may the ones over their limit, if it helps.
 
     Over their limit are those that are with the fewest micro-batches in flight. For small memory,
     all recompute that may and that it helps.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         footprints: by device.
         stages: the devices that hold layers, in pipeline order.
     """
@@ -229,7 +225,7 @@ def recomputed(problem: Problem, footprints: Footprints, stages: Sequence[int]) 
 
 
 def fits(problem: Problem, costs: Costs) -> bool:
-    """Whether every device stays within its limit, and within the bottleneck that is asked for."""
+    """Return whether every device stays within its memory limit, and within ``bottleneck_ms``."""
     most_ms = problem.request.bottleneck_ms
     if most_ms is not None and max(costs.load_ms) > most_ms * (1 + ROUNDING):
         return False
@@ -237,7 +233,7 @@ def fits(problem: Problem, costs: Costs) -> bool:
 
 
 def judged(problem: Problem, assignment: Assignment) -> Costs | None:
-    """What an assignment costs; None if it breaks a requirement."""
+    """Return the costs of an assignment, or None if it breaks a requirement."""
     if not allowed(problem, assignment):
         return None
     result = evaluate(problem, assignment)
@@ -245,9 +241,7 @@ def judged(problem: Problem, assignment: Assignment) -> Costs | None:
 
 
 def allowed(problem: Problem, assignment: Assignment) -> bool:
-    """Whether pins, forbidden devices, colocation and the numbers of devices and layers are
-    respected.
-    """
+    """Return whether an assignment respects pins, colocation and numbers of devices and layers."""
     layers = Counter(assignment)
     return (
         all(device in problem.allowed[layer] for layer, device in enumerate(assignment))
@@ -258,7 +252,7 @@ def allowed(problem: Problem, assignment: Assignment) -> bool:
 
 
 def passable(problem: Problem, assignment: Assignment) -> bool:
-    """Whether every value that crosses has a link."""
+    """Return whether every value that crosses has a link."""
     return all(
         problem.linked(value, assignment[value.source], target)
         for value in problem.values
@@ -267,15 +261,16 @@ def passable(problem: Problem, assignment: Assignment) -> bool:
 
 
 def receivers(readers: Sequence[int], assignment: Assignment, source: int) -> list[int]:
-    """The devices that a value is sent to, ascending."""
+    """Return the devices that a value is sent to, ascending."""
     return sorted({assignment[reader] for reader in readers} - {source})
 
 
 def loads(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float], list[float]]:
-    """Compute, send and receive time of each device, in milliseconds; ``again`` are those that
-    recompute.
+    """Compute, send and receive time of each device, in milliseconds.
+
+    ``again`` are those that recompute.
     """
     compute, send, receive = ([0.0] * len(problem.devices) for _ in range(3))
     for layer, device in enumerate(assignment):
@@ -305,7 +300,7 @@ def _memory(
     again: frozenset[int],
     rooms: Callable[[], Sequence[int]],
 ) -> tuple[MemoryUse, ...]:
-    """What each device holds at its worst moment."""
+    """Return the memory of each device at its worst moment."""
     chunks = problem.request.chunks
     flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
     # of placements that need not be contiguous there are none
@@ -320,8 +315,9 @@ def _memory(
 def _rooms(
     problem: Problem, stages: Sequence[int], footprints: Footprints, again: frozenset[int]
 ) -> tuple[int, ...]:
-    """Return by stage for how many micro-batches it has room: of those that the schedule allows,
-    the most that fit.
+    """Return by stage for how many micro-batches it has room.
+
+    Of those that the schedule allows, the most that fit.
     """
     least = _least_rooms(problem, stages)
     request, count = problem.request, len(stages)
@@ -344,14 +340,15 @@ def _rooms(
 
 
 def _backwards(problem: Problem, stages: int, stage: int, room: int) -> int:
-    """Return for how many of the micro-batches in flight backward passes have memory of their own."""
+    """Return for how many micro-batches in flight backward passes have memory of their own."""
     request = problem.request
     return -(-room // schedule.sharing(request.schedule, stages, stage, request.chunks, room))
 
 
 def _least_rooms(problem: Problem, stages: Sequence[int]) -> tuple[int, ...]:
-    """Return by stage the fewest micro-batches for which it needs room; nothing where devices hold
-    all of them.
+    """Return by stage the fewest micro-batches for which it needs room.
+
+    Nothing where devices hold all of them.
     """
     if not problem.training or not problem.one_stage_each:
         return ()
@@ -366,7 +363,7 @@ def _within_limits(problem: Problem, uses: Sequence[MemoryUse]) -> bool:
 
 
 def _by_segment(problem: Problem) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     asked = problem.request.objective, problem.request.schedule
     return problem.training and not problem.contiguous and asked == ("step", "interleaved")
 
@@ -384,8 +381,9 @@ def least_in_flight(problem: Problem, stages: Sequence[int], device: int) -> int
 def pipeline_order(
     problem: Problem, assignment: Assignment, footprints: Footprints
 ) -> tuple[int, ...] | None:
-    """The devices that hold layers, in pipeline order; None if they must be contiguous and values
-    form a cycle.
+    """Return the devices that hold layers, in pipeline order.
+
+    The result is None if they must be contiguous and values form a cycle.
     """
     used = list(dict.fromkeys(assignment))
     if not problem.contiguous:
@@ -414,11 +412,10 @@ def _roomiest_order(
     used: Sequence[int],
     arcs: set[tuple[int, int]],
 ) -> tuple[int, ...]:
-    """Of the orders in which values run forwards, one with the smallest largest excess over the
-    limits.
+    """Return the order of stages whose largest excess over the memory limits is smallest.
 
-    A stage needs the more, the earlier it stands. So the first place goes, of the stages that wait
-    for no other, to the one that needs the least there, and so on.
+    A stage needs more the earlier it stands. So the first place goes to the stage, among those
+    without open predecessors, that needs the least there, and so on.
 
     Source: Lawler, "Optimal sequencing of a single machine subject to precedence constraints",
     1973.
@@ -445,9 +442,7 @@ def _roomiest_order(
 
 
 def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> int:
-    """What a device needs with so many micro-batches in flight, recomputed where it must, or may
-    and that is less.
-    """
+    """Return a device's memory with some micro-batches in flight, recomputed if that is less."""
     rule = problem.recompute[device]
     if rule == "always":
         return one.total_bytes(flight, again=True)
@@ -458,9 +453,7 @@ def _least_bytes(problem: Problem, one: Footprint, device: int, flight: int) -> 
 def latency_ms(
     problem: Problem, assignment: Assignment, again: frozenset[int] = frozenset()
 ) -> float:
-    """One micro-batch's way through the model, forwards and, in training, backwards, in
-    milliseconds.
-    """
+    """Return the time of one micro-batch through the model, in training also backwards."""
     count = len(problem.layers)
     forwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     backwards: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -497,8 +490,9 @@ def _makespan(
     time_ms: Sequence[Sequence[float]],
     inputs: Sequence[Sequence[tuple[int, float]]],
 ) -> float:
-    """The last finish of layers that run in this order; ``inputs`` are pairs of a layer waited for
-    and a delay.
+    """Return the last finish of layers that run in this order.
+
+    ``inputs`` are pairs of a layer waited for and a delay.
     """
     finish = [0.0] * len(order)
     free: dict[int, float] = {}

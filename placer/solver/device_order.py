@@ -1,8 +1,8 @@
-"""Of devices that are alike, the first named takes the first stage.
+"""Naming of alike devices: the first named takes the first stage.
 
-What is alike can be exchanged without a difference to any cost. To who reads the answer there is
-one, and to execution: batches mostly lie on the first device, which is then not the one that ends a
-step last and begins the next.
+Alike devices can be exchanged without any change of costs. For readers of the answer, and for
+execution, there is a difference. Batches mostly lie on the first device, which then is not the one
+that ends a step last and begins the next.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 from math import isclose
 
 from placer.solver import costs
-from placer.solver.problem import Problem
-
-_SAME = 1e-9
+from placer.solver.problem import ROUNDING, Problem
 
 
 def as_named(
     problem: Problem, assignment: costs.Assignment, before: costs.Costs
 ) -> tuple[costs.Assignment, costs.Costs]:
-    """The placement with the stages of each type of device in the order in which the devices were
-    named.
+    """Return the placement with stages on devices of a type in the order of the devices' names.
 
-    It is the same one if any cost would change, or a requirement be broken.
+    It stays the same if any cost would change, or if the exchange would break a requirement.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         assignment: by layer, the index of its device; one that meets every requirement.
         before: what it costs.
 
@@ -45,7 +42,7 @@ def as_named(
 
 
 def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
-    """Whether no cost differs, whichever device has it."""
+    """Return whether no cost differs, whichever device has it."""
     pairs = [(one.objective_value, other.objective_value)]
     for a, b in (
         (one.compute_ms, other.compute_ms),
@@ -53,4 +50,4 @@ def _are_alike(one: costs.Costs, other: costs.Costs) -> bool:
         (one.receive_ms, other.receive_ms),
     ):
         pairs += zip(sorted(a), sorted(b), strict=True)
-    return all(isclose(a, b, rel_tol=_SAME) for a, b in pairs)
+    return all(isclose(a, b, rel_tol=ROUNDING) for a, b in pairs)

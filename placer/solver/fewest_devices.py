@@ -16,7 +16,7 @@ from time import monotonic
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Progress, incumbent
 
@@ -57,7 +57,7 @@ class FewestSearch:
             stop,
             meter,
         )
-        self._most_ms = request.bottleneck_ms * (1 + costs.ROUNDING)
+        self._most_ms = request.bottleneck_ms * (1 + ROUNDING)
         self._problem = Problem.from_request(request)
         self._began = monotonic()
 
@@ -87,7 +87,7 @@ class FewestSearch:
             self._progress(incumbent(self._problem, best, used, bound, METHOD, self._time_s()))
 
     def _found(self, best: list[int], bound: float) -> Placement:
-        """The best, or one on as few devices that transfers less or is better balanced."""
+        """Return the best, or one on as few devices that transfers less or is better balanced."""
         broken: Ties | None = None
         if self._request.break_ties:
             best, broken = self._ties_broken(best)
@@ -121,7 +121,7 @@ class FewestSearch:
         return ties.rank(result)
 
     def _within(self, most: int) -> Problem:
-        """The question for a small bottleneck on at most so many devices."""
+        """Return the question for a small bottleneck on at most so many devices."""
         left_s = max(0.01, self._request.time_limit_s - self._time_s())
         asked = self._request.model_copy(
             update={
@@ -137,7 +137,7 @@ class FewestSearch:
         return costs.judged(self._problem, devices) is not None
 
     def _least(self) -> int:
-        """No fewer devices do all the work, each layer on its fastest, within the bottleneck."""
+        """Return a lower bound on devices: no fewer do all work within the bottleneck."""
         nodes = reduced(self._problem)
         work_ms = sum(
             min(
@@ -146,19 +146,18 @@ class FewestSearch:
             )
             for node, layers in enumerate(nodes.nodes)
         )
-        return max(
-            self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - costs.ROUNDING))
-        )
+        return max(self._problem.least_devices, ceil(work_ms / self._most_ms * (1 - ROUNDING)))
 
     def _too_slow(self) -> Infeasibility:
-        """How near to the bottleneck a placement on all devices comes."""
+        """Return the reason that no placement meets the bottleneck, with the nearest one."""
         devices, bound, reason = self._search(self._within(self._problem.most_devices), None)
         if reason is not None:
             return reason
         result = costs.evaluate(self._problem, devices) if devices is not None else None
         found = f", {max(result.load_ms):.6g} ms where it is shortest" if result is not None else ""
         return Infeasibility(
-            reason=f"bottleneck_ms = {self._request.bottleneck_ms:g}: whatever the placement, some device is busy for "
+            reason=f"bottleneck_ms = {self._request.bottleneck_ms:g}: whatever the placement, "
+            "some device is busy for "
             f"{bound:.6g} ms or more{found}"
         )
 

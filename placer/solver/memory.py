@@ -1,95 +1,107 @@
-r"""What one device holds at its worst moment, by steps of the profile's order.
+r"""The memory of one device at its worst moment, by steps of the profile's order.
 
-Layers are numbered in that order; m(l) is the device of layer l. ``costs.py`` tells which stages
+Layers are numbered in that order; m(l) is the device of layer l. ``costs.py`` says which stages
 there are and which devices recompute.
 
-**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and some reader is l or
-later, on d, or anywhere if m(s) = d: it is received as soon as it is made, and freed after its last reader::
+**Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and
+some reader is l or later, on d, or anywhere if m(s) = d. It is received as soon as it is made, and
+freed after its last reader::
 
     use(d) = params(d) + buffers(d) + max over steps l of
              (sum of bytes(v) live on d at l  +  forward_workspace(l) if m(l) = d)
 
 Parameters that several layers share count in the first of them. If these layers may be on several
-devices, params(d) and gradients(d) have a copy on every device that holds some of them and not the
-first.
+devices, params(d) and gradients(d) include a copy on every device that holds some of them and not
+the first.
 
-**Memory in training**, in bytes, where placements need not be contiguous. Layers run forwards and backwards at their
-steps t. A value is kept on d if a layer that saves it, a keeper, is on d; it counts once per device. What a layer
-makes, what it reads and does not keep, and the gradients of both are in its workspaces, so only what waits for another
-layer counts beside them::
+**Memory in training**, in bytes, where placements need not be contiguous. Layers run forwards and
+backwards at their steps t. A value is kept on d if a layer that saves it, a keeper, is on d; it
+counts once per device. The workspaces of a layer include its outputs, the inputs that it does not
+keep, and the gradients of both. So only what waits for another layer counts in addition::
 
     use(d)    = params(d) + gradients(d) + optimizer(d) + buffers(d)
-                + (in_flight(d) - 1) * kept(d) + max(step(d), max over t on d of max(F(d, t), B(d,
-                  t)))
-    step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's, when no pass runs
+                + (in_flight(d) - 1) * kept(d)
+                + max(step(d), max over t on d of max(F(d, t), B(d, t)))
+    step(d)   = sum of optimizer_step_share * gradients(l) over l on d: the optimizer's temporary
+                memory, when no pass runs
     kept(d)   = sum of saved(l) over l on d  +  sum of bytes(v) kept on d
     kept(d,t) = sum of saved(l) over l <= t on d  +  sum of bytes(v) over v with a keeper <= t on d
-    F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later reader:
-                v made before t, read on d after t, without a keeper <= t on d
+    F(d,t)    = kept(d,t) + forward_workspace(t) + sum of bytes(v) that wait on d for a later
+                reader: v made before t, read on d after t, without a keeper <= t on d
     B(d,t)    = kept(d,t) + backward_workspace(t) + sum of gradient_bytes(v) that wait on d:
                 v made on d before t and read after t, on any device: the gradient came, its source
                 has yet to run; or v made elsewhere, read on d at t or before and after t: it is
                 summed up here before it is sent
                 + sum of rest_bytes(v) over v with its last reader on d, and its source or another
                 reader, too, where the reader before the last is at t or before, and rest_until(v)
-                after t: what the last one returns is a slice of a storage that is held as long as
+                after t: the last reader returns a slice of a storage that is held as long as
                 any part of it waits
                 + sum of gradient_bytes of tied parameters on d, where the first layer that has them
                 is t or before, and the last one is after t
 
-    in_flight(d)  = chunks                              fill-drain, and placements that need not be contiguous
-                  = min(chunks, stages - stage(d))      1F1B and interleaved, contiguous
-                 >= min(chunks, stages - stage(d))      zero-bubble, contiguous: the most with which use(d) is within
-                 <= min(chunks, 2 stages)               the limit of d, or the fewest where none is; 1 of a single stage
+The micro-batches in flight depend on the schedule::
 
-Contiguous placements run as recorded passes, which keep the memory that they work in. The forward pass of each
-micro-batch in flight has its own; the backward passes of a stage have one for all. What arrives from other devices has
-its place beside, and what is sent stays until the next micro-batch comes. Then::
+    in_flight(d)  = chunks                            fill-drain, and placements that need not be
+                                                      contiguous
+                  = min(chunks, stages - stage(d))    1F1B and interleaved, contiguous
+                 >= min(chunks, stages - stage(d))    zero-bubble, contiguous: the most with which
+                 <= min(chunks, 2 stages)             use(d) is within the limit of d, or the
+                                                      fewest where none is; 1 of a single stage
+
+Contiguous placements run as recorded passes, which keep their memory. The forward pass of each
+micro-batch in flight has memory of its own; the backward passes of a stage share theirs. Values and
+gradients that arrive from other devices are stored outside the passes, and what is sent stays until
+the next micro-batch comes. Then::
 
     use(d)      = params(d) + gradients(d) + optimizer(d) + buffers(d)
                   + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
-                  + backwards(d) * max over t of P(d, t) + step(d)             with backwards(d) = 1
-    O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before t, read elsewhere and
-                  kept by nobody on d: they wait on until the pass is over, which is a step t of its
-                  own
+                  + backwards(d) * max over t of P(d, t) + step(d)        with backwards(d) = 1
+    O(d,t)      = F(d, t) without values that are made elsewhere, and with those made on d before
+                  t, read elsewhere and kept by nobody on d: they wait on until the pass is over,
+                  which is a step t of its own
     P(d,t)      = pass_workspace(t)
                   + sum of gradient_bytes(v) over v made before t and read on d after t: it waits,
                     or is to be sent
     crossing(d) = sum of bytes(v) over v made elsewhere and read on d
-                  + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all who
-                    read
-    landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d, if in_flight(d) > backwards(d)
+                  + sum of gradient_bytes(v) over v made on d and read elsewhere, once for all
+                    readers
+    landing(d)  = sum of gradient_bytes(v) over v made elsewhere and read on d,
+                  if in_flight(d) > backwards(d)
 
-Under zero-bubble weight passes run apart. What a backward pass leaves to them lies where it works, so that there is
-memory for each that may be put off. Weight passes, of which nothing is left, have one for all::
+Under zero-bubble, weight-gradient passes run apart. The tensors that a backward pass leaves to them
+lie in its workspace, so each postponed pass needs one. The weight-gradient passes, which leave
+nothing, share one::
 
     use(d)       = params(d) + gradients(d) + optimizer(d) + buffers(d)
                    + in_flight(d) * (max over t of O(d, t) + crossing(d) + landing(d))
                    + backwards(d) * max(deferred(d), max over t of P(d, t))
                    + max of weights_workspace(l) over l on d + step(d)
     backwards(d) = ceil(in_flight(d) / shared(d))
-    shared(d)    = floor(in_flight(d) / (in_flight(d) - min(chunks, stages - stage(d)) + 1))    1 if not contiguous
+    shared(d)    = floor(in_flight(d) / (in_flight(d) - min(chunks, stages - stage(d)) + 1))
+                   1 if not contiguous
     P(d,t)       = input_workspace(t) + sum of deferred(l) over l > t on d + gradients as above
-    crossing(d)  = as above, without gradients of values with one reader that deferred(l) has: they wait where they come
+    crossing(d)  = as above, without gradients of values with one reader that deferred(l) has:
+                   they wait where they come
     landing(d)   = as above, with those gradients, if in_flight(d) > backwards(d)
     deferred(d)  = sum of deferred(l) over l on d
 
-With as many micro-batches in flight as under 1F1B, backwards(d) is 1: the memory is that of 1F1B
-but for what one backward pass leaves and one weight pass works in.
+With as many micro-batches in flight as under 1F1B, backwards(d) is 1. The memory is that of 1F1B,
+except for the tensors that one backward pass leaves and the workspace of one weight-gradient pass.
 
-Under objective ``step`` a device of an interleaved placement that need not be contiguous holds what the plan of
-``placer.schedule`` has in flight, segment by segment. It is what is more of two: in the first formula
-(in_flight(d) - 1) * kept(d) becomes the sum of (in_flight(segment) - 1) * saved(l) over l on d, and of
-(in_flight - 1) * bytes(v) over v kept on d, with the largest in_flight of the segments that keep v. Or each segment has
-recorded passes of its own, for which what is made in or read by another segment is made and read elsewhere, on
-whichever device::
+Under objective ``step``, a device of an interleaved placement that need not be contiguous holds
+what the plan of ``placer.schedule`` has in flight, segment by segment. Its memory is the larger of
+two. In the first formula, (in_flight(d) - 1) * kept(d) becomes the sum of
+(in_flight(segment) - 1) * saved(l) over l on d, and of (in_flight - 1) * bytes(v) over v kept on d,
+with the largest in_flight of the segments that keep v. Or each segment has recorded passes of its
+own, for which the values of another segment count as made and read elsewhere, on whichever device::
 
     use(d) = params(d) + gradients(d) + optimizer(d) + buffers(d) + step(d)
-             + sum over segments s of d of (in_flight(s) * (max over t of O(s, t) + crossing(s) +
-               landing(s)) + max over t of P(s, t))
+             + sum over segments s of d of
+               (in_flight(s) * (max over t of O(s, t) + crossing(s) + landing(s))
+                + max over t of P(s, t))
 
-A device that recomputes runs forwards once more before each backward pass: of further micro-batches it keeps only what
-comes in, and its weight passes do not run apart::
+A device that recomputes runs forwards once more before each backward pass. Of further micro-batches
+it keeps only what comes in, and its weight-gradient passes do not run apart::
 
     use(d)      = ... + (in_flight(d) - 1) * entering(d) + ...
                   in place of (in_flight(d) - 1) * kept(d)
@@ -100,14 +112,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from placer.schema import MemoryUse
+from placer.solver import pipelines
 from placer.solver.problem import Problem, Value
 
 Moment = tuple[int, int]
-"""What is held, and the workspace, in bytes."""
+"""The held bytes and the workspace bytes of one moment."""
+
+MOST_KNOWN_SETS = 20_000
+"""Footprints that a cache remembers: about 20 MB of them."""
 
 
 @dataclass
@@ -125,17 +142,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a device holds of recorded passes, which keep their memory, whatever its place in the
-    pipeline.
+    """Memory of recorded passes, which keep it, whatever the device's place in the pipeline.
 
     Attributes:
-        each_bytes: each micro-batch in flight.
-        shared_bytes: the last passes of all of them, and the optimizer's step, which finds nothing
-            free.
-        backward_bytes: each backward pass that has memory of its own, where weight passes run
-            apart: what it works in, or leaves to them.
-        landing_bytes: each micro-batch in flight, where backward passes share memory: gradients out
-            of it.
+        each_bytes: of each micro-batch in flight.
+        shared_bytes: of the last passes of all of them, and of the optimizer's step, which finds
+            nothing free.
+        backward_bytes: of each backward pass with memory of its own, where weight-gradient passes
+            run apart: its workspace, or what it leaves to them.
+        landing_bytes: of each micro-batch in flight, where backward passes share memory: the
+            gradients that leave this memory.
     """
 
     each_bytes: int
@@ -144,9 +160,7 @@ class Recorded:
     landing_bytes: int = 0
 
     def passing_bytes(self, flight: int, backwards: int = 1) -> int:
-        """Return what so many micro-batches in flight have for themselves, and so many backward
-        passes.
-        """
+        """Return the bytes of all micro-batches in flight and of separate backward passes."""
         landing = self.landing_bytes if backwards < flight else 0
         return flight * (self.each_bytes + landing) + backwards * self.backward_bytes
 
@@ -184,7 +198,7 @@ class Footprint:
         return self.one.total_bytes + (flight - 1) * self.kept_bytes
 
     def use(self, flight: int, again: bool = False, backwards: int = 1) -> MemoryUse:
-        """Return the same by kind."""
+        """Return all of it, by kind."""
         if self.recorded is not None and not again:
             passing = self.recorded.passing_bytes(flight, backwards)
             changed = {"activation_bytes": passing, "workspace_bytes": self.recorded.shared_bytes}
@@ -196,7 +210,7 @@ class Footprint:
 
 
 def held_by_device(problem: Problem, assignment: Sequence[int]) -> list[Held]:
-    """By device, what it holds."""
+    """Return the layers and values of each device."""
     held = [Held([], []) for _ in problem.devices]
     for layer, device in enumerate(assignment):
         held[device].layers.append(layer)
@@ -207,14 +221,14 @@ def held_by_device(problem: Problem, assignment: Sequence[int]) -> list[Held]:
 
 
 def held_with(problem: Problem, layers: Iterable[int]) -> Held:
-    """What a device holds that has these layers."""
+    """Return the layers and values of a device that holds these layers."""
     here = sorted(layers)
     values = sorted({index for layer in here for index in problem.touching[layer]})
     return Held(here, [problem.values[index] for index in values])
 
 
 def footprint(problem: Problem, held: Held) -> Footprint:
-    """The memory of a device that holds this."""
+    """Return the memory of a device with these layers and values."""
     layers, here = [problem.layers[layer] for layer in held.layers], set(held.layers)
     copies = [shared for shared in problem.shared if shared.is_copied_to(here)]
     state = {
@@ -242,12 +256,114 @@ def footprint(problem: Problem, held: Held) -> Footprint:
     )
 
 
+class FootprintCache:
+    """Footprints of sets of nodes, each computed once while it is remembered.
+
+    Args:
+        problem: the placement problem.
+        layers_of: by node, its layers.
+
+    Attributes:
+        computed: the number of footprints that were computed, a measure of work.
+    """
+
+    def __init__(self, problem: Problem, layers_of: Sequence[Sequence[int]]) -> None:
+        self._problem, self._layers_of = problem, layers_of
+        self._known: dict[frozenset[int], Footprint] = {}
+        self.computed = 0
+
+    def footprint(self, nodes: Iterable[int]) -> Footprint:
+        """Return the memory of a device that holds these nodes alone."""
+        key = frozenset(nodes)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN_SETS:
+                self._known.clear()
+            layers = (layer for node in key for layer in self._layers_of[node])
+            self._known[key] = footprint(self._problem, held_with(self._problem, layers))
+            self.computed += 1
+        return self._known[key]
+
+
+# Segments
+
+
+class SegmentMemory:
+    """The memory of one assignment whose devices may have several segments.
+
+    Segments run layer by layer, or as recorded passes. A device counts with the larger of the two.
+
+    Args:
+        problem: the placement problem.
+        assignment: by layer, the index of its device.
+        footprints: by device, the memory of its layers, whatever their segments.
+    """
+
+    def __init__(
+        self, problem: Problem, assignment: Sequence[int], footprints: Callable[[int], Footprint]
+    ) -> None:
+        self._problem, self._footprints = problem, footprints
+        self._segment_of, self._places = pipelines.staged(problem, assignment, ())
+
+    def use(self, flight: Sequence[int]) -> tuple[MemoryUse, ...]:
+        """Return, by device, the memory at its worst moment.
+
+        Args:
+            flight: by segment, the micro-batches in flight.
+        """
+        further = self._further_bytes(flight)
+        return tuple(
+            self._use_of_device(device, further[device], flight)
+            for device in range(len(self._problem.devices))
+        )
+
+    def _use_of_device(self, device: int, further: int, flight: Sequence[int]) -> MemoryUse:
+        one = self._footprints(device).one
+        eager = one.model_copy(update={"activation_bytes": one.activation_bytes + further})
+        passing = shared = 0
+        for place, segment, held in zip(self._places, self._recorded, flight, strict=True):
+            if place == device:
+                passing += segment.passing_bytes(held)
+                shared += segment.shared_bytes
+        if passing + shared <= eager.activation_bytes + eager.workspace_bytes:
+            return eager
+        return one.model_copy(update={"activation_bytes": passing, "workspace_bytes": shared})
+
+    @cached_property
+    def _recorded(self) -> list[Recorded]:
+        """The memory of recorded passes, by segment."""
+        layers: list[list[int]] = [[] for _ in self._places]
+        for layer, segment in enumerate(self._segment_of):
+            layers[segment].append(layer)
+        return [recorded(self._problem, held_with(self._problem, own)) for own in layers]
+
+    def _further_bytes(self, flight: Sequence[int]) -> list[int]:
+        """Return, by device, what all micro-batches but the first keep, layer by layer.
+
+        A layer keeps its saved tensors once for each micro-batch in flight in its segment. A value
+        that several segments of a device keep counts with the largest of their numbers.
+        """
+        further = [0] * len(self._problem.devices)
+        for layer, segment in enumerate(self._segment_of):
+            further[self._places[segment]] += (flight[segment] - 1) * self._problem.layers[
+                layer
+            ].saved_bytes
+        for value in self._problem.values:
+            most: dict[int, int] = {}
+            for segment in map(self._segment_of.__getitem__, value.keepers):
+                device = self._places[segment]
+                most[device] = max(most.get(device, 0), flight[segment])
+            for device, count in most.items():
+                further[device] += (count - 1) * value.held_bytes
+        return further
+
+
 # Training
 
 
 def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
-    """By step, the bytes that one micro-batch leaves there for its backward pass; a value counts
-    once.
+    """Return, by step, the bytes that one micro-batch leaves for its backward pass.
+
+    A value counts once.
     """
     kept: Counter[int] = Counter()
     here = set(held.layers)
@@ -261,9 +377,7 @@ def kept_by_step(problem: Problem, held: Held) -> Mapping[int, int]:
 
 
 def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) -> Moment:
-    """The step of a layer, forwards or backwards, with the most; or that of the optimizer, after
-    all of them.
-    """
+    """Return the worst moment: of a layer forwards or backwards, or of the optimizer."""
     optimizer = 0, sum(problem.step_bytes[layer] for layer in held.layers)
     return max(
         *itertools.chain(*moments_of_training(problem, held, kept)), optimizer, (0, 0), key=sum
@@ -273,7 +387,7 @@ def _worst_of_training(problem: Problem, held: Held, kept: Mapping[int, int]) ->
 def moments_of_training(
     problem: Problem, held: Held, kept: Mapping[int, int]
 ) -> list[tuple[Moment, Moment]]:
-    """By layer, its step forwards and its step backwards, of one micro-batch."""
+    """Return, by layer, its step forwards and its step backwards, of one micro-batch."""
     values, gradients = _waiting(held)
     steps = zip(*(sums(changes, held.layers) for changes in (kept, values, gradients)), strict=True)
     layers = [problem.layers[layer] for layer in held.layers]
@@ -287,9 +401,7 @@ def moments_of_training(
 
 
 def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """By step, how the bytes of values that wait for a later reader change, and those of gradients
-    that wait.
-    """
+    """Return the changes, by step, of the bytes of waiting values and of waiting gradients."""
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     here = set(held.layers)
@@ -313,9 +425,7 @@ def _waiting(held: Held) -> tuple[Mapping[int, int], Mapping[int, int]]:
 
 
 def _waiting_or_sent(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of values that are made here change: those that wait, and those that
-    are sent.
-    """
+    """Return the changes, by step, of the bytes of own values that wait or are sent."""
     values: Counter[int] = Counter()
     here = set(held.layers)
     over = max(held.layers, default=0) + 1
@@ -328,7 +438,7 @@ def _waiting_or_sent(held: Held) -> Mapping[int, int]:
 
 
 def recorded(problem: Problem, held: Held) -> Recorded:
-    """What it holds of passes that keep their memory."""
+    """Return the memory of recorded passes."""
     moments, over = _passes(problem, held)
     each = max([over, *(sum(moment) for moment, _ in moments)]) + crossing_bytes(held)
     backwards = max(0, max((sum(moment) for _, moment in moments), default=0))
@@ -341,17 +451,16 @@ def recorded(problem: Problem, held: Held) -> Recorded:
 
 
 def moments_recorded(problem: Problem, held: Held) -> list[tuple[Moment, Moment]]:
-    """As ``moments_of_training``, with forward and backward passes that each have memory of their
-    own.
+    """Return, by layer, its two steps with separate memory for forward and backward passes.
 
-    Backwards it is beyond what layers leave to weight passes, which all of them up to a step have
-    yet to leave.
+    Backwards, bytes that layers leave to weight-gradient passes are subtracted while the layers
+    have not left them yet.
     """
     return _passes(problem, held)[0]
 
 
 def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], int]:
-    """The same, and what stays when the forward pass is over."""
+    """Return ``moments_recorded``, and the bytes that stay when the forward pass is over."""
     here = set(held.layers)
     own = Held(held.layers, [value for value in held.values if value.source in here])
     kept, values, gradients = kept_by_step(problem, own), _waiting_or_sent(own), _staying(held)
@@ -371,9 +480,7 @@ def _passes(problem: Problem, held: Held) -> tuple[list[tuple[Moment, Moment]], 
 
 
 def crossing_bytes(held: Held) -> int:
-    """What has its place beside passes, of one micro-batch: what arrives from other devices, values
-    and gradients.
-    """
+    """Return one micro-batch's bytes outside passes: values and gradients that arrive."""
     here = set(held.layers)
     total = 0
     for value in held.values:
@@ -385,8 +492,9 @@ def crossing_bytes(held: Held) -> int:
 
 
 def sent_bytes(held: Held) -> int:
-    """What is sent of one micro-batch and nobody here keeps: it waits in a recorded pass until that
-    is over.
+    """Return the bytes of one micro-batch that are sent and that no layer here keeps.
+
+    They stay in a recorded pass until it is over.
     """
     here = set(held.layers)
     return sum(value.held_bytes for value in held.values if _is_sent(value, here))
@@ -401,10 +509,9 @@ def _is_sent(value: Value, here: set[int]) -> bool:
 
 
 def landing_bytes(held: Held) -> int:
-    """Return what has a place of its own for each micro-batch only where backward passes share
-    memory.
+    """Return the bytes outside passes of one micro-batch, if backward passes share memory.
 
-    It is the gradients that a device sends, and those that it receives without a place among
+    These are the gradients that a device sends, and the received ones that are not in
     ``crossing_bytes``.
     """
     here = set(held.layers)
@@ -418,9 +525,7 @@ def landing_bytes(held: Held) -> int:
 
 
 def most_crossing_bytes(problem: Problem) -> int:
-    """What a device has of neither ``crossing_bytes`` nor ``landing_bytes`` more than, where passes
-    are recorded.
-    """
+    """Return a limit on ``crossing_bytes`` and ``landing_bytes``, where passes are recorded."""
     return (
         sum(value.held_bytes + value.gradient_bytes for value in problem.values)
         if problem.recorded
@@ -429,9 +534,7 @@ def most_crossing_bytes(problem: Problem) -> int:
 
 
 def _staying(held: Held) -> Mapping[int, int]:
-    """By step, how the bytes of gradients change that wait, or that are there until they were sent:
-    after the pass.
-    """
+    """Return the changes, by step, of the bytes of gradients that wait, or are to be sent."""
     gradients: Counter[int] = Counter()
     here = set(held.layers)
     for value in held.values:
@@ -442,14 +545,14 @@ def _staying(held: Held) -> Mapping[int, int]:
 
 
 def between(changes: Counter[int], first: int, end: int, size: int) -> None:
-    """So many bytes more from one step on, until another."""
+    """Add a size from one step on, until another."""
     if first < end:
         changes[first] += size
         changes[end] -= size
 
 
 def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
-    """By step, the sum of all changes at it or before."""
+    """Return, by step, the sum of all changes at it or before."""
     ordered = sorted(changes.items())
     found, total, place = [], 0, 0
     for step in steps:
@@ -464,7 +567,7 @@ def sums(changes: Mapping[int, int], steps: Iterable[int]) -> list[int]:
 
 
 def _worst_of_inference(problem: Problem, held: Held) -> Moment:
-    """The step with the most; also one at which a layer runs elsewhere, as values arrive then."""
+    """Return the worst moment; values also arrive at steps of other devices' layers."""
     here = set(held.layers)
     workspace = {layer: problem.layers[layer].forward_workspace_bytes for layer in held.layers}
     changes = defaultdict(int, dict.fromkeys(held.layers, 0))

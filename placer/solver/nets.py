@@ -49,7 +49,7 @@ class Exchange(NamedTuple):
     gradient_bytes: int
 
     def over(self, link: Link) -> Net:
-        """With the times over a link."""
+        """Return the net with its times over a link."""
         latency_ms, ms_per_byte = 1e3 * link.latency_s, 1e3 / link.bandwidth_bytes_per_s
         there_ms = self.number * latency_ms + self.bytes * ms_per_byte
         return Net(
@@ -61,11 +61,11 @@ class Exchange(NamedTuple):
 
 
 def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
-    """What nodes exchange, by its ends."""
+    """Return the values that nodes exchange, joined by their ends."""
     found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for value in problem.values:
         source = nodes.node_of[value.source]
-        readers = tuple(sorted(nodes.of(value.readers) - {source}))
+        readers = tuple(sorted(nodes.holding(value.readers) - {source}))
         if readers:
             sums = found[source, readers]
             sums[0] += 1
@@ -76,11 +76,12 @@ def exchanges(problem: Problem, nodes: Reduction) -> list[Exchange]:
 
 
 def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) -> list[Net]:
-    """The values by their ends, over such a link; those that cannot be cut, or cost nothing, are
-    left out.
+    """Return the values by their ends, over such a link.
+
+    Those that cannot be cut, or cost nothing, are left out.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers.
         link: that all values go over; the one that all links are like, if left out.
     """
@@ -91,7 +92,7 @@ def joined_nets(problem: Problem, nodes: Reduction, link: Link | None = None) ->
 
 
 def best_link(links: Sequence[Link]) -> Link:
-    """A link that is as good as any of these."""
+    """Return a link that is as good as any of these."""
     return Link(
         source="one device",
         target="another one",

@@ -1,9 +1,8 @@
-"""An assignment as a pipeline: its stages, what each takes, what passes between them, and how long
-a step of it is.
+"""Pipelines of assignments: stages, their times, their transfers, and the length of a step.
 
-Where placements are contiguous each device that holds layers is one stage. Else stages are
-segments: maximal runs of layers on one device, in the profile's order. A value goes to the first
-stage of each device that reads it, its gradient back from there.
+In contiguous placements each device that holds layers is one stage. Otherwise stages are segments:
+maximal runs of layers on one device, in the profile's order. A value goes to the first stage of
+each device that reads it, and its gradient comes back from there.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ HasRoom = Callable[[Sequence[int]], bool]
 
 
 def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
-    """How long a whole batch takes, in milliseconds, the optimizer's step included: alone or in a
-    row, as is asked.
+    """Return the time of a batch and the optimizer's step in ms, isolated or steady-state.
 
     Args:
-        problem: what is asked; its chunks are those of the batch.
+        problem: the placement problem; its chunks are those of the batch.
         pipeline: its stages.
         plan: the order of their passes.
     """
@@ -34,14 +32,12 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
 
 
 def in_a_row(problem: Problem) -> bool:
-    """Whether a step is asked for that follows another."""
+    """Return whether a step is asked for that follows another."""
     return problem.request.steps == "in-a-row"
 
 
 def alone_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """How long a step takes from idle devices to idle devices, in milliseconds, the longest
-    optimizer at its end.
-    """
+    """Return the time in ms of a step between idle devices, with the longest optimizer."""
     return schedule.step_ms(pipeline, plan) + max(
         pipeline.optimizer_by_device().values(), default=0.0
     )
@@ -53,7 +49,7 @@ def pipeline_of(
     stages: Sequence[int],
     again: frozenset[int] = frozenset(),
 ) -> Pipeline:
-    """The stages of an assignment, with their times and transfers."""
+    """Return the stages of an assignment, with their times and transfers."""
     stage_of, places = staged(problem, assignment, stages)
     forward, backward, weights, optimizer = ([0.0] * len(places) for _ in range(4))
     for layer, stage in enumerate(stage_of):
@@ -75,10 +71,10 @@ def plan_of(
     has_room: HasRoom | None = None,
     room: Sequence[int] | None = None,
 ) -> Plan:
-    """The order of a pipeline's passes, by the problem's schedule.
+    """Return the order of a pipeline's passes, by the problem's schedule.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         pipeline: its stages.
         has_room: where micro-batches in flight are counted segment by segment, whether devices have
             memory for so many: the shortest order for which they have is taken, and where they have
@@ -127,7 +123,7 @@ def _fixed_plan(asked: Schedule, places: tuple[int, ...], chunks: int, training:
 def staged(
     problem: Problem, assignment: Sequence[int], stages: Sequence[int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """By layer, its stage; by stage, its device."""
+    """Return, by layer, its stage; by stage, its device."""
     if problem.contiguous:
         place = {device: stage for stage, device in enumerate(stages)}
         return [place[device] for device in assignment], tuple(stages)
@@ -137,7 +133,10 @@ def staged(
 
 
 def weights_ms(problem: Problem, layer: int, device: int) -> float:
-    """The part of a layer's backward pass that can be done later; see ``Layer.weight_half_ms``."""
+    """Return the part of a layer's backward pass that can be done later.
+
+    See ``Layer.weight_half_ms``.
+    """
     return (
         problem.layers[layer].weight_half_ms(problem.devices[device].type)
         if problem.training
@@ -146,7 +145,7 @@ def weights_ms(problem: Problem, layer: int, device: int) -> float:
 
 
 def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
-    """What the optimizer's step takes for a layer on a device."""
+    """Return the time of the optimizer's step for a layer on a device."""
     return (
         problem.layers[layer].optimizer_ms.get(problem.devices[device].type, 0.0)
         if problem.training
@@ -157,7 +156,7 @@ def optimizer_ms(problem: Problem, layer: int, device: int) -> float:
 def _transfers(
     problem: Problem, stage_of: Sequence[int], places: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """What passes between stages of different devices, summed up by pair."""
+    """Return the transfers between stages of different devices, summed up by pair."""
     there: dict[tuple[int, int], float] = {}
     back: dict[tuple[int, int], float] = {}
     for value in problem.values:

@@ -1,4 +1,4 @@
-"""A request as the solver reads it: layers and devices by index, matrices instead of dictionaries."""
+"""The indexed form of a request: layers and devices by number, matrices instead of dictionaries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ from functools import cached_property
 from typing import Self
 
 from placer.errors import InputError
-from placer.schema import Device, Layer, Link, PlacementRequest, Recompute
+from placer.schema import Device, Edge, Layer, Link, PlacementRequest, Recompute
 from placer.solver.components import closed_groups, strong_components
-from placer.solver.slow_links import refuse_slow_links
 
 LARGEST_BYTES = 2**60
-"""No memory figure may exceed this, sums over all layers included."""
+"""The largest sum of memory figures in bytes, so that sums stay exact in 64-bit integers."""
+
+LONGEST_MS = 1e9
+"""The longest time of a layer, a transfer or a device, 12 days: larger numbers are mistakes."""
+
+ROUNDING = 1e-9
+"""Relative error of sums in another order: a limit is exceeded only by more than this."""
+
+SAME = 1e-12
+"""Relative difference below which two objectives or times are equal."""
+
+HALVINGS = 40
+"""Halvings of an interval in a binary search: they reduce it to a 1e-12th."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One edge of the profile, by index; or the gradients of tied parameters, from the first layer
-    to the last.
+    """One edge of the profile, by index; or the gradients of tied parameters, first to last layer.
 
     Attributes:
         source: the layer that makes it.
@@ -28,15 +38,14 @@ class Value:
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient; 0 in inference.
         keepers: the layers that keep it for their backward pass; none in inference.
-        rest_bytes: what is held beside the gradient of the last reader, as long as that waits for
-            the one before; or of tied parameters, that gradient.
-        rest_from: the layer until which, backwards, it waits.
-        rest_until: the layer from which on, backwards, it waits.
-        arriving_bytes: of its gradient, what has a place beside passes where it comes from another
-            device: none where the weight pass of its source waits with it anyhow.
-        ordered: whether its source must be at its readers' stage or before, where contiguity is
-            asked for.
-        unbound: readers of which this is not asked.
+        rest_bytes: memory in addition to the last reader's gradient, held until the reader
+            before it has run; for tied parameters, their gradient.
+        rest_from: the layer until which, backwards, the rest waits.
+        rest_until: the layer from which on, backwards, the rest waits.
+        arriving_bytes: the part of its gradient that is stored outside passes where it comes from
+            another device: none where its source's weight-gradient pass keeps it anyway.
+        ordered: whether its source must be at its readers' stage or before, if contiguous.
+        unbound: readers to which this does not apply.
         weightless: whether it takes no memory, as in published inputs that count state alone.
     """
 
@@ -60,9 +69,7 @@ class Value:
 
     @property
     def bound_readers(self) -> tuple[int, ...]:
-        """The readers that must be at its source's stage or behind it, where contiguity is asked
-        for.
-        """
+        """The readers that contiguity puts at their source's stage or behind it."""
         return (
             tuple(reader for reader in self.readers if reader not in self.unbound)
             if self.ordered
@@ -71,12 +78,12 @@ class Value:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of a device's memory."""
+        """The bytes that the value takes of a device's memory."""
         return 0 if self.weightless else self.bytes
 
     @property
     def waiting_bytes(self) -> int:
-        """What waits of its gradient at the most, and beside it."""
+        """The most bytes of its gradient that wait, with what waits in addition."""
         return self.gradient_bytes + self.rest_bytes
 
 
@@ -101,11 +108,11 @@ class SharedState:
 
     @property
     def total_bytes(self) -> int:
-        """What a copy takes."""
+        """The bytes of a copy."""
         return self.param_bytes + self.grad_bytes
 
     def is_copied_to(self, layers: Collection[int]) -> bool:
-        """Whether a device that holds these layers, a set, holds a copy."""
+        """Return whether a device that holds these layers, a set, holds a copy."""
         return self.first not in layers and not self.others.isdisjoint(layers)
 
 
@@ -169,7 +176,7 @@ class Problem:
         values = _values(request, place)
         groups = _groups(request, place)
         _refuse_overflow(request, values)
-        refuse_slow_links(request)
+        _refuse_slow_links(request)
         return cls(
             request=request,
             layers=layers,
@@ -193,42 +200,39 @@ class Problem:
 
     @property
     def training(self) -> bool:
-        """Whether a training step is placed."""
+        """True for a training step."""
         return self.request.is_training
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
-        """By device, whether it runs forwards once more instead of keeping what its layers save."""
+        """The recomputation rule of each device: forward passes again instead of saved tensors."""
         if not self.training:
             return tuple("never" for _ in self.devices)
         return tuple(self.request.constraints.recompute_on(device.name) for device in self.devices)
 
     @property
     def weights_apart(self) -> bool:
-        """Whether weight passes run apart, while later micro-batches run backwards."""
+        """True if weight-gradient passes run apart, while later micro-batches run backwards."""
         return self.training and self.request.schedule == "zero-bubble"
 
     @property
     def one_stage_each(self) -> bool:
-        """Whether each device has one stage, so that the placement is reported as contiguous."""
+        """True if each device has one stage, so that the placement is reported as contiguous."""
         return self.contiguous and not self.loose
 
     @property
     def recorded(self) -> bool:
-        """Whether memory is that of recorded passes: in training, but where a device may have
-        several stages.
-        """
+        """True if memory follows recorded passes: in training, with one stage per device."""
         return self.weights_apart or (self.training and self.one_stage_each)
 
     def but_for_groups(self) -> Problem | None:
-        """Return the problem of placements that are contiguous but for colocated layers; None if it
-        does not help.
+        """Return the problem with contiguity for all but colocated layers; None if useless.
 
-        Tied embeddings run first and last. If they share a device and every device has one stage, all layers are on
-        that device. So the placement would be free, and the best of all maps would be looked for. Here the embeddings
-        alone may come back to a device, and what is left is a chain::
+        Tied embeddings run first and last. If they share a device and every device has one stage,
+        all layers are on that device. So the placement would be free, and the search would cover
+        all maps. Here only the embeddings may return to a device, and the rest is a chain::
 
-            d0  embedding, blocks 0 and 1, head  ──▶  d1  blocks 2 to 4  ──▶  d2  blocks 5 to 7, norm  ──▶  d0
+            d0  embedding, blocks 0 and 1, head ─▶ d1  blocks 2 to 4 ─▶ d2  blocks 5 to 7 ─▶ d0
 
         Every placement of this problem is a placement of the free problem, at the same costs.
         """
@@ -254,14 +258,12 @@ class Problem:
         return replace(self, contiguous=True, loose=loose, values=values)
 
     def backwards(self, flight: int) -> int:
-        """Return for how many micro-batches in flight backward passes have memory of their own at
-        the least.
-        """
+        """Return the least number of micro-batches in flight with memory of their own backwards."""
         return flight if self.weights_apart and not self.one_stage_each else 1
 
     @cached_property
     def touching(self) -> tuple[tuple[int, ...], ...]:
-        """By layer, the values that it makes or reads, by their places in ``values``."""
+        """The values that a layer makes or reads, by layer, as their places in ``values``."""
         found: list[list[int]] = [[] for _ in self.layers]
         for index, value in enumerate(self.values):
             for layer in {value.source, *value.readers}:
@@ -270,15 +272,14 @@ class Problem:
 
     @cached_property
     def deferred_bytes(self) -> tuple[int, ...]:
-        """By layer, what each micro-batch in flight leaves to its weight pass, where that runs
-        apart.
-        """
+        """The bytes that each micro-batch in flight leaves to a weight-gradient pass, by layer."""
         return tuple(layer.deferred_bytes if self.weights_apart else 0 for layer in self.layers)
 
     @cached_property
     def back_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its backward pass works in; where its halves run apart, the one by input;
-        0 in inference.
+        """The workspace of a layer's backward pass, or of its separate input-gradient half.
+
+        It is 0 in inference.
         """
         if self.weights_apart:
             return tuple(map(input_workspace_bytes, self.layers))
@@ -288,29 +289,26 @@ class Problem:
 
     @cached_property
     def weights_workspace_bytes(self) -> tuple[int, ...]:
-        """By layer, what its weight pass works in, where that runs apart: the same memory for all
-        micro-batches.
-        """
+        """The workspace of a layer's separate weight-gradient pass, shared by all micro-batches."""
         return tuple(
             layer.weights_workspace_bytes if self.weights_apart else 0 for layer in self.layers
         )
 
     @cached_property
     def step_bytes(self) -> tuple[int, ...]:
-        """By layer, what the optimizer's step makes of its parameters and frees again; nothing in
-        inference.
-        """
+        """The temporary bytes of the optimizer's step for a layer, by layer; 0 in inference."""
         share = self.request.profile.optimizer_step_share if self.training else 0.0
         return tuple(int(share * layer.grad_bytes) for layer in self.layers)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether any device may."""
+        """True if any device may recompute."""
         return any(rule != "never" for rule in self.recompute)
 
     def again_ms(self, layer: int, device: int) -> float:
-        """What a layer takes more where its device recomputes and need not: ``compute_ms`` has it
-        where it must.
+        """Return the extra time of a layer where its device recomputes but need not.
+
+        Where it must, ``compute_ms`` includes this time.
         """
         return 0.0 if self.recompute[device] == "always" else self.forward_ms[layer][device]
 
@@ -319,19 +317,20 @@ class Problem:
         return self.forward_ms[layer][device] + self.backward_ms[layer][device]
 
     def linked(self, value: Value, source: int, target: int) -> bool:
-        """Whether the value may pass from one device to another, and its gradient back."""
+        """Return whether the value may pass from one device to another, and its gradient back."""
         there, back = self.links[source][target], self.links[target][source]
         return there is not None and (back is not None or not value.gradient_bytes)
 
     def send_ms(self, value: Value, source: int, target: int) -> float:
-        """The time that the value takes from one device to another."""
+        """Return the time that the value takes from one device to another."""
         link = self.links[source][target]
         assert link is not None  # linked() was asked before
         return link.transfer_ms(value.bytes)
 
     def gradient_ms(self, value: Value, source: int, target: int) -> float:
-        """The time that the gradient takes back, from ``target`` to ``source``; 0 without a
-        gradient.
+        """Return the time that the gradient takes back, from ``target`` to ``source``.
+
+        0 without a gradient.
         """
         link = self.links[target][source]
         return (
@@ -354,8 +353,9 @@ class Problem:
         return frozenset(self.allowed)
 
     def alike(self, one: int, other: int) -> bool:
-        """Whether swapping two devices changes nothing: neither times, limits, links, pins nor
-        forbidden layers.
+        """Return whether swapping two devices changes nothing.
+
+        Neither times, limits, links, pins nor forbidden layers.
         """
         return (
             self.devices[one].usable_bytes == self.devices[other].usable_bytes
@@ -373,7 +373,7 @@ class Problem:
         )
 
     def alike_devices(self) -> list[list[int]]:
-        """The devices in classes whose members may be swapped, each class in the cluster's order."""
+        """Return the classes of devices that may be swapped, each in the cluster's order."""
         classes: list[list[int]] = []
         for device in range(len(self.devices)):
             for members in classes:
@@ -386,41 +386,38 @@ class Problem:
 
 
 def input_workspace_bytes(layer: Layer) -> int:
-    """What the input half of a layer's backward pass holds; what all of it does where that was not
-    told apart.
-    """
+    """Return the workspace of a layer's input-gradient half, or of all if not measured apart."""
     return layer.input_workspace_bytes or layer.backward_workspace_bytes
 
 
 def pass_workspace_bytes(layer: Layer) -> int:
-    """What a layer's recorded backward pass holds; what an eager one does where that was not told
-    apart.
-    """
+    """Return the workspace of a layer's recorded backward pass, or an eager one if unmeasured."""
     return layer.pass_workspace_bytes or layer.backward_workspace_bytes
 
 
+def _value(request: PlacementRequest, edge: Edge, place: dict[str, int]) -> Value:
+    ends = place[edge.source], *sorted({place[target] for target in edge.targets})
+    rest_until = place[edge.rest_until] if edge.rest_until else ends[-1]
+    if not request.is_training:
+        return Value(ends[0], ends[1:], edge.bytes, 0, (), 0, ends[-2], rest_until)
+    apart = request.schedule == "zero-bubble"
+    kept_anyhow = apart and edge.deferred and len(ends) == 2
+    return Value(
+        source=ends[0],
+        readers=ends[1:],
+        bytes=edge.bytes,
+        gradient_bytes=edge.gradient_bytes,
+        keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by})),
+        rest_bytes=edge.rest_bytes,
+        rest_from=ends[-2],
+        rest_until=rest_until,
+        arriving_bytes=0 if kept_anyhow else edge.gradient_bytes,
+    )
+
+
 def _values(request: PlacementRequest, place: dict[str, int]) -> tuple[Value, ...]:
-    training, apart = request.is_training, request.schedule == "zero-bubble"
-    values = []
-    for edge in request.profile.edges:
-        ends = place[edge.source], *sorted({place[target] for target in edge.targets})
-        kept_anyhow = apart and edge.deferred and len(ends) == 2
-        values.append(
-            Value(
-                source=ends[0],
-                readers=ends[1:],
-                bytes=edge.bytes,
-                gradient_bytes=edge.gradient_bytes if training else 0,
-                keepers=tuple(sorted({place[keeper] for keeper in edge.saved_by}))
-                if training
-                else (),
-                rest_bytes=edge.rest_bytes if training else 0,
-                rest_from=ends[-2],
-                rest_until=place[edge.rest_until] if edge.rest_until else ends[-1],
-                arriving_bytes=edge.gradient_bytes if training and not kept_anyhow else 0,
-            )
-        )
-    for tie in request.profile.tied if training else ():
+    values = [_value(request, edge, place) for edge in request.profile.edges]
+    for tie in request.profile.tied if request.is_training else ():
         if tie.split or not tie.gradient_bytes:
             continue
         sharing = sorted(place[layer] for layer in tie.layers)
@@ -479,8 +476,9 @@ def _allowed(request: PlacementRequest, place: dict[str, int]) -> tuple[frozense
 
 
 def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The colocated groups of profile and constraints, joined where they overlap; layers pinned
-    together are one.
+    """Return the colocated groups of profile and constraints, joined where they overlap.
+
+    Layers pinned together are one.
     """
     pinned: dict[str, list[str]] = defaultdict(list)
     for layer, device in request.constraints.pinned.items():
@@ -496,8 +494,7 @@ def _groups(request: PlacementRequest, place: dict[str, int]) -> tuple[tuple[int
 def _contiguous(
     request: PlacementRequest, count: int, values: Sequence[Value], groups: Sequence[Sequence[int]]
 ) -> bool:
-    """What is asked for; else contiguous, unless colocation would then pull much of the model onto
-    one device.
+    """Return the required contiguity; by default true, unless colocation pulls the model together.
 
     Contiguity makes one layer of every strongly connected component of the layer graph with its
     groups joined. If such a component pulls in half or more of the layers outside its groups, as
@@ -517,9 +514,7 @@ def _contiguous(
 
 
 def arcs_of(values: Iterable[Value]) -> list[tuple[int, int]]:
-    """Every pair of a layer that makes a value and one that reads it, where contiguity orders the
-    two.
-    """
+    """Return all pairs of a layer that makes a value and a reader that contiguity orders."""
     return [(value.source, reader) for value in values for reader in value.bound_readers]
 
 
@@ -542,8 +537,28 @@ def _refuse_overflow(request: PlacementRequest, values: Sequence[Value]) -> None
     )
     if total > LARGEST_BYTES:
         raise InputError(
-            f"the layers need {total} bytes in all with {chunks} micro-batches; no more than 2**60 can be placed"
+            f"the layers need {total} bytes in all with {chunks} micro-batches; "
+            "no more than 2**60 can be placed"
         )
+
+
+def _refuse_slow_links(request: PlacementRequest) -> None:
+    """Refuse links over which some value or gradient takes longer than ``LONGEST_MS``."""
+    sizes = [
+        (max(edge.bytes, edge.gradient_bytes, 1), edge.source) for edge in request.profile.edges
+    ]
+    if not sizes:
+        return
+    size_bytes, source = max(sizes, key=lambda one: one[0])
+    for link in request.placed_on.links:
+        time_ms = link.transfer_ms(size_bytes)
+        if time_ms > LONGEST_MS:
+            raise InputError(
+                f"{size_bytes} bytes of layer {source!r} would take {time_ms:.3g} ms over link "
+                f"{link.source!r} -> {link.target!r} (bandwidth_bytes_per_s = "
+                f"{link.bandwidth_bytes_per_s:g}, latency_s = {link.latency_s:g}); no more than "
+                "1e9 can be placed: leave out a link that no value may pass"
+            )
 
 
 def _same_way(one: Link | None, other: Link | None) -> bool:

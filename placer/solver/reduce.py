@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from placer.solver.components import closed_groups, group_of, strong_components
-from placer.solver.problem import Problem, arcs_of
-
-SLACK = 1e-9
-"""Times within so much of a limit are not held to be over it."""
+from placer.solver.problem import ROUNDING, Problem, arcs_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,8 @@ class Reduction:
     node_of: tuple[int, ...]
     allowed: tuple[frozenset[int], ...]
 
-    def of(self, layers: Iterable[int]) -> frozenset[int]:
-        """The nodes of some layers."""
+    def holding(self, layers: Iterable[int]) -> frozenset[int]:
+        """Return the nodes of some layers."""
         return frozenset(self.node_of[layer] for layer in layers)
 
     def arcs(self, arcs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -38,17 +35,12 @@ class Reduction:
         return {(source, reader) for source, reader in found if source != reader}
 
     def spread(self, devices: list[int]) -> list[int]:
-        """By layer, its device, from the devices of the nodes."""
+        """Return, by layer, its device, from the devices of the nodes."""
         return [devices[node] for node in self.node_of]
 
 
 def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
-    """Layers that share a device in every placement whose bottleneck is no more than ``upper``.
-
-    A value that crosses keeps the device of its source busy for its transfer there, and its
-    gradient's back; if that alone takes longer, its source and readers stay together. Where one
-    device pays for nothing, another is at the other end.
-    """
+    """Return layers that share a device in all placements with a bottleneck up to ``upper``."""
     if len(problem.untaxed) > 1:
         return []
     real = (link for row in problem.links for link in row if link is not None)
@@ -62,7 +54,7 @@ def never_cut(problem: Problem, upper: float) -> list[tuple[int, ...]]:
             if value.gradient_bytes
             else 0.0
         )
-        if (there + back if added else max(there, back)) > upper * (1 + SLACK):
+        if (there + back if added else max(there, back)) > upper * (1 + ROUNDING):
             together.append((value.source, *value.readers))
     return together
 
@@ -71,7 +63,7 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
     """Join what must be together.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         upper: only placements whose objective is no more than this are looked for.
 
     A group is one node. Under contiguity so is each strongly connected component of the layer graph
@@ -84,9 +76,7 @@ def reduced(problem: Problem, upper: float = inf) -> Reduction:
 
 
 def joined(problem: Problem, groups: Sequence[tuple[int, ...]]) -> Reduction:
-    """The nodes where these disjoint groups of layers share devices, which the problem's own groups
-    are parts of.
-    """
+    """Return the nodes if these groups of layers, unions of the problem's, are together."""
     count = len(problem.layers)
     if problem.contiguous:
         nodes = [

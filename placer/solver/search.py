@@ -14,13 +14,10 @@ from time import monotonic
 from placer.schema import Placement, PlacementRequest
 from placer.solver import answer, costs, ties
 from placer.solver.cpsat.runner import Limits, Meter
-from placer.solver.problem import Problem
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction, reduced
 
 Progress = Callable[["Incumbent"], None]
-
-SAME = 1e-12
-"""Objectives that differ by no more than this share are the same."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,9 @@ class Incumbent:
     Attributes:
         objective_value: in the objective's unit.
         bound: the proven lower bound at that time.
-        time_s: since the solve began.
-        placement: makes it as ``solve`` would return it had it ended then, but not checked; called
-            where it is wanted, from any thread, as that takes a while.
+        time_s: seconds since the solve began.
+        placement: makes the placement that ``solve`` would return if it ended now, without a check.
+            It may be called from any thread, and takes a while.
     """
 
     objective_value: float
@@ -46,23 +43,22 @@ class Search:
     """One solve: the incumbent, the bound and the time.
 
     Attributes:
-        problem: what is asked.
-        progress: as ``solve`` takes it.
-        stop: as ``solve`` takes it.
+        problem: the placement problem.
+        progress: as for ``solve``.
+        stop: as for ``solve``.
         best: by layer, the device in the best placement so far.
         value: its objective.
         rank: its transfer and spread, which break ties.
         bound: the proven lower bound.
-        method: what found the best.
-        enough: a bottleneck that will do: the search ends with a placement within it, or the proof
-            that none is; None for the smallest.
-        meter: counts the work, and ends the search when all is done that may be.
-        too_many: a bottleneck of which there are too many ideals, as far as is known.
-        merged: the layers in the nodes of the threshold that was last asked for, and that
-            threshold.
-        began: when, by the monotonic clock.
-        request: that of the problem.
-        nodes: what must be on one device, as one node.
+        method: the method that found the best placement.
+        enough: a sufficient bottleneck: a placement within it ends the search, and so does a proof
+            against one. None asks for the smallest.
+        meter: counts the work, and ends the search when its limit is reached.
+        too_many: the least known bottleneck with too many ideals.
+        merged: the nodes of the latest threshold, with that threshold.
+        began: the start, by the monotonic clock.
+        request: the request of the problem.
+        nodes: the layers, merged where they must be on one device.
     """
 
     problem: Problem
@@ -86,28 +82,29 @@ class Search:
         self.nodes = reduced(self.problem)
 
     def limits(self, work: float) -> Limits:
-        """For a search of so much work whose placements are offered as they are found."""
+        """Return limits of a search with this work that offers placements as it finds them."""
         request = self.request
         return Limits(
             self.left_s(), request.workers, request.seed, self.stop, self._found, work, self.meter
         )
 
     def quietly(self, work: float) -> Limits:
-        """For a search of so much work whose placements are looked at when it ends."""
+        """Return limits for a search of this much work whose placements are used when it ends."""
         request = self.request
         return Limits(
             self.left_s(), request.workers, request.seed, self.stop, None, work, self.meter
         )
 
     def over(self, share: float) -> bool:
-        """Whether a share of the time, or of the work, is over."""
+        """Return whether a share of the time, or of the work, is over."""
         if self.meter.done > share * self.meter.limit:
             return True
         return self._stopped() or self._time_s() > share * self.request.time_limit_s
 
     def counted(self, work: float) -> bool:
-        """Count so much work, in the measure of ``cpsat.Meter``; whether the time, or the work, is
-        over.
+        """Count so much work, in the measure of ``cpsat.runner.Meter``.
+
+        Whether the time, or the work, is over.
         """
         self.meter.done += work
         return self.over(1.0)
@@ -116,7 +113,7 @@ class Search:
         return self.stop is not None and self.stop.is_set()
 
     def better(self) -> float:
-        """The objective from which a placement counts as better than the best so far."""
+        """Return the objective from which a placement counts as better than the best so far."""
         better = (
             self.value - 1
             if self.request.objective == "memory"
@@ -125,7 +122,7 @@ class Search:
         return better if self.enough is None else min(better, self.enough)
 
     def nothing_below(self) -> float:
-        """What is proven if nothing is better: bytes are whole numbers."""
+        """Return the bound that is proven if nothing is better; bytes are integers."""
         if self.enough is not None and self.better() == self.enough:
             return nextafter(self.enough, inf)
         return self.value if self.request.objective == "memory" else self.better()
@@ -156,7 +153,7 @@ class Search:
             )
 
     def _beats(self, result: costs.Costs) -> bool:
-        """Whether a placement is better than the best so far, or as good and of smaller rank."""
+        """Return whether a placement is better than the best, or equal with a smaller rank."""
         if self.best is not None and abs(result.objective_value - self.value) <= SAME * self.value:
             return ties.rank(result) < self.rank
         return result.objective_value < self.value
@@ -167,7 +164,7 @@ class Search:
             self.bound = bound
 
     def open(self) -> bool:
-        """Whether there may be something better that is wanted."""
+        """Return whether there may be something better that is wanted."""
         if self.enough is not None and (self.value <= self.enough or self.bound > self.enough):
             return False
         return self.value - self.bound > answer.PROVEN_GAP * self.value or self.best is None
@@ -176,14 +173,14 @@ class Search:
         return monotonic() - self.began
 
     def left_s(self) -> float:
-        """What is left of the time, in seconds."""
+        """Return the time that is left, in seconds."""
         return self.request.time_limit_s - self._time_s()
 
 
 def incumbent(
     problem: Problem, devices: list[int], value: float, bound: float, method: str, time_s: float
 ) -> Incumbent:
-    """The best placement so far as it is told, from its assignment; ties are as they happen to be."""
+    """Return a report of the best placement so far, with unbroken ties."""
 
     def placement() -> Placement:
         found = answer.found(problem, devices, bound, method, time_s)

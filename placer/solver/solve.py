@@ -1,18 +1,19 @@
 """The portfolio: from a request to a checked placement, with its bound.
 
-reduce ─▶ plain reasons against it ─▶ bounds ─▶ best cuts of linear orders ─▶ integer program ─▶
-check
-                │                    (work,      │ and, if free, layers         │ in rounds; between
-                ▼                     knots)     │ moved, shares, devices       │ them stages are
-            infeasible                           ▼ redivided                    ▼ divided anew
-                                              optimal          infeasible: why, by lifting requirements
+    reduce ─▶ plain reasons ─▶ bounds ─▶ best cuts of ─▶ free: pairs of ─▶ integer program ─▶ check
+              against it       (work,    linear orders   devices divide    (in rounds; stages
+                │              min cut)                  anew, prices      are redivided between)
+                ▼                          │                                 │
+            infeasible                     ▼                                 ▼
+                                        optimal        infeasible: why, by lifting requirements
 
-The integer program is in stage-prefix form (``stage_program.py``) where it can be, and asked for
-thresholds on a graph that they make smaller (``merges.py``, ``reach.py``), and for parts of it
-(``stage_search.py``, ``redivision.py``); else it is by node and device (``model.py``). Graphs with
-few ideals need none (``contiguous/ideals.py``), nor do devices of few classes over links that are
-not alike (``order_search.py``). Objectives ``step`` and ``devices`` have searches of their own
-(``step_search.py``, ``fewest_devices.py``), which ask this one for small bottlenecks.
+The integer program is in stage-prefix form (``contiguous/stage_program.py``) where possible. It is
+asked for thresholds on merged graphs (``merges.py``) and for parts of the placement
+(``stage_search.py``, ``redivision.py``). Otherwise it has a variable per node and device
+(``cpsat/model.py``). Graphs with few ideals need no program (``contiguous/ideals.py``), nor do
+devices of few classes over unlike links (``order_search.py``). Objectives ``step`` and ``devices``
+have their own searches (``step_search.py``, ``fewest_devices.py``), which use this one for small
+bottlenecks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import NamedTuple
 
 from placer.errors import InputError, kind_of
 from placer.schema import Infeasibility, Placement, PlacementRequest, Ties
@@ -32,11 +34,11 @@ from placer.solver.chain import initial_placements, optimal_cuts, refined_cuts
 from placer.solver.check import check
 from placer.solver.contiguous import stage_scope, stage_search
 from placer.solver.contiguous.order_search import none_in_any_order
-from placer.solver.contiguous.redivision import divide_anew
+from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_links import StageLinks, quickest_everywhere, stage_links
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.model import MOST_RULES, PlacementModel, worth_building
-from placer.solver.cpsat.runner import Meter
+from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map
 from placer.solver.explain import conflict, limits
 from placer.solver.explain.infeasible import (
@@ -55,27 +57,34 @@ from placer.solver.search import Incumbent, Progress, Search
 from placer.solver.step.choices import questions
 from placer.solver.step.step_search import StepSearch
 
+
+class _Shares(NamedTuple):
+    """How the portfolio divides its time.
+
+    Attributes:
+        finer_cuts: share of the time after which finer cuts of a long order end.
+        only_order: the same where the order is the only one, so that cuts can prove.
+        relaxed: share of the remaining time for the problem with the quickest link everywhere.
+        stages: share of the remaining time for the stage program that relaxes memory or links.
+        relaxed_work: work of each question to that program: its answers prove less.
+        conflict: share of the time for the conflicting requirements, once infeasibility is known.
+    """
+
+    finer_cuts: float = 0.5
+    only_order: float = 0.9
+    relaxed: float = 0.4
+    stages: float = 0.7
+    relaxed_work: float = 1.0
+    conflict: float = 0.2
+
+
+SHARES = _Shares()
+
+
 __all__ = ["Incumbent", "Portfolio", "solve"]
 
-WORK = (16.0, inf, inf, inf)
-"""Limits of the integer program's rounds: a better placement narrows the next one, and makes its
-steps finer."""
-
-FINER_SHARE, ONLY_ORDER_SHARE = 0.5, 0.9
-"""How much of the time finer cuts of many nodes may take, all before them included; the latter
-where they can prove."""
-
-RELAXED_SHARE = 0.4
-"""How much of the time that is left a problem may take that asks less."""
-
-QUICK = 1.0
-"""The work of questions whose stages know less than is asked."""
-
-STAGES_SHARE = 0.7
-"""How much of the time that is left stages may take that know less than is asked."""
-
-CONFLICT_SHARE = 0.2
-"""How much of the time may be spent on why there is no placement, when that is known."""
+ROUNDS_WORK = (16.0, inf, inf, inf)
+"""Work limits of the program's rounds: a better placement narrows the next, with finer steps."""
 
 
 def solve(
@@ -84,7 +93,7 @@ def solve(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Placement:
-    """The best placement for a request, or why there is none.
+    """Return the best placement for a request, or the reason that none exists.
 
     Args:
         request: the question; ``time_limit_s``, ``workers`` and ``seed`` bound the search.
@@ -94,11 +103,11 @@ def solve(
     Returns:
         A placement with its status: ``optimal``, ``feasible`` (the time ran out or ``stop`` was
         set), ``infeasible`` with the reason, or ``unknown`` (the time ran out before any was
-        found). The same for the same request unless the time runs out, or the share of it that
-        local search may use. Every placement has passed ``check``.
+        found). It is the same for the same request unless the time runs out, or the share of time
+        that local search may use. Every placement has passed ``check``.
 
     Raises:
-        InputError: this is no request, or its figures are too large to add up.
+        InputError: ``request`` is not a PlacementRequest, or its figures are too large to add up.
     """
     began = monotonic()
     if not isinstance(request, PlacementRequest):
@@ -130,10 +139,8 @@ def _conflict(
     meter: Meter,
     began: float,
 ) -> Infeasibility:
-    """The reason, with the smallest group of requirements that cannot hold together where there is
-    time to find it.
-    """
-    until = min(monotonic() + CONFLICT_SHARE * request.time_limit_s, began + request.time_limit_s)
+    """Return the reason, with the smallest conflicting set of requirements if time allows."""
+    until = min(monotonic() + SHARES.conflict * request.time_limit_s, began + request.time_limit_s)
 
     def left_s() -> float:
         return until - monotonic()
@@ -149,11 +156,10 @@ def _conflict(
 def _smallest(
     problem: Problem, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> Placement:
-    """The placement with the smallest objective, of those that are contiguous but for colocated
-    layers where there are.
+    """Return the placement with the smallest objective, contiguous but for colocated layers.
 
-    So tied embeddings leave a chain a chain: of all maps the best would be looked for far longer,
-    and would be hardly better, with many more changes of device.
+    So tied embeddings leave a chain a chain. The best of all free maps would take far longer to
+    find, would hardly be better, and would change devices much more often.
     """
     pipeline = problem.but_for_groups()
     if pipeline is None:
@@ -168,7 +174,7 @@ def _smallest(
 def _step_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> StepSearch:
-    """The search over micro-batches, schedules and maps, told as the others are."""
+    """Return the search over micro-batches, schedules and maps, with bottleneck searches inside."""
 
     def bottleneck(problem: Problem, allowed: Meter, enough: float | None) -> Placement:
         return Portfolio(problem, None, stop, enough=enough, meter=allowed).answer()
@@ -179,7 +185,7 @@ def _step_search(
 def _fewest_search(
     request: PlacementRequest, progress: Progress | None, stop: threading.Event | None, meter: Meter
 ) -> FewestSearch:
-    """The search for the fewest devices, told as the others are."""
+    """Return the search for the fewest devices, with bottleneck searches inside."""
 
     def look(problem: Problem, enough: float | None) -> Outcome:
         search = Portfolio(problem, None, stop, enough=enough, meter=meter)
@@ -213,7 +219,7 @@ class Portfolio(Search):
         return found.model_copy(update={"ties": broken}) if broken is not None else found
 
     def _start(self) -> None:
-        """The only placement there may be; cuts of a linear order, and what they prove."""
+        """Offer the only possible placement, or cuts of a linear order with their bounds."""
         self.prove(simple_bounds.lower_bound(self.problem, self.nodes))
         if all(len(allowed) == 1 for allowed in self.nodes.allowed):
             self.offer(self.nodes.spread([device for (device,) in self.nodes.allowed]), "no choice")
@@ -231,16 +237,14 @@ class Portfolio(Search):
                 return
         if self.problem.contiguous:
             only_order = optimal_cuts.is_only_order(self.problem, self.nodes)
-            self._cut_finer(ONLY_ORDER_SHARE if only_order else FINER_SHARE)
+            self._cut_finer(SHARES.only_order if only_order else SHARES.finer_cuts)
             stage_search.few_ideals(self)
             if not only_order:
                 self._cut(initial_placements.other_orders)
             stage_search.few_ideals(self)
 
     def _cut_finer(self, share: float) -> None:
-        """Cuts of the same order, where it has too many nodes to look at each, in a share of the
-        time.
-        """
+        """Offer finer cuts of an order with many nodes, in a share of the time."""
 
         def left_s() -> float:
             return (
@@ -263,50 +267,58 @@ class Portfolio(Search):
         if self.open() and not self.over(1.0):
             for start in orders(self.problem, stage_search.nodes_within(self), self.counted):
                 self.offer(start.devices, start.method)
-                if not self.open() or self.over(FINER_SHARE):
+                if not self.open() or self.over(SHARES.finer_cuts):
                     return
 
     def _program(self) -> Infeasibility | None:
-        """The integer program, in rounds, each narrowed by what the last one found; the reason if
-        infeasible.
-        """
+        """Run the integer program; return the reason if it proves that there is no placement."""
         if none_in_any_order(self):
             return self._reason()
-        staged = stage_scope.applies(self.problem) and stage_scope.worth_building(
-            self.problem, self.nodes
-        )
-        if (
-            not staged
-            and stage_scope.bounds(self.problem)
-            and stage_scope.worth_building(self.problem, self.nodes)
-        ):
+        small = stage_scope.worth_building(self.problem, self.nodes)
+        staged = small and stage_scope.applies(self.problem)
+        if small and not staged and stage_scope.bounds(self.problem):
             self._relax()
         if not staged and not worth_building(self.problem, self.nodes):
             return None
-        for turn, work in enumerate(WORK if self.open() else ()):
-            if staged and (self.best is not None or self.enough is not None) and self.better() > 0:
+        return self._rounds(staged) if self.open() else None
+
+    def _rounds(self, staged: bool) -> Infeasibility | None:
+        """Run the program in rounds, each narrowed by the last; return the reason if infeasible.
+
+        Args:
+            staged: whether the stage-prefix form takes over once a placement is known.
+        """
+        # Where it is staged, nothing else finds a first placement, however large the program is.
+        most = inf if staged else MOST_RULES
+        for turn, work in enumerate(ROUNDS_WORK):
+            if staged and self._has_target() and self.better() > 0:
                 stage_search.sweep(self)
                 return None
-            # where it is staged nothing else finds a first placement
-            most = inf if staged else MOST_RULES
             if not worth_building(self.problem, self.nodes, self.left_s(), most):
-                break
+                return None
             if turn == 1:
-                free_search.divide_anew(self)
+                free_search.between_rounds(self)
                 if not self.open():
-                    break
-            upper = self.better() if self.best is not None or self.enough is not None else None
-            nodes = reduced(
-                self.problem, self.value if self.enough is None else min(self.value, self.enough)
-            )
-            result = PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
-            if result.infeasible and self.best is None and self.enough is None:
+                    return None
+            result = self._one_round(work)
+            if result.infeasible and not self._has_target():
                 return self._reason()
             self.prove(self.nothing_below() if result.infeasible else result.bound)
             self.offer(result.devices, "integer program")
             if not self.open() or self.over(1.0):
-                break
+                return None
         return None
+
+    def _one_round(self, work: float) -> Answer:
+        """Return the program's answer for this much work, below the best known placement."""
+        upper = self.better() if self._has_target() else None
+        known = self.value if self.enough is None else min(self.value, self.enough)
+        nodes = reduced(self.problem, known)
+        return PlacementModel(self.problem, nodes, upper=upper).solve(self.limits(work))
+
+    def _has_target(self) -> bool:
+        """Return whether a placement, or a sufficient bottleneck, limits the objective."""
+        return self.best is not None or self.enough is not None
 
     def _reason(self) -> Infeasibility:
         """Why there is no placement."""
@@ -316,7 +328,7 @@ class Portfolio(Search):
         return searched_reason(self.problem, self.nodes, self._searcher())
 
     def _every_map(self) -> Infeasibility | None:
-        """Every map, where they are few; the reason if none is a placement."""
+        """Return every map, where they are few; the reason if none is a placement."""
         nearest = every_map.try_all(self)
         if nearest is None:
             return None
@@ -327,30 +339,28 @@ class Portfolio(Search):
         )
 
     def _relax(self) -> None:
-        """A bound, and maybe better placements, from problems that ask less: of links, and of
-        memory.
-        """
+        """Prove a bound, and maybe find better placements, with relaxed links and memory."""
         links = stage_links(self.problem)
-        if links is None or self.best is None or self.value <= 0 or self.over(RELAXED_SHARE):
+        if links is None or self.best is None or self.value <= 0 or self.over(SHARES.relaxed):
             return
-        if self.open() and not self.over(RELAXED_SHARE):
+        if self.open() and not self.over(SHARES.relaxed):
             self._ask_less(links)
         if self.open():
-            divide_anew(self, stage_search.nodes_within(self), QUICK, busiest_alone=True)
+            redivide(self, stage_search.nodes_within(self), SHARES.relaxed_work, busiest_alone=True)
         if not self.open() or self.over(1.0):
             return
         model = StageModel(self.problem, stage_search.nodes_within(self), self.better(), links)
-        result = model.solve(replace(self.limits(inf), time_s=STAGES_SHARE * self.left_s()))
+        result = model.solve(replace(self.limits(inf), time_s=SHARES.stages * self.left_s()))
         self.prove(
             self.nothing_below() if result.infeasible else min(result.bound, self.nothing_below())
         )
         self.offer(result.devices, "integer program")
         if self.open() and not self.over(1.0):
-            stage_search.halve(self, QUICK)
+            stage_search.halve(self, SHARES.relaxed_work)
 
     def _ask_less(self, links: StageLinks) -> None:
-        """A bound, and maybe a better placement, from the problem over links that are all alike."""
-        easier = quickest_everywhere(self.problem, links.quickest, RELAXED_SHARE * self.left_s())
+        """Prove a bound, and maybe find a better placement, with the quickest link everywhere."""
+        easier = quickest_everywhere(self.problem, links.quickest, SHARES.relaxed * self.left_s())
         search = Portfolio(easier, stop=self.stop, meter=self.meter)
         search.answer()
         self.prove(min(search.bound, self.value))
@@ -368,9 +378,7 @@ class Portfolio(Search):
         return ties.broken(self.problem, self.best, self.quietly, kept)
 
     def _searcher(self) -> Searcher:
-        """For reasons: half of the time that is left, the other half is for the requirements that
-        conflict.
-        """
+        """Return the search for reasons; it has half of the time, the conflict the other."""
         return Searcher(
             lambda: self.left_s() / 2,
             self.request.workers,

@@ -1,12 +1,12 @@
-"""Ties: of the placements with as small an objective the one that transfers least, of those the
-best balanced.
+"""Ties: among placements with an equal objective, prefer less transfer, then better balance.
 
     transfer   sum of send(d) + receive(d) over all devices, in milliseconds
-    spread     the largest compute(d) less the smallest, over the devices that hold layers, in milliseconds
+    spread     the largest compute(d) less the smallest, over the devices that hold layers, in ms
 
-Two searches follow the one for the objective: placements that reach it, with as little transfer as
-can be; and those that transfer as little, with as small a spread. Under objective ``devices`` those
-on as few devices are as good; see ``step_ties.py`` for objective ``step``.
+Two searches follow the one for the objective. The first looks for placements that reach it with as
+little transfer as possible. The second looks for those with no more transfer and as small a spread
+as possible. Under objective ``devices``, placements on equally few devices are equal; see
+``step_ties.py`` for objective ``step``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ from math import floor, isclose
 
 from placer.schema import Ties
 from placer.solver import costs
+from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import TIME_STEPS, PlacementModel, longest_ms, worth_building
 from placer.solver.cpsat.runner import Answer, Limits
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, reduced
 
 WORK = 8.0
-"""The longest search for each of the two, in the solver's own measure."""
+"""Work of each of the two searches, in the measure of ``cpsat.runner.Meter``."""
 
-CLOSE = 1e-6
-"""A rank is proven if its bound is so close, for its size and that of the compute of all layers."""
 
 DIGITS = 12
-"""Of transfers; the same sum in another order differs behind these, and is none the better for it.
-"""
+"""Significant digits of transfers that count: sums in another order differ beyond them."""
 
 Rank = tuple[float, float]
 
 
 def rank(result: costs.Costs) -> Rank:
-    """Transfer and spread of a placement: of two with the same objective, the one with the smaller
-    rank is better.
+    """Transfer and spread of a placement.
+
+    Of two with the same objective, the one with the smaller rank is better.
     """
     busy = [result.compute_ms[device] for device in result.stages]
     transfer_ms = sum(result.send_ms) + sum(result.receive_ms)
@@ -53,11 +52,11 @@ def broken(
     """Search for the smallest rank among placements that are as good as the best.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         best: by layer, its device.
-        limits: for a search of so much work.
-        offer: keeps a placement if it is as good and of smaller rank; returns the one that is kept.
-        most: placements whose objective is no more than this are as good; that of the best if None.
+        limits: makes limits for a search of some work.
+        offer: keeps a placement if it is as good and of smaller rank; returns the kept one.
+        most: placements with at most this objective are as good; by default, the best one's.
 
     Returns:
         The rank that was reached, and whether it is proven.
@@ -85,14 +84,12 @@ def broken(
 
 
 def unbroken(problem: Problem, devices: list[int]) -> Ties | None:
-    """The rank of a placement that is told before ties are broken; None where that was not asked
-    for.
-    """
+    """Return the rank of a reported placement before ties are broken, or None if not required."""
     return ties_of(_costs(problem, devices), proven=False) if problem.request.break_ties else None
 
 
 def ties_of(found: costs.Costs, proven: bool) -> Ties:
-    """The rank of a placement as it is told."""
+    """Return the reported rank of a placement."""
     transfer_ms, spread_ms = rank(found)
     return Ties(transfer_ms=transfer_ms, spread_ms=spread_ms, proven=proven)
 
@@ -105,13 +102,13 @@ def _least(
     offer: Callable[[list[int] | None], list[int]],
     part: int,
 ) -> tuple[list[int], bool]:
-    """The best of one search, and whether its part of the rank is proven."""
+    """Return the best of one search, and whether its part of the rank is proven."""
     model.hint(best)
     result: Answer = model.solve(limits(WORK))
     best = offer(result.devices)
     found = _costs(problem, best)
     scale = max(sum(found.compute_ms), rank(found)[part])
-    return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=CLOSE * scale)
+    return best, isclose(result.bound, rank(found)[part], rel_tol=0.0, abs_tol=PROVEN_GAP * scale)
 
 
 def _costs(problem: Problem, devices: Sequence[int]) -> costs.Costs:
@@ -124,7 +121,7 @@ class _TieModel(PlacementModel):
     """Placements that are as good as one that is known.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         most: the objective of that placement.
         most_ms: transfers may take no more than this, and the spread is made small; None: transfers
@@ -139,7 +136,7 @@ class _TieModel(PlacementModel):
         super().__init__(problem, nodes, upper=most)
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down; where bytes are the objective too."""
+        """Return a time in the model's unit, rounded down; where bytes are the objective too."""
         return (
             floor(time_ms * self._steps_per_ms)
             if self.objective == "memory"
@@ -163,7 +160,7 @@ class _TieModel(PlacementModel):
         self.cp.minimize(longest - shortest)
 
     def _compute_ms(self) -> list[list[float]]:
-        """By node, the time of each of its layers on the slowest device."""
+        """Return, by node, the time of each of its layers on the slowest device."""
         devices = range(len(self.problem.devices))
         return [
             [max(self.problem.compute_ms(n, d) for d in devices) for n in node]
@@ -175,5 +172,5 @@ class _TieModel(PlacementModel):
         return self._steps_per_ms if self.objective == "memory" else self.steps_per_ms
 
     def in_unit(self, bound: float) -> float:
-        """A bound in milliseconds."""
+        """Return a bound in milliseconds."""
         return max(0.0, bound) / self._scale

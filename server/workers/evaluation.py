@@ -295,7 +295,7 @@ def _count_faults(request: PlacementRequest, where: Map) -> Iterator[Fault]:
 
 
 def _time_faults(request: PlacementRequest, loads: Sequence[DeviceLoad]) -> Iterator[Fault]:
-    from placer.solver.costs import ROUNDING
+    from placer.solver.problem import ROUNDING
 
     for load in loads if request.bottleneck_ms is not None else ():
         if load.load_ms > (request.bottleneck_ms or 0.0) * (1 + ROUNDING):

@@ -1,16 +1,16 @@
-"""Knots: layers that keep every device that holds one busy, as parting from the rest costs as much
-as keeping it.
+"""Bounds from minimum cuts: layers that keep any device busy, wherever they are.
 
 The device of node v holds some set S of nodes with v in it. Its load is at least::
 
     least(v) = min over S with v in S of
-               (sum of work(n) over n in S  +  sum of transfer(e) over nets e with a pin in S and a pin outside)
+               (sum of work(n) over n in S
+                + sum of transfer(e) over nets e with a pin in S and a pin outside)
 
-which is a minimum cut between v and a sink, and the bottleneck is at least the largest least(v). It
-holds for free and for contiguous placements and for any number of devices.
+This is a minimum cut between v and a sink. The bottleneck is at least the largest least(v), for
+free and for contiguous placements and for any number of devices::
 
-    v ──transfer(e)── u      a net of two pins is an edge; one of more pins is an arc that every pin feeds and
-    │                 │      that feeds every pin
+    v ──transfer(e)── u      a net of two pins is an edge; a net of more pins is an arc
+    │                 │      that every pin feeds and that feeds every pin
   work(v)          work(u)
     └────▶ sink ◀─────┘
 
@@ -31,20 +31,21 @@ from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
 
 STEPS = 2**40
-"""Into how many steps the work of all nodes is cut."""
+"""Integer steps of all nodes' work together: max-flow needs integers, and 2**40 keeps 12 digits."""
 
 ENDLESS = 4 * STEPS
 
 MOST_PINS = 20_000
-"""Nets with more pins in all than so many are not looked at."""
+"""Pins of all nets above which minimum cuts would take longer than a second."""
 
 MOST_CUTS = 400
+"""The most minimum cuts, a second in large graphs."""
 
 Pins = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Knot:
+class NodeBound:
     """A node and what is proven of its device.
 
     Attributes:
@@ -59,19 +60,20 @@ class Knot:
     alone_ms: float
 
 
-def knot_bound(problem: Problem, nodes: Reduction) -> float:
-    """A lower bound on the bottleneck from the tightest knot, in milliseconds; 0 where none is
-    known.
+def cut_bound(problem: Problem, nodes: Reduction) -> float:
+    """Return a lower bound on the bottleneck from the tightest node_bound, in milliseconds.
+
+    0 where none is known.
     """
-    tightest = knots(problem, nodes)
+    tightest = node_bounds(problem, nodes)
     return min(tightest[0].least_ms, tightest[0].alone_ms) if tightest else 0.0
 
 
-def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
+def node_bounds(problem: Problem, nodes: Reduction) -> list[NodeBound]:
     """Knots, the tightest first, each tighter than those that were looked at before it.
 
     Args:
-        problem: what is asked, by objective ``throughput``.
+        problem: the placement problem, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
     """
     nets = nets_by_pins(problem, nodes)
@@ -83,13 +85,14 @@ def knots(problem: Problem, nodes: Reduction) -> list[Knot]:
     return _tightening(work, alone, nets)[::-1] if total > 0 else []
 
 
-def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[Knot]:
-    """Knots of growing least(v); a set that was found for one node says of all in it that they are
-    no tighter.
+def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) -> list[NodeBound]:
+    """Knots of growing least(v).
+
+    A set that was found for one node says of all in it that they are no tighter.
     """
     most = [min(time, other) for time, other in zip(_isolated(work, nets), alone, strict=True)]
     best, cuts = 0.0, 0
-    found: list[Knot] = []
+    found: list[NodeBound] = []
     cutter = Cutter(work, nets)
     for node in sorted(range(len(work)), key=lambda node: -most[node]):
         if most[node] <= best or cuts >= MOST_CUTS:
@@ -98,14 +101,14 @@ def _tightening(work: list[float], alone: list[float], nets: dict[Pins, float]) 
         value, members = cutter.least([node])
         if min(value, alone[node]) > best:
             best = min(value, alone[node])
-            found.append(Knot(node, value, alone[node]))
+            found.append(NodeBound(node, value, alone[node]))
         for member in members:
             most[member] = min(most[member], value)
     return found
 
 
 def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
-    """By node, the load of a device that holds it alone."""
+    """Return, by node, the load of a device that holds it alone."""
     load = list(work)
     for pins, time_ms in nets.items():
         for node in pins:
@@ -114,7 +117,7 @@ def _isolated(work: list[float], nets: dict[Pins, float]) -> list[float]:
 
 
 def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
-    """By pins, what a net that is cut costs every device that it touches, at the least."""
+    """Return, by pins, what a net that is cut costs every device that it touches, at the least."""
     real = {
         (k.bandwidth_bytes_per_s, k.latency_s): k
         for row in problem.links
@@ -130,14 +133,14 @@ def nets_by_pins(problem: Problem, nodes: Reduction) -> dict[Pins, float]:
 
     nets: dict[Pins, float] = defaultdict(float)
     for value in problem.values:
-        pins = tuple(sorted(nodes.of((value.source, *value.readers))))
+        pins = tuple(sorted(nodes.holding((value.source, *value.readers))))
         if len(pins) > 1:
             nets[pins] += both(value)
     return {pins: time_ms for pins, time_ms in nets.items() if time_ms > 0}
 
 
 def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
-    """The work of a node on the fastest device that pays for transfers."""
+    """Return the work of a node on the fastest device that pays for transfers."""
     devices = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
     return min(
         (sum(problem.compute_ms(n, d) for n in nodes.nodes[node]) for d in devices), default=inf
@@ -145,8 +148,9 @@ def least_ms(problem: Problem, nodes: Reduction, node: int) -> float:
 
 
 def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
-    """The work of a node on the fastest device that pays for nothing; infinite if it may be on
-    none.
+    """Return the work of a node on the fastest device that pays for nothing.
+
+    Infinite if it may be on none.
     """
     devices = problem.untaxed & nodes.allowed[node]
     return min(
@@ -155,8 +159,9 @@ def alone_ms(problem: Problem, nodes: Reduction, node: int) -> float:
 
 
 class Cutter:
-    """Minimum cuts in one network: nodes, two vertices for each net of many pins, an origin and the
-    sink.
+    """Minimum cuts in one network.
+
+    Nodes, two vertices for each net of many pins, an origin and the sink.
 
     Args:
         work: by node, its compute in milliseconds; some of it is finite and more than 0.
@@ -197,7 +202,7 @@ class Cutter:
 
     @contextmanager
     def without(self, outside: Sequence[int]) -> Iterator[None]:
-        """For as long as it is open, no device has any of these nodes."""
+        """Exclude these nodes from every set while the context is open."""
         for node in outside:
             self._flow.set_arc_capacity(node, ENDLESS)
         yield
@@ -205,9 +210,7 @@ class Cutter:
             self._flow.set_arc_capacity(node, self._work[node])
 
     def least(self, inside: Sequence[int], outside: Sequence[int] = ()) -> tuple[float, list[int]]:
-        """The least load of a device with some nodes and without others, in milliseconds, and the
-        set S.
-        """
+        """Return the least load in ms of a device with some nodes, without others; and its set."""
         for node in inside:
             self._flow.set_arc_capacity(self._count + node, ENDLESS)
         with self.without(outside):

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver.bounds.least_memory import least_of_all, least_of_nodes
-from placer.solver.bounds.min_cut_bound import knot_bound
+from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
+from placer.solver.bounds.min_cut_bound import cut_bound
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 
 def lower_bound(problem: Problem, nodes: Reduction) -> float:
-    """A lower bound on the objective of every placement, in its unit."""
+    """Return a lower bound on the objective of every placement, in its unit."""
     objective = problem.request.objective
     if objective == "latency":
         return _least_latency(problem, nodes)
     if objective == "memory":
         return _fair_share_of_memory(problem, nodes)
-    return max(least_work(problem, nodes, problem.compute_ms), knot_bound(problem, nodes))
+    return max(least_work(problem, nodes, problem.compute_ms), cut_bound(problem, nodes))
 
 
 def _fair_share_of_memory(problem: Problem, nodes: Reduction) -> float:
-    """What the largest node needs at the least, and what all need shared by the devices."""
+    """Return the least bytes of the largest node, or the mean over all devices if that is more."""
     shared = -(-least_of_all(problem) // problem.most_devices)
     return float(max(*least_of_nodes(problem, nodes), shared))
 
 
 def _least_latency(problem: Problem, nodes: Reduction) -> float:
-    """The longest path and what devices share at best, forwards and backwards, with free transfers.
+    """Return the longest path, and the work that devices share at best, with free transfers.
 
-    Devices hold different layers. So before the first one of the second device there is at least
-    what goes before some second layer, and so on, and the same of what follows its last one.
+    Devices hold different layers. So the first layer of the second device waits for at least
+    everything before some layer, and everything after some layer follows its last one.
     """
     passes = [(problem.forward_ms, arcs_of(problem.values))]
     if problem.training:  # the backward pass is looked at from its end
@@ -54,22 +54,23 @@ def _least_latency(problem: Problem, nodes: Reduction) -> float:
 
 
 def fastest_ms(problem: Problem, time_ms: Sequence[Sequence[float]]) -> list[float]:
-    """By layer, its time on the fastest device that it may be on."""
+    """Return, by layer, its time on the fastest device that it may be on."""
     return [
         min(row[device] for device in problem.allowed[layer]) for layer, row in enumerate(time_ms)
     ]
 
 
 def longest_before(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
-    """By layer, the weight of the heaviest path that ends right before it; every arc runs with the
-    layers' order.
+    """Return, by layer, the weight of the heaviest path that ends right before it.
+
+    Every arc runs with the layers' order.
     """
     paths = longest_paths(range(len(weight)), weight, arcs)
     return [path - own for path, own in zip(paths, weight, strict=True)]
 
 
 def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> list[float]:
-    """By layer, the weight of the heaviest path that begins right behind it."""
+    """Return, by layer, the weight of the heaviest path that begins right behind it."""
     paths = longest_paths(
         range(len(weight) - 1, -1, -1), weight, [(target, source) for source, target in arcs]
     )
@@ -79,7 +80,10 @@ def longest_behind(weight: Sequence[float], arcs: Sequence[tuple[int, int]]) -> 
 def longest_paths(
     order: Sequence[int], weight: Sequence[float], arcs: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """By layer, the weight of the heaviest path that ends with it; every arc runs with the order."""
+    """Return, by layer, the weight of the heaviest path that ends with it.
+
+    Every arc runs with the order.
+    """
     inputs: list[list[int]] = [[] for _ in weight]
     for source, target in arcs:
         inputs[target].append(source)

@@ -1,13 +1,14 @@
-r"""What unlike devices can share at best: the least bottleneck if nodes could be cut anywhere, at
-no cost.
+r"""Bounds from sharing work: the least bottleneck if nodes could be cut anywhere at no cost.
 
-With t(n, d) the time of node n on device d and any rates r(d) >= 0, the bottleneck T of every placement has::
+With t(n, d) the time of node n on device d and any rates r(d) >= 0, the bottleneck T of every
+placement satisfies::
 
-    T * sum of r(d) over devices  >=  sum of r(d) * load(d)  >=  sum over nodes n of min over d of r(d) * t(n, d)
+    T * sum of r(d) over devices  >=  sum of r(d) * load(d)
+                                  >=  sum over nodes n of min over d of r(d) * t(n, d)
 
-Each node's part of the right side, over the sum of rates, is its price. By the best rates prices
-add up to the value of a linear program, by its duality; by any others to less, so that no rounding
-of it makes a bound wrong.
+The price of a node is its part of the right side over the sum of rates. With the best rates, prices
+add up to the value of a linear program, by duality. With any other rates they add up to less, so no
+rounding of the rates makes a bound wrong.
 
 Source: Lawler and Labetoulle, "On preemptive scheduling of unrelated parallel processors by linear
 programming", 1978.
@@ -29,12 +30,11 @@ Owners = Sequence[tuple[int, Sequence[float]]]
 """How many devices are alike, and by node what each takes; infinite where it may not be."""
 
 MOST_TIMES = 50_000
-"""Of more times of a node on a kind of device there are no best rates: the program would take
-longer than a second."""
+"""Pairs of a node and a kind of device above which the linear program takes over a second."""
 
 
 def prices_of_work(owners: Owners) -> list[float]:
-    """By node, its part of the least bottleneck.
+    """Return, by node, its part of the least bottleneck.
 
     Args:
         owners: kinds of devices; each node may be on some.
@@ -50,11 +50,10 @@ def least_work(
     time_ms: Callable[[int, int], float],
     aside_ms: Sequence[float] = (),
 ) -> float:
-    """What some device must do at the least, and wait for, by a time of layer and device, in that
-    time's unit.
+    """Return the least work and waiting of the busiest device, in the unit of ``time_ms``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together; each may be on some device.
         time_ms: of a layer on a device.
         aside_ms: each device that is used waits for one of these, each for another one; the least
@@ -81,9 +80,7 @@ def least_work(
 
 
 def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], most: int) -> float:
-    """The least bottleneck of some of the devices, by what all nodes are worth and a millisecond of
-    each device.
-    """
+    """Return the least bottleneck of some devices, from the nodes' worth and the devices' rates."""
     rising = sorted(rates)
     least = inf
     for used in range(1, most + 1):
@@ -95,7 +92,7 @@ def _shared(whole: float, rates: Sequence[float], aside_ms: Sequence[float], mos
 
 
 def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
-    """By node, what it is worth where it is worth least."""
+    """Return, by node, what it is worth where it is worth least."""
     columns = [
         [rate * time if isfinite(time) else inf for time in times]
         for (_, times), rate in zip(owners, rates, strict=True)
@@ -105,8 +102,9 @@ def _parts(owners: Owners, rates: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=8)  # schedules differ in what is waited for, mostly not in the work
 def _rates(owners: tuple[tuple[int, tuple[float, ...]], ...]) -> tuple[float, ...]:
-    """By kind, what a millisecond of one of its devices is worth; all the same where that is not to
-    be known.
+    """Return, by kind, what a millisecond of one of its devices is worth.
+
+    All the same where that is not to be known.
     """
     alike = (1.0,) * len(owners)
     if len(owners) == 1 or sum(len(times) for _, times in owners) > MOST_TIMES:

@@ -1,13 +1,13 @@
-"""Cuts of a linear order whose devices come class by class, with transfers between classes over
-their own links.
+"""Cuts of a linear order in which devices of one class follow one another.
 
-``optimal_cuts.py`` prices every transfer as over the fastest link, and where hosts differ it cuts as if these were one. Here
-each class's devices come one after another, in one of few orders of the classes::
+``optimal_cuts.py`` prices every transfer at the fastest link. Where hosts differ, it cuts as if
+they were one. Here the devices of each class follow one another, in one of few orders of the
+classes::
 
-    nodes    0 1 2 | 3 4 | 5 6 7 | 8 9      the two stages at a border of classes pay for what passes it
-    devices    a      a  ║   b      b       over the link that is there
+    nodes    0 1 2 | 3 4 | 5 6 7 | 8 9      the two stages at a border of classes pay for
+    devices    a      a  ║   b      b       their values over the link between the classes
 
-It is a start: the cost model tells what a cut is worth.
+The cut is only a start: the cost model decides what it is worth.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_ORDERS = 6
-"""So many orders of the classes are tried."""
+"""The most orders of the classes that are cut: three classes have six."""
 
 Times = NDArray[np.float64]
 
 
 def cuts(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
-    """By layer, its device, of the best cut for each of some orders of the classes; none where all
-    links are alike.
+    """Return, by layer, its device, of the best cut for each of some orders of the classes.
+
+    The result is None where all links are alike.
 
     Args:
-        problem: what is asked, by objective ``throughput``, contiguity understood.
+        problem: the placement problem, by objective ``throughput``, contiguity understood.
         nodes: its layers in nodes, in topological order.
     """
     classes, _ = optimal_cuts.device_classes(problem)
@@ -67,16 +68,14 @@ def _passing(
     order: Sequence[int],
     fastest: Link,
 ) -> dict[tuple[int, int], Times]:
-    """By two classes in a row and border of nodes, what passes it takes more than over the fastest
-    link.
-    """
+    """Return, by two neighbouring classes and border, the extra time over the fastest link."""
     found = {}
     for pair in itertools.pairwise(order):
         one, other = (classes[kind][0] for kind in pair)
         there, back = problem.links[one][other] or fastest, problem.links[other][one] or fastest
         passing = np.zeros(len(nodes.nodes) + 1)
         for value in problem.values:
-            first, last = nodes.node_of[value.source], max(nodes.of(value.readers))
+            first, last = nodes.node_of[value.source], max(nodes.holding(value.readers))
             more_ms = there.transfer_ms(value.bytes) - fastest.transfer_ms(value.bytes)
             if value.gradient_bytes:
                 more_ms += back.transfer_ms(value.gradient_bytes) - fastest.transfer_ms(
@@ -90,8 +89,9 @@ def _passing(
 def _best(
     table: optimal_cuts.CutTable, kinds: Sequence[int], passing: dict[tuple[int, int], Times]
 ) -> list[range] | None:
-    """By device in their order, the nodes that it holds in the cut with the smallest bottleneck;
-    None if there is none.
+    """Return, by device in their order, its nodes in the cut with the smallest bottleneck.
+
+    The result is None if there is no such cut.
 
     Args:
         table: what stages cost.

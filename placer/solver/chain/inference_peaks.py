@@ -1,16 +1,17 @@
-"""The worst moment of inference for every interval of a linear order as one stage.
+"""The peak memory of inference for every interval of a linear order as one stage.
 
-A table over first block and step says what is held at the step in the stage that begins with the block, and it grows as
-one block after another joins: a value is held from when it is made until the last reader that is there, or, where it is
-made there, until the last of all::
+A table over first block and step says how many bytes the stage that begins with the block holds at
+the step. It grows as one block after another joins. A value is held from the step at which it is
+made until its last reader in the stage, or, where it is made in the stage, until its last reader
+anywhere::
 
-    v   s . . r1 . . . r2        r1 joins: v is held from s until r1 in the stages without s
-        |------|-------|         r2 joins: there until r2, from r1 on, and from s in the stages without r1
+    v   s . . r1 . . . r2     r1 joins: v is held from s until r1 in the stages without s
+        |------|-------|      r2 joins: there until r2, from r1 on, and from s in the stages
+                              without r1
 
-Steps are those of the profile, whatever the order, so that the moment is that of the placement.
-What is held only
-grows: of a run of steps that a value is held throughout, no more is kept than how much that is, and
-the run's most.
+Steps are those of the profile, whatever the order, so the peak is that of the placement. Held bytes
+only grow. So a run of steps that a value spans keeps two numbers: how much was added throughout,
+and the run's maximum.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from placer.solver.problem import Problem, Value
 
 LEAST_RUN = 64
-"""Of so few steps each is counted by itself: that takes no longer than to count a run."""
+"""Steps up to which single steps are counted: a run of steps costs as much as so many."""
 
 
 class _Hold(NamedTuple):
@@ -43,11 +44,10 @@ class _Hold(NamedTuple):
 
 
 def inference_moments(problem: Problem, blocks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """By first block and end, what a stage between holds of values and workspace at its worst
-    moment, in bytes.
+    """Return, by first block and end, the values and workspace in bytes at the stage's peak.
 
     Args:
-        problem: what is asked, in inference.
+        problem: the placement problem, in inference.
         blocks: the layers of each block, in a topological order.
     """
     count = len(blocks)
@@ -106,7 +106,7 @@ class _Held:
 
 
 def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hold]]:
-    """By block, what its joining adds."""
+    """Return, by block, what its joining adds."""
     block_of = {layer: block for block, layers in enumerate(blocks) for layer in layers}
     joined: list[list[_Hold]] = [[] for _ in blocks]
     for step, layer in enumerate(problem.layers):
@@ -120,7 +120,7 @@ def _joined(problem: Problem, blocks: Sequence[Sequence[int]]) -> list[list[_Hol
 
 
 def _holds(value: Value, block_of: dict[int, int]) -> Iterator[tuple[int, _Hold]]:
-    """What a value adds as blocks join, each with its block."""
+    """Return the bytes that a value adds as blocks join, each with its block."""
     last_step = {block_of[reader]: reader for reader in value.readers}
     last_step[block_of[value.source]] = value.readers[-1]
     # from a first block on, until which step; the later the block, the shorter

@@ -11,29 +11,22 @@ from random import Random
 
 from placer.solver.chain import class_cuts, optimal_cuts
 from placer.solver.components import topological_order
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.nets import exchanges
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction, reduced
 
 MOST_ORDERS = 20
-FRESH_ORDERS = 5
+"""The most random orders that are cut; the first quarter is independent of the best so far."""
+
+MOST_WORK, MOST_TABLE_WORK = 0.8, 8 / 3
+"""The most work of all their cuts, and of the tables for them: a fraction of a second, seconds."""
 PATIENCE = 4
-"""After so many orders in a row that bring nothing better there are no more."""
+"""Orders without improvement after which no more follow."""
 
-ROUNDING = 1e-9
-"""An order is not better than another by less than this share."""
-
-MOST_WORK = 80_000_000
-"""Numbers that the cuts of random orders may look at, all together: a fraction of a second."""
-
-MOST_ENDS = 160_000
-"""Layers and ends of values that they may look at, all together: two seconds."""
-
-NUMBERS_A_WORK, ENDS_A_WORK = 100_000_000, 60_000
-"""So many of either are counted as one work, in the measure of ``cpsat.Meter``."""
 
 Over = Callable[[float], bool]
-"""Counts work, and tells whether the time, or the work, is over."""
+"""Counts work and returns whether the time, or the work, is over."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,10 @@ class Start:
 
 
 def starts(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Start]:
-    """Starts for the search, the likely best first; when it is over, only those that take no time."""
+    """Yield starts for the search, the most promising first.
+
+    When the time is over, only starts that take no time follow.
+    """
     if problem.contiguous:
         cut = optimal_cuts.best_cut(problem, nodes)
         yield Start(cut.devices, cut.bound, "linear order")
@@ -79,8 +75,12 @@ def other_orders(problem: Problem, nodes: Reduction, over: Over) -> Iterator[Sta
         ends = len(problem.layers) + optimal_cuts.ends_of_values(
             problem, optimal_cuts.runs_at_first(problem)
         )
-        work = numbers / NUMBERS_A_WORK + ends / ENDS_A_WORK
-        turns = min(MOST_ORDERS, MOST_WORK // numbers, MOST_ENDS // ends)
+        work = numbers / PER_WORK.numbers + ends / PER_WORK.ends
+        turns = min(
+            MOST_ORDERS,
+            int(MOST_WORK * PER_WORK.numbers) // numbers,
+            int(MOST_TABLE_WORK * PER_WORK.ends) // ends,
+        )
         yield from _climb(problem, nodes, turns, partial(over, work))
 
 
@@ -90,7 +90,7 @@ def _climb(
     """Cuts of random topological orders, the later ones made from the best of the earlier.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers in nodes.
         turns: how many orders.
         over: asked before each; ends them.
@@ -109,7 +109,7 @@ def _climb(
     for turn in range(turns):
         if over():
             return
-        share = 1.0 if turn < FRESH_ORDERS else random.choice((0.02, 0.1, 0.3))
+        share = 1.0 if turn < MOST_ORDERS // 4 else random.choice((0.02, 0.1, 0.3))
         rank = [random.random() if random.random() < share else old for old in best_rank]
         tried = ways[turn] if turn < len(ways) else way
         cut = optimal_cuts.best_cut(problem, nodes, tried(rank), exchanged)
@@ -124,8 +124,9 @@ def _climb(
 def _late_order(
     count: int, arcs: set[tuple[int, int]], rank: list[float], pulls: list[list[int]]
 ) -> list[int]:
-    """A random topological order that keeps neighbours close: all that a node needs comes right
-    before it.
+    """Return a random topological order that keeps neighbours close.
+
+    All that a node needs comes right before it.
     """
     before: list[list[int]] = [[] for _ in range(count)]
     for source, reader in arcs:
@@ -153,8 +154,9 @@ def _late_order(
 
 
 def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> list[int]:
-    """A topological order in which few nodes at a time wait for readers, so that a cut of it cuts
-    few values.
+    """Return a topological order in which few nodes at a time wait for readers.
+
+    Cuts of it cut few values.
     """
     sources: list[list[int]] = [[] for _ in range(count)]
     readers: list[list[int]] = [[] for _ in range(count)]
@@ -192,9 +194,7 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
 
 def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) -> list[int]:
-    """Nodes that nothing orders moved next to the middle one of those that they exchange values
-    with.
-    """
+    """Return an order whose unordered nodes are next to the middle one of their neighbours."""
     place = {node: index for index, node in enumerate(node for node in order if node in ordered)}
     key = {node: float(index) for node, index in place.items()}
     for node in order:
@@ -205,18 +205,19 @@ def _with_strays(order: list[int], ordered: set[int], pulls: list[list[int]]) ->
 
 
 def _neighbours(problem: Problem, nodes: Reduction) -> list[list[int]]:
-    """By node, those that it exchanges values with."""
+    """Return, by node, those that it exchanges values with."""
     near: list[set[int]] = [set() for _ in nodes.nodes]
     for value in problem.values:
-        ends = nodes.of((value.source, *value.readers))
+        ends = nodes.holding((value.source, *value.readers))
         for node in ends:
             near[node] |= ends - {node}
     return [sorted(nodes) for nodes in near]
 
 
 def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
-    """Contiguous placements are free ones too; without colocation, its groups are brought together
-    afterwards.
+    """Contiguous placements are free ones too.
+
+    Without colocation, its groups are brought together afterwards.
     """
     contiguous = replace(problem, contiguous=True)
     nodes = reduced(contiguous)

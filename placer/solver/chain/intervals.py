@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
+from placer.solver.bounds import memory_bounds
 from placer.solver.chain.inference_peaks import inference_moments
 from placer.solver.chain.training_peaks import TrainingMoments
-from placer.solver.cpsat import memory_constraints
 from placer.solver.nets import Exchange, exchanges
 from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
@@ -25,13 +25,13 @@ class Intervals:
     """Tables over intervals ``[first, end)`` of blocks; impossible intervals are infinite.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         blocks: runs of nodes, in a topological order.
-        exchanged: as ``exchanges`` tells it, where it is known.
+        exchanged: the result of ``nets.exchanges``, where it is known.
 
     Attributes:
-        exact: whether memory is that of the cost model, not about that.
+        exact: whether memory is exactly that of the cost model.
     """
 
     exact = True
@@ -53,17 +53,17 @@ class Intervals:
         for block, layers in enumerate(self._layers):
             for layer in layers:
                 self._block_of[layer] = block
-        self._limited = problem.request.objective == "memory" or memory_constraints.can_bind(
-            problem
-        )
+        self._limited = problem.request.objective == "memory" or memory_bounds.can_bind(problem)
         if problem.request.objective != "memory":
             self._measure_transfers(exchanges(problem, nodes) if exchanged is None else exchanged)
         if self._limited:
             self._measure_memory()
 
     def flight(self, stages_left: int) -> int:
-        """Return the micro-batches that a stage with so many stages left, itself included, must be
-        able to hold.
+        """Return the micro-batches that a stage must be able to hold.
+
+        Args:
+            stages_left: the number of stages from this one on.
         """
         request = self.problem.request
         if not self.problem.training or not self._limited:
@@ -73,8 +73,9 @@ class Intervals:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def cost(self, device: int, flight: int) -> Table:
-        """The cost of each interval as one stage on a device: its part of the objective, or
-        infinity.
+        """Return the cost of each interval as one stage on a device.
+
+        Its part of the objective, or infinity.
         """
         limit = self.problem.devices[device].usable_bytes
         if self.problem.request.objective == "memory":
@@ -96,8 +97,9 @@ class Intervals:
         return np.where(np.tri(self._count + 1, dtype=bool), inf, cost)
 
     def _time(self, device: int, again: bool = False) -> Table:
-        """The time of each interval, whatever is in flight; ``again`` with a device that
-        recomputes.
+        """Return the time of each interval, whatever is in flight.
+
+        ``again`` with a device that recomputes.
         """
         if (device, again) not in self._times:
             self._times[device, again] = self._measure_time(device, again)
@@ -127,9 +129,7 @@ class Intervals:
         return compute + send + receive
 
     def _links(self, device: int, *, inwards: bool) -> tuple[float, float] | None:
-        """The lowest latency, in ms, and the lowest time per byte of the links of a device in one
-        direction.
-        """
+        """Return a device's lowest latency in ms and time per byte in one direction."""
         others = range(len(self.problem.devices))
         links = [
             self.problem.links[o][device] if inwards else self.problem.links[device][o]
@@ -150,7 +150,7 @@ class Intervals:
         return time_ms + transfers.number * link[0] if link[0] else time_ms
 
     def _measure_transfers(self, exchanged: Iterable[Exchange]) -> None:
-        """How many values and gradients enter and leave each interval, and their bytes."""
+        """Count the values and gradients that enter and leave each interval, and their bytes."""
         self._received, self._sends = _Transfers(self._count), _Transfers(self._count)
         block_of = {node: block for block, nodes in enumerate(self.blocks) for node in nodes}
         for one in exchanged:
@@ -167,9 +167,7 @@ class Intervals:
         return self._fixed + self._passing(flight)
 
     def _passing(self, flight: int) -> Table:
-        """What micro-batches in flight keep, and the worst moment of one; or what each of them has
-        for itself.
-        """
+        """Return what further micro-batches keep and the peak of one, or the needs of each."""
         if self.problem.recorded:
             backwards = self.problem.backwards(flight)
             each = self._each + (self._landing if flight > backwards else 0.0)
@@ -177,7 +175,7 @@ class Intervals:
         return (flight - 1) * self._kept + self._moment
 
     def _least_memory(self, device: int, flight: int) -> Table:
-        """The same, recomputed where it must be, or that is less and allowed."""
+        """Return the same, recomputed where it must be, or that is less and allowed."""
         rule = self.problem.recompute[device]
         if rule == "never":
             return self._memory(flight)
@@ -188,20 +186,18 @@ class Intervals:
 
     @cached_property
     def _entering(self) -> Table:
-        """What comes in from other stages for one micro-batch."""
+        """Return the bytes of the values that come in from other stages for one micro-batch."""
         return self._coming(attrgetter("held_bytes"))
 
     def _coming(self, size: Callable[[Value], int]) -> Table:
-        """The sums of a size of each value, over those that come in from other stages."""
+        """Return the sums of a size of each value, over those that come in from other stages."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, size(value))
         return transfers.size
 
     def _exchanged(self) -> Iterator[tuple[Value, int, list[int]]]:
-        """The values that blocks exchange, each with the block of its source and those of its
-        readers elsewhere.
-        """
+        """Return the values that blocks exchange, with the source's and the readers' blocks."""
         for value in self.problem.values:
             source = self._block_of[value.source]
             readers = sorted({self._block_of[reader] for reader in value.readers} - {source})
@@ -210,7 +206,7 @@ class Intervals:
 
     @cached_property
     def _crossing(self) -> Table:
-        """What has its place beside passes, for one micro-batch; see ``memory.crossing_bytes``."""
+        """Return one micro-batch's bytes outside passes; see ``memory.crossing_bytes``."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             transfers.enter(source, readers, value.held_bytes)
@@ -219,8 +215,9 @@ class Intervals:
 
     @cached_property
     def _waiting(self) -> Table:
-        """Gradients from other stages that wait where they come, for one micro-batch; see
-        ``memory.landing_bytes``.
+        """Gradients from other stages that wait where they come, for one micro-batch.
+
+        See ``memory.landing_bytes``.
         """
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
@@ -229,7 +226,7 @@ class Intervals:
 
     @cached_property
     def _sent(self) -> Table:
-        """What is sent to other stages and kept by nobody in this one, of one micro-batch."""
+        """Return one micro-batch's bytes that are sent to other stages and not kept here."""
         transfers = _Transfers(self._count)
         for value, source, readers in self._exchanged():
             keepers = {self._block_of[keeper] for keeper in value.keepers}
@@ -247,12 +244,12 @@ class Intervals:
         shape = (self._count + 1, self._count + 1)
         problem = self.problem
         self._fixed = self._summed(
-            [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
+            [memory_bounds.state_bytes(problem, layer) for layer in problem.layers]
         )
         self._fixed = self._fixed + self._copied()
         self._kept, self._moment, self._each, self._landing = (np.zeros(shape) for _ in range(4))
         self._backward, self._shared = np.zeros(shape), np.zeros(shape)
-        if memory_constraints.holds_state_alone(problem):
+        if memory_bounds.holds_state_alone(problem):
             return
         if problem.recorded:
             passes = TrainingMoments(problem, self._layers, recorded=True)
@@ -272,9 +269,7 @@ class Intervals:
             self._moment = inference_moments(problem, self._layers)
 
     def _copied(self) -> Table:
-        """The copies of shared parameters in each interval that has some of their layers and not
-        the first.
-        """
+        """Return the bytes of copies in each interval with sharing layers but not the first."""
         transfers = _Transfers(self._count)
         for shared in self.problem.shared:
             first = self._block_of[shared.first]
@@ -283,14 +278,14 @@ class Intervals:
         return transfers.size
 
     def _summed(self, sizes: Sequence[int]) -> Table:
-        """The sums over intervals of what each layer holds."""
+        """Return the sums over intervals of what each layer holds."""
         blocks = [sum(sizes[layer] for layer in layers) for layers in self._layers]
         held = np.concatenate([[0.0], np.cumsum(blocks, dtype=np.float64)])
         table: Table = held[None, :] - held[:, None]
         return table
 
     def _largest(self, sizes: Sequence[int]) -> Table:
-        """The largest of what each layer of an interval needs for itself."""
+        """Return the largest of what each layer of an interval needs for itself."""
         blocks = np.array(
             [max(sizes[layer] for layer in layers) for layers in self._layers], dtype=np.float64
         )
@@ -301,8 +296,9 @@ class Intervals:
 
 
 class _Transfers:
-    """Values by the intervals that they enter or leave; the tables are filled in once all values
-    are known.
+    """Values by the intervals that they enter or leave.
+
+    The tables are filled in once all values are known.
 
     Args:
         blocks: how many there are.
@@ -315,7 +311,7 @@ class _Transfers:
         self._sizes: list[int] = []
 
     def enter(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
-        """Values of that size in all enter the intervals that hold a reader, but not their source."""
+        """Add values of that size to the intervals that hold a reader, but not their source."""
         before = source
         for reader in (reader for reader in readers if reader > source):
             self.add(size, (before + 1, reader + 1), (reader + 1, self._blocks + 1), number)
@@ -326,9 +322,7 @@ class _Transfers:
             after = reader
 
     def leave(self, source: int, readers: list[int], size: int, number: int = 1) -> None:
-        """Values of that size in all leave the intervals that hold their source, but not all of
-        their readers.
-        """
+        """Add values of that size to the intervals that hold their source, but not all readers."""
         first, last = min(source, readers[0]), max(source, readers[-1])
         self.add(size, (0, source + 1), (source + 1, self._blocks + 1), number)
         self.add(-size, (0, first + 1), (last + 1, self._blocks + 1), -number)
@@ -343,16 +337,19 @@ class _Transfers:
 
     @cached_property
     def number(self) -> Table:
-        """By interval, how many."""
+        """The number of values, by interval."""
         return self._filled(self._numbers)
 
     @cached_property
     def size(self) -> Table:
-        """By interval, their bytes."""
+        """The bytes of the values, by interval."""
         return self._filled(self._sizes)
 
     def _filled(self, amounts: Sequence[int]) -> Table:
-        """The amounts in their rectangles: as differences, which sums along both axes fill in."""
+        """Return the amounts in their rectangles.
+
+        As differences, which sums along both axes fill in.
+        """
         side = self._blocks + 2
         if not any(amounts):
             return np.zeros((side - 1, side - 1))

@@ -1,12 +1,12 @@
-"""The best cut of a linear order into stages: dynamic programming over the nodes in topological
-order.
+"""The best cut of a linear order into stages, by dynamic programming over the nodes.
 
     nodes   0 1 2 | 3 4 5 6 | 7 8      best(devices left, i) = min over j of
-    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage, best(devices left but one, j))
+    stages    a   |    b    |  c           join(cost of nodes i..j-1 as the next stage,
+                                                best(devices left but one, j))
 
-It is exact where the order is the only one (each node reads from the one before) and every value
-that is cut is read by one stage, as in a chain. Where the order is the only one its value is still
-a lower bound, as it counts every cut value once and over the fastest link; else the cut is a start
+The cut is optimal where the order is the only one (each node reads from the one before) and one
+stage reads every value that is cut, as in a chain. If the order is the only one, its value is still
+a lower bound: every cut value counts once and over the fastest link. Otherwise the cut is a start
 for the integer program.
 
 Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.1; Tarnawski et al., NeurIPS 2020,
@@ -33,13 +33,15 @@ Table = NDArray[np.float64]
 Counts = tuple[int, ...]
 
 MOST_NODES, FEWEST_RUNS = 512, 64
+"""The most runs of nodes of a cut, and the fewest it falls to: tables grow with the square."""
 MOST_STATES = 4096
+"""The most numbers of devices by class in a table; with more, classes are joined."""
 
 MOST_ENDS = 60_000
-"""Of more ends of values in runs there are fewer runs, as each end takes some microseconds."""
+"""Ends of values in runs above which there are fewer runs: each takes some microseconds."""
 
 ROWS = 64
-"""Of so many blocks stages are looked at together, so that the numbers stay near the core."""
+"""Rows of a table that are computed together, so that they stay in the core's cache."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,10 @@ def best_cut(
     order: Sequence[int] | None = None,
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """The best cut of an order of the nodes into one stage per device, contiguity understood.
+    """Return the best cut of an order of the nodes into one contiguous stage per device.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         order: another topological order of the nodes; theirs if left out.
         exchanged: as ``nets.exchanges`` tells it, where it is known.
@@ -83,8 +85,9 @@ def cut_of_blocks(
     blocks: list[list[int]],
     exchanged: Sequence[Exchange] | None = None,
 ) -> Cut:
-    """The same where stages begin and end only where blocks do: runs of the nodes, in an order of
-    them.
+    """Return the same where stages begin and end only where blocks do.
+
+    Runs of the nodes, in an order of them.
     """
     classes, exact = device_classes(problem)
     table = CutTable(problem, nodes, blocks, classes, exchanged)
@@ -99,8 +102,9 @@ def cut_of_blocks(
 
 
 def _counts_all(problem: Problem) -> bool:
-    """Whether the table counts all transfers: not where a value is sent to several devices, one
-    after another.
+    """Return whether the table counts all transfers.
+
+    Not where a value is sent to several devices, one after another.
     """
     return (
         problem.request.objective != "throughput"
@@ -110,10 +114,10 @@ def _counts_all(problem: Problem) -> bool:
 
 
 def _best_of_all_numbers(problem: Problem, table: CutTable, found: Cut) -> Cut:
-    """The best when every transfer counts, of the cut that was found and those with fewer devices.
+    """Return the best cut when every transfer counts: the one found, or one with fewer devices.
 
-    What the table says of a cut is no more than that, so that the least is looked at first and few
-    need be.
+    The table's value of a cut is a lower bound, so the least is evaluated first and few need
+    evaluation.
     """
     by_number: dict[int, tuple[float, Counts]] = {}
     for counts, best in table.best.items():
@@ -141,8 +145,9 @@ def work_of_cut(problem: Problem, nodes: Reduction) -> int:
 
 
 def runs_at_first(problem: Problem) -> int:
-    """Into how many runs an order of many nodes is cut at the most: fewer where values have many
-    ends in them.
+    """Into how many runs an order of many nodes is cut at the most.
+
+    Fewer where values have many ends in them.
     """
     runs = MOST_NODES
     while runs > FEWEST_RUNS and ends_of_values(problem, runs) > MOST_ENDS:
@@ -151,18 +156,18 @@ def runs_at_first(problem: Problem) -> int:
 
 
 def ends_of_values(problem: Problem, runs: int) -> int:
-    """In how many of so many runs values may be made or read, all values together."""
+    """Return in how many runs values may be made or read, summed over all values."""
     return sum(min(1 + len(value.readers), runs) for value in problem.values)
 
 
 def choices_of_devices(problem: Problem) -> int:
-    """How many choices of a device for a stage a cut looks at, by which ones the later stages take."""
+    """Return the number of a cut's states: choices of a device and of those that follow."""
     classes, _ = device_classes(problem)
     return prod(len(members) + 1 for members in classes) * len(classes)
 
 
 def is_only_order(problem: Problem, nodes: Reduction) -> bool:
-    """Whether each node reads a value of the one before."""
+    """Return whether each node reads a value of the one before."""
     steps = nodes.arcs(arcs_of(problem.values))
     return all((node, node + 1) in steps for node in range(len(nodes.nodes) - 1))
 
@@ -170,8 +175,9 @@ def is_only_order(problem: Problem, nodes: Reduction) -> bool:
 def even_runs(
     problem: Problem, nodes: Reduction, order: Sequence[int], most: int
 ) -> list[list[int]]:
-    """The nodes one by one; where they are more than ``most``, runs of them with about the same
-    compute.
+    """Return the nodes one by one.
+
+    Where they are more than ``most``, runs of them with about the same compute.
     """
     count = len(nodes.nodes)
     if count <= most:
@@ -186,8 +192,10 @@ def even_runs(
 
 
 def device_classes(problem: Problem) -> tuple[list[list[int]], bool]:
-    """Devices that may be swapped, and True; with too many classes, those of one type and limit,
-    and False.
+    """Return the classes of devices that may be swapped, and True.
+
+    With too many classes, devices of one type and limit form a class, and the second result is
+    False.
     """
     classes = problem.alike_devices()
     if prod(len(members) + 1 for members in classes) <= MOST_STATES:
@@ -234,7 +242,7 @@ class CutTable:
         return float(self.best[chosen][0]), chosen
 
     def read(self, counts: Counts) -> list[int]:
-        """By layer, its device, following the best choices from the first block."""
+        """Return, by layer, its device, following the best choices from the first block."""
         devices = [0] * len(self.nodes.nodes)
         start = 0
         taken = [0] * len(self.classes)
@@ -250,23 +258,21 @@ class CutTable:
         return self.nodes.spread(devices)
 
     def _options(self, counts: Counts, kind: int) -> Table:
-        """By first block and end, the value where a device of that class takes the stage between."""
+        """Return, by first block and end, the value if such a device takes the stage."""
         joined: Table = self.join(
             self.cost(kind, sum(counts)), self.best[one_less(counts, kind)][None, :]
         )
         return joined
 
     def _row(self, counts: Counts, kind: int, start: int) -> Table:
-        """The same of one first block."""
+        """Return the same of one first block."""
         row: Table = self.join(
             self.cost(kind, sum(counts))[start], self.best[one_less(counts, kind)]
         )
         return row
 
     def _least(self, counts: Counts, kind: int) -> Table:
-        """By first block, the least value where a device of that class takes the stage from there
-        on.
-        """
+        """Return, by first block, the least value if such a device takes the next stage."""
         cost, later = self.cost(kind, sum(counts)), self.best[one_less(counts, kind)]
         parts = [
             # a stage ends behind it
@@ -276,8 +282,9 @@ class CutTable:
         return np.concatenate(parts)
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first block and end, what a stage there costs, with so many stages left, itself
-        included.
+        """Return, by first block and end, the cost of the stage with this many stages left.
+
+        The number includes the stage itself.
         """
         key = kind, self.intervals.flight(stages_left)
         if key not in self._costs:
@@ -286,10 +293,10 @@ class CutTable:
 
 
 def kinds_left(counts: Counts) -> list[int]:
-    """The classes that have a device left."""
+    """Return the classes that have a device left."""
     return [kind for kind, number in enumerate(counts) if number]
 
 
 def one_less(counts: Counts, kind: int) -> Counts:
-    """The same with a device less of one class."""
+    """Return the same with a device less of one class."""
     return (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])

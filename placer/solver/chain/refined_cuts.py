@@ -1,14 +1,14 @@
-"""Better cuts of a linear order that has too many nodes to look at each: again, with finer runs
-beside the borders.
+"""Refinement of cuts of long linear orders: finer runs near the borders of a known cut.
 
-``optimal_cuts.py`` cuts long orders between runs of nodes. Here a cut that was found is looked at again with runs that are the
-finer the nearer they are to one of its borders, from single nodes on, so that borders move together, far and little::
+``optimal_cuts.py`` cuts long orders between runs of nodes. Here a known cut is improved with runs
+that are finer the nearer they are to one of its borders, down to single nodes, so that borders move
+together, far and little::
 
     nodes    . . . . . . . . . . . . . . . . | . . . . . . . . . . . . . .
     runs     |       |       |   |   | |.|.|.|.|.| | |   |   |       |
 
-Each time there are twice as many runs, as long as time is left: at last each node, if they are not
-too many.
+The number of runs doubles each time while time is left, until each node is a run if they are few
+enough.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ from time import monotonic
 
 from placer.solver.chain import optimal_cuts
 from placer.solver.nets import exchanges
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
 MOST_RUNS = 2048
-"""So many runs are looked at at the most."""
+"""The most runs of nodes in a refined cut."""
 
 MOST_WORK = 600_000_000
-"""And so many numbers for a cut: a second or two."""
+"""The most numbers that a cut computes, one or two seconds."""
 
 MOST_CELLS = 50_000_000
-"""The tables of a cut have so many numbers at the most."""
+"""The most numbers in the tables of a cut, 400 MB."""
 
 NARROWER = 4
-"""So many times smaller a neighbourhood becomes."""
-
-ROUNDING = 1e-9
-"""A cut is not better than another by less than this share."""
+"""Shrinking factor of a border's neighbourhood from cut to cut."""
 
 
 def finer_cuts(
@@ -45,7 +42,7 @@ def finer_cuts(
     """Ever better cuts; none of an order of few nodes, each of which was looked at.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers in nodes, in topological order.
         devices: by layer, its device, in a cut of that order; None where none was found.
         left_s: the time that is left.
@@ -83,7 +80,7 @@ def finer_cuts(
 
 
 def _most_runs(problem: Problem) -> int:
-    """How many runs may be looked at, by the work and the room that it takes."""
+    """Return how many runs may be looked at, by the work and the room that it takes."""
     flights = min(problem.request.chunks, problem.most_devices) if problem.training else 1
     tables = len(optimal_cuts.device_classes(problem)[0]) * flights
     by_work = isqrt(MOST_WORK // optimal_cuts.choices_of_devices(problem))
@@ -91,21 +88,22 @@ def _most_runs(problem: Problem) -> int:
 
 
 def _borders(nodes: Reduction, devices: Sequence[int]) -> list[int]:
-    """The nodes that are on another device than the one before."""
+    """Return the nodes that are on another device than the one before."""
     held = [devices[layers[0]] for layers in nodes.nodes]
     return [node for node in range(1, len(held)) if held[node] != held[node - 1]]
 
 
 def _steps(reach: int, most: int) -> list[int]:
-    """At most so many distances up to ``reach``, the near ones close together: all where there are
-    few.
+    """At most so many distances up to ``reach``, the near ones close together.
+
+    All where there are few.
     """
     most = min(max(most, 1), reach)
     return [max(place, int(reach ** (place / most))) for place in range(1, most + 1)]
 
 
 def _runs(count: int, borders: Sequence[int], steps: Sequence[int]) -> list[list[int]]:
-    """The nodes in runs that end at the borders, and at these distances from one."""
+    """Return the nodes in runs that end at the borders, and at these distances from one."""
     ends = {border + step for border in borders for step in (0, *steps, *(-step for step in steps))}
     inside = sorted(end for end in ends if 0 < end < count)
     return [list(range(*run)) for run in itertools.pairwise((0, *inside, count))]

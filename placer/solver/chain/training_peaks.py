@@ -1,19 +1,21 @@
-"""The worst moment of a training step for every interval of a linear order as one stage.
+"""The peak memory of a training step for every interval of a linear order as one stage.
 
 The layers of the order are its steps, block by block. For a stage that begins with block ``first``,
-a table over first block and step says what is held at the step; as the stage takes in one block
-after another the table grows: a reader that joins makes values, and gradients, wait at the steps
-before it, back to the reader before it.
+a table over first block and step says how many bytes are held at the step. The table grows as the
+stage takes in one block after another: a reader that joins makes values, and gradients, wait at the
+steps before it, back to the reader before it::
 
-    v   s . . r1 . . . r2        r1 joins: v waits at the steps between s and r1 of the stages without a keeper there;
-          |------|  |-----|      r2 joins: it waits from r1 on, as does its gradient where s is in another stage
+    v   s . . r1 . . . r2      r1 joins: v waits at the steps between s and r1 of the stages
+          |------|  |-----|    without a keeper there;
+                               r2 joins: it waits from r1 on, as does its gradient where s is
+                               in another stage
 
-Where the order is not the profile's, the moment is about that of the placement.
+Where the order is not the profile's, the peak is an approximation.
 
-Recorded passes have memory of their own: forwards and backwards have a worst moment each, what is
-kept does not count backwards, but what layers have yet to leave to weight passes does, as less than
-nothing. What other stages make has its place beside, and is not counted here; what they alone have
-yet to read stays until the pass is over.
+Recorded passes have memory of their own: forwards and backwards each have a peak. Kept bytes do not
+count backwards. Bytes that layers have yet to leave to weight-gradient passes do, with a negative
+sign. Values that other stages make are stored outside passes and are not counted here. Values that
+only other stages have yet to read stay until the pass is over.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class TrainingMoments:
     """Tables by first block and end of what stages need in training.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         blocks: the layers of each block, in order.
         recorded: whether passes have memory of their own.
 
@@ -93,13 +95,13 @@ class TrainingMoments:
         self.moment: Table = np.maximum(self.ahead, self.back)
 
     def _to_leave(self, order: Sequence[int]) -> Table:
-        """By first block and step, what the layers from one to the other leave to weight passes."""
+        """Return, by first block and step, the bytes that layers leave to weight passes."""
         sums = np.cumsum([0.0, *(self._problem.deferred_bytes[layer] for layer in order)])
         to_leave: Table = sums[None, 1:] - sums[np.array(self._starts[:-1]), None]
         return to_leave
 
     def _kept_until(self) -> Table:
-        """By first block and step, what is kept of the layers from one to the other."""
+        """Return, by first block and step, what is kept of the layers from one to the other."""
         count = len(self._starts) - 1
         change = np.zeros((count + 1, self._starts[-1] + 1))
         for layer, step in self._step.items():
@@ -119,10 +121,9 @@ class TrainingMoments:
     def _keep(
         self, change: Table, keepers: Sequence[int], size: int, most: int | None = None
     ) -> None:
-        """A size that is kept from the first of some steps that is in the stage, as differences
-        along both axes.
+        """Add a size kept from the first of some steps in the stage on, as differences.
 
-        Where ``most`` is given, only in stages that begin before that block.
+        Where ``most`` is given, only stages that begin before that block count.
         """
         before = 0
         for step in keepers if size else ():
@@ -132,7 +133,7 @@ class TrainingMoments:
             before = until
 
     def _grown(self) -> tuple[Table, Table]:
-        """The worst moment forwards, and that backwards, block by block."""
+        """Return the worst moment forwards, and that backwards, block by block."""
         count = len(self._starts) - 1
         waits: list[list[_Wait]] = [[] for _ in range(count)]
         for wait in self._waits():
@@ -171,7 +172,7 @@ class TrainingMoments:
                 yield self._rest(value)
 
     def _values(self, value: Value, source: int, readers: Sequence[int]) -> Iterator[_Wait]:
-        """Forwards, from the source or the reader before, in stages without a keeper until then."""
+        """Add values that wait forwards, since the previous reader, in stages without a keeper."""
         keepers = {self._step[keeper] for keeper in value.keepers}
         if self._recorded and not (readers or keepers):
             return  # as for gradients
@@ -205,9 +206,7 @@ class TrainingMoments:
             )
 
     def _rest(self, value: Value) -> _Wait:
-        """Backwards, beside the gradient of the last reader, while it waits for the one before,
-        where that is too.
-        """
+        """Add what waits backwards in addition to the last reader's gradient."""
         before, until, last = (
             self._step[layer] for layer in (value.rest_from, value.rest_until, value.readers[-1])
         )

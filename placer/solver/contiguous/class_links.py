@@ -1,9 +1,9 @@
-"""What values cost where they cross between classes of devices, stage by stage.
+"""Costs of values that cross between classes of devices, stage by stage.
 
-The classes of the stages are known. A stage pays for a net that it shares with others: with the
-source, over the link from there to each of the readers, which are behind it, with a reader over the
-link from the source, which is before it. Where another end of the net is, is known from the stages
-at which it can be, so the least that it may cost is that of the best link to any of these.
+The classes of the stages are known. A stage pays for each net that it shares with other stages. If
+it has the source, it pays over the link to each later stage with a reader. If it has a reader, it
+pays over the link from the earlier stage with the source. The stages of the other ends are known
+only as windows, so the least cost is that over the best link to any of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ Vector = NDArray[np.float64]
 
 
 class ClassNets:
-    """The values as nets of nodes, and what they cost between classes.
+    """The values as nets of nodes, and their costs between classes.
 
     Args:
-        problem: what is asked; every device pays for its transfers.
+        problem: the placement problem; every device pays for its transfers.
         nodes: its layers, joined where they must be together.
-        never_ms: what stands for a transfer where there is no link.
+        never_ms: the time of a transfer without a link.
 
     Attributes:
         pins: by net and node, whether the net has a pin there.
-        costs_ms: by net, the class of its source and that of a reader, what it costs both, at the
-            least.
+        costs_ms: by net, class of the source and class of a reader, the least cost to both.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, never_ms: float) -> None:
@@ -44,7 +43,7 @@ class ClassNets:
         found = defaultdict(lambda: np.zeros((len(classes), len(classes))))
         for value in problem.values:
             source = nodes.node_of[value.source]
-            readers = tuple(sorted(nodes.of(value.readers) - {source}))
+            readers = tuple(sorted(nodes.holding(value.readers) - {source}))
             if readers:
                 found[source, readers, value.bound_readers == value.readers] += _costs_ms(
                     value, links, never_ms, problem.request.transfers == "overlapped"
@@ -62,7 +61,7 @@ class ClassNets:
 
     @cached_property
     def pins(self) -> Bools:
-        """By net and node, whether the net has a pin there."""
+        """True where the net has a pin at the node, by net and node."""
         pins = np.zeros((len(self._sources), self._count), np.bool_)
         pins[np.arange(len(pins)), self._sources] = True
         sizes = np.diff(self._begins, append=len(self._readers))
@@ -72,14 +71,14 @@ class ClassNets:
     def least_ms(
         self, kind: int, here: Bools, earlier: Bools, later: Bools, fixed: Sequence[Bools]
     ) -> Vector:
-        """By net, what it costs a stage at the least, if it is cut and has a pin there.
+        """Return, by net, its least cost to a stage if it is cut and has a pin there.
 
         Args:
             kind: the stage's class.
             here: by node, whether it can be at the stage.
-            earlier: by node and class, whether it can be at a stage before, of that class.
-            later: by node and class, whether it can be at a stage behind, of that class.
-            fixed: by class, those of the nodes at another stage for sure, stage by stage.
+            earlier: by node and class, whether it can be at an earlier stage of that class.
+            later: by node and class, whether it can be at a later stage of that class.
+            fixed: by class, the nodes that are certainly at another stage, stage by stage.
         """
         before, behind = earlier[self._sources], self._any_reader(later)
         if not self._ordered.all():
@@ -96,14 +95,14 @@ class ClassNets:
         return np.where(np.isfinite(least), least, 0.0)
 
     def _sent_for_sure(self, kind: int, fixed: Sequence[Bools]) -> Vector:
-        """By net, what a stage with its source sends to all stages that have a reader for sure."""
+        """Return, by net, what the source's stage sends to stages that certainly have a reader."""
         total = np.zeros(len(self._sources))
         for other, nodes in enumerate(fixed):
             total += self.costs_ms[:, kind, other] * self._any_reader(nodes).sum(axis=1)
         return total
 
     def _any_reader(self, which: Bools) -> Bools:
-        """By net, whether any of its readers is one of some nodes, in each column."""
+        """Return, by net, whether any of its readers is one of some nodes, in each column."""
         if not len(self._begins):
             return np.zeros((0, which.shape[1]), np.bool_)
         found: Bools = np.logical_or.reduceat(which[self._readers], self._begins, axis=0)
@@ -111,8 +110,9 @@ class ClassNets:
 
 
 def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> list[Link]:
-    """The links from devices of one class to those of another: alike, as devices of a class may be
-    swapped.
+    """Return the link from devices of one class to devices of another.
+
+    All are alike, as devices of a class may be swapped.
     """
     links = (problem.links[one][other] for one in ones for other in others if one != other)
     return [link for link in links if link is not None]
@@ -121,9 +121,7 @@ def _between(problem: Problem, ones: Sequence[int], others: Sequence[int]) -> li
 def _costs_ms(
     value: Value, links: Sequence[Sequence[list[Link]]], never_ms: float, overlapped: bool
 ) -> Vector:
-    """By the classes of source and reader, the time of a value there and of its gradient back; none
-    beside work.
-    """
+    """Return, by the classes of source and reader, the times of a value and its gradient."""
 
     def least(between: Sequence[Link], size: int) -> float:
         return min(

@@ -1,22 +1,21 @@
-"""Unlike devices, order by order: which class of device each stage is, and for that the best chain
-of ideals.
+"""Unlike devices: for each order of device classes, the best chain of ideals.
 
-    classes   a a b b    chains of ideals within the windows of that order; what a stage sends and receives goes over
-              a b a b    the links between its class and those where the other ends can be
-              ...        ✗ most orders have no chain within a bottleneck that is known
+    classes   a a b b    chains of ideals within the windows of that order; transfers of a
+              a b a b    stage use the links between its class and the classes of the other
+              ...        ends. ✗ most orders have no chain within the known bottleneck
 
-An order is that of the classes of all stages; a placement on fewer devices leaves stages empty. As
-the classes of the other ends are known, or nearly, links count with what they cost, be they unlike:
-over the best of them alone many chains look good that must pass between hosts.
+An order lists the classes of all stages. A placement on fewer devices leaves stages empty. As the
+classes of the other ends are known, or nearly, unlike links count with their real costs. With the
+best links alone, many chains look good although they cross hosts.
 
-A stage's place is known too, and with it how many micro-batches it has in flight. So devices that
-are all alike, which have one order, are solved so as well where memory binds in training: by sums
-of what nodes take at the least, or, for the chains that are best, exactly (``stage_capacity.py``).
-A placement that leaves devices idle is a chain of the order that begins with those, whose stages
-are empty, so that all behind them are in use.
+The place of a stage is known too, and so is its number of micro-batches in flight. So this search
+also serves devices that are all alike, which have one order, where memory binds in training. Memory
+counts by sums of the nodes' least bytes, or exactly for the best chains (``stage_capacity.py``). A
+placement that leaves devices idle is a chain of the order that begins with those devices: their
+stages are empty, and all stages behind them are in use.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
-NeurIPS 2020, section 5, of chains of ideals.
+NeurIPS 2020, section 5, for chains of ideals.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from placer.solver.bounds.memory_bounds import can_bind
+from placer.solver.chain.optimal_cuts import ROWS
 from placer.solver.contiguous import ideal_frontiers
 from placer.solver.contiguous.class_links import ClassNets
 from placer.solver.contiguous.class_windows import Graph, Windows
-from placer.solver.contiguous.ideal_frontiers import Between, Front, Range
-from placer.solver.contiguous.stage_capacity import SETS_A_WORK, StageRoom
-from placer.solver.contiguous.transfer_windows import narrowed_windows
+from placer.solver.contiguous.ideal_frontiers import Between, Frontier, Range
+from placer.solver.contiguous.stage_capacity import StageRoom
+from placer.solver.contiguous.transfer_windows import MOST_NODES, MOST_PINS, narrowed_windows
 from placer.solver.cpsat.capacity import work_on
-from placer.solver.cpsat.memory_constraints import can_bind
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.cpsat.stage_windows import members, neighbourhood
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
@@ -48,34 +49,19 @@ Order = tuple[int, ...]
 Memory = Literal["sums", "exact"]
 
 MOST_ORDERS = 100
-"""More than so many orders of classes are too many."""
+"""The most orders of classes: with more, the integer program is faster."""
 
-MOST_NODES = 1_000
-MOST_PINS = 4_000
 
 MOST_PAIRS = 30_000_000
-"""More than so many pairs of ideals, one a stage after the other, are too many for an order."""
+"""The most pairs of ideals of an order, about a second."""
 
-PAIRS_A_WORK, CUTS_A_WORK = 30_000_000, 15_000
-"""Pairs, and minimum cuts, that are looked at in a unit of work, in the measure of ``cpsat.Meter``.
-"""
-
-ROWS = 64
-"""So many ideals of a front are looked at together."""
-
-SETS_A_LOOK = 32
-"""After so many sets whose memory was told it is asked whether the time is over."""
-
-ROUNDING = 1e-9
 
 NEVER = 4.0
-"""A transfer where there is no link takes this many times the bottleneck."""
+"""Time of a transfer without a link, as a multiple of the bottleneck: more than any stage has."""
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether links are unlike, or memory depends on a stage's place, where orders are few and a
-    load adds up.
-    """
+    """Return whether orders are few and matter: unlike links, or memory that depends on place."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -88,7 +74,7 @@ def applies(problem: Problem, nodes: Reduction) -> bool:
 
 
 def _number_of_orders(problem: Problem) -> float:
-    """How many orders there are at the most: of all devices, alike ones not told apart."""
+    """Return the most orders of classes that there are."""
     sizes = [len(members) for members in problem.alike_devices()]
     # some are left out: no closed form, so counted as if they were in it
     if sum(sizes) > problem.most_devices:
@@ -97,7 +83,7 @@ def _number_of_orders(problem: Problem) -> float:
 
 
 def orders(problem: Problem) -> list[Order]:
-    """The orders of classes for as many stages as there may be."""
+    """Return the orders of classes for as many stages as there may be."""
     sizes = [len(members) for members in problem.alike_devices()]
     found: list[Order] = [()]
     for _ in range(problem.most_devices):
@@ -120,9 +106,9 @@ class Chain:
 
     Attributes:
         bound: no placement in this order has a smaller bottleneck, in milliseconds; infinite if
-            none is within what was asked for.
-        devices: by layer, its device, for the best chain; None where there is none.
-        work: that it took, in the measure of ``cpsat.Meter``.
+            none is within the limit.
+        devices: by layer, its device, for the best chain; None without a chain.
+        work: the work that it took, in the measure of ``cpsat.runner.Meter``.
     """
 
     bound: float
@@ -134,7 +120,7 @@ class ClassOrders:
     """The graph of a problem for all orders of its classes.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
         upper: only chains with a bottleneck of no more than this count, in milliseconds.
     """
@@ -152,19 +138,19 @@ class ClassOrders:
         self.room = StageRoom(problem, nodes) if can_bind(problem) else None
 
     def best(self, order: Order, over: Callable[[], bool], memory: Memory = "sums") -> Chain | None:
-        """The best chain of an order; None where ideals are too many, or the time is over.
+        """Return the best chain of an order; None if there are too many ideals, or time is over.
 
-        What places on fewer devices leaves the first stages of some order empty: the memory of a
-        stage is that with as many micro-batches in flight as the stages behind it ask for.
+        A placement on fewer devices leaves the first stages of some order empty. So a stage has as
+        many micro-batches in flight as the number of stages behind it requires.
 
         Args:
             order: by stage, its class.
             over: asked stage by stage; ends the search.
-            memory: how it is told: by sums of what nodes take at the least, or exactly.
+            memory: how memory counts: by sums of the nodes' least bytes, or exactly.
         """
         windows = Windows(self.graph, order, self.upper)
         windows.narrow()
-        work = windows.cuts / CUTS_A_WORK
+        work = windows.cuts / PER_WORK.cuts
         if not windows.possible:
             return Chain(inf, None, work)
         chains, known = _Chains(self, windows, memory, over), self._sets
@@ -172,7 +158,7 @@ class ClassOrders:
             value = chains.value()
         except Stopped:
             return None
-        work += chains.pairs / PAIRS_A_WORK + (self._sets - known) / SETS_A_WORK
+        work += chains.pairs / PER_WORK.order_pairs + (self._sets - known) / PER_WORK.footprints
         if value is None:
             return None
         if value == inf:
@@ -185,7 +171,7 @@ class ClassOrders:
 
 
 def _before(problem: Problem, nodes: Reduction) -> Bools:
-    """By node, whether each is itself or one that it depends on."""
+    """Return, by node, whether each is itself or one that it depends on."""
     before, _ = neighbourhood(problem, nodes)
     table = np.zeros((len(before), len(before)), np.bool_)
     for node, bits in enumerate(before):
@@ -194,8 +180,7 @@ def _before(problem: Problem, nodes: Reduction) -> Bools:
 
 
 class _StageGraph(ideal_frontiers.Graph):
-    """The graph as ``ideal_frontiers.py`` takes it, for one order, and what nets cost one of its
-    stages.
+    """The graph of ``ideal_frontiers.py`` for one order, with the nets' costs for one stage.
 
     Args:
         given: the graph of all orders.
@@ -217,30 +202,33 @@ class _StageGraph(ideal_frontiers.Graph):
 
 
 class _Chains:
-    """The tables of the dynamic program for one order, front by front."""
+    """The tables of the dynamic program for one order, frontier by frontier."""
 
     def __init__(
         self, given: ClassOrders, windows: Windows, memory: Memory, over: Callable[[], bool]
     ) -> None:
         self.given, self.windows, self.order, self.memory = given, windows, windows.order, memory
         self.over = over
-        self.within = given.upper * (1 + SLACK)
+        self.within = given.upper * (1 + ROUNDING)
         self.pairs = 0
         self.banned = given.graph.works == inf
         self.works = np.where(self.banned, 0.0, given.graph.works)
         self.graph = _StageGraph(given, windows)
 
     def value(self) -> float | None:
-        """The smallest bottleneck, infinite if none is within; None if there are too many ideals."""
+        """Return the smallest bottleneck, infinite if none is within.
+
+        The result is None if there are too many ideals.
+        """
         nothing = np.zeros(self.works.shape[1], np.bool_)
-        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.frontiers = [Frontier(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached = [np.zeros(1)]
         for stage, kind in enumerate(self.order):
-            before = self.fronts[-1]
+            before = self.frontiers[-1]
             behind = (
                 None
                 if self.over()
-                else ideal_frontiers.front(before, stage + 1, self._ranges(stage))
+                else ideal_frontiers.next_frontier(before, stage + 1, self._ranges(stage))
             )
             if behind is None:
                 return None
@@ -251,17 +239,18 @@ class _Chains:
             alive = value <= self.within
             if not alive.any():
                 return inf
-            self.fronts.append(behind.some(alive))
+            self.frontiers.append(behind.some(alive))
             self.reached.append(value[alive])
-        whole = self.fronts[-1].whole
+        whole = self.frontiers[-1].whole
         return inf if whole is None else float(self.reached[-1][whole])
 
     def _ranges(self, stage: int) -> list[Range]:
-        """The work of what the first stages hold: no more than the stage can add, nor less than the
-        next can take.
+        """Return the work of what the first stages hold.
+
+        No more than the stage can add, nor less than the next can take.
         """
         work = self.works[self.order[stage]]
-        done = self.fronts[-1].sums(work)
+        done = self.frontiers[-1].sums(work)
         found = [Range(work, float(done.min()), float(done.max()) + self.within)]
         if stage + 1 < len(self.order):
             work = self.works[self.order[stage + 1]]
@@ -269,13 +258,16 @@ class _Chains:
             found.append(Range(work, held - self.within, float(work.sum())))
         return found
 
-    def _through(self, stage: int, before: Front, behind: Front) -> Vector | None:
-        """By ideal, the best of the chains that end there; None if the pairs are too many."""
+    def _through(self, stage: int, before: Frontier, behind: Frontier) -> Vector | None:
+        """Return, by ideal, the best of the chains that end there.
+
+        The result is None if the pairs are too many.
+        """
         work = self.works[self.order[stage]]
         rows = np.argsort(before.sums(work), kind="stable")
         before, reached = before.some(rows), self.reached[-1][rows]
         begins, ends = before.sums(work), behind.sums(work)
-        blocks = list(self._blocks(begins, ends, SLACK * float(work.sum())))
+        blocks = list(self._blocks(begins, ends, ROUNDING * float(work.sum())))
         self.pairs += sum(
             (one.stop - one.start) * (other.stop - other.start) for one, other in blocks
         )
@@ -289,9 +281,7 @@ class _Chains:
         return value
 
     def _blocks(self, begins: Vector, ends: Vector, slack: float) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than the stage can do; both
-        by their work.
-        """
+        """Yield ranges of ideals and of their possible successors, both by work."""
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
             first = int(np.searchsorted(ends, begins[start] - slack))
@@ -300,13 +290,13 @@ class _Chains:
                 yield slice(start, stop), slice(first, last)
 
     def read(self) -> list[int]:
-        """By layer, its device, following the best choices from the last ideal."""
+        """Return, by layer, its device, following the best choices from the last ideal."""
         left = [list(alike) for alike in self.given.classes]
         devices = [0] * self.works.shape[1]
-        place = self.fronts[-1].whole
+        place = self.frontiers[-1].whole
         for stage in reversed(range(len(self.order))):
             assert place is not None
-            before, behind = self.fronts[stage], self.fronts[stage + 1]
+            before, behind = self.frontiers[stage], self.frontiers[stage + 1]
             loads = _Loads(self, stage, before, behind.some(slice(place, place + 1)))
             table = loads.chains(
                 slice(None), slice(None), self.reached[stage], np.array([self.within])
@@ -321,11 +311,11 @@ class _Chains:
 class _Loads:
     """What a stage takes that holds what is between two ideals."""
 
-    def __init__(self, chains: _Chains, stage: int, before: Front, behind: Front) -> None:
+    def __init__(self, chains: _Chains, stage: int, before: Frontier, behind: Frontier) -> None:
         given, kind = chains.given, chains.order[stage]
         graph = _StageGraph(given, chains.windows, stage)
         self._before, self._behind = (
-            Front(graph, one.must, one.free, one.taken) for one in (before, behind)
+            Frontier(graph, one.must, one.free, one.taken) for one in (before, behind)
         )
         self._between = Between(self._before, self._behind)
         work, banned = chains.works[kind], chains.banned[kind]
@@ -347,8 +337,7 @@ class _Loads:
         ]
 
     def chains(self, rows: slice, columns: slice, reached: Vector, most: Vector) -> Table:
-        """By some ideals and some later ones, the bottleneck of the best chain to the one that goes
-        on to the other.
+        """Return, by earlier and later ideal, the bottleneck of the best chain through both.
 
         Args:
             rows: some earlier ideals.
@@ -379,21 +368,19 @@ class _Loads:
                 table[row, column] = max(table[row, column], load[row, column] + more_ms)
 
     def _roomy(self, rows: slice, columns: slice) -> Bools:
-        """By some ideals and some later ones, whether the device has the memory for what is
-        between, for sure.
-        """
+        """Return, by earlier and later ideal, whether the device surely has enough memory."""
         begins, ends, most = self._sure
         return np.asarray(ends[None, columns] - begins[rows, None] <= most)
 
     def _more_ms(self, row: int, column: int) -> float:
         assert self._room is not None
-        if self._room.sets % SETS_A_LOOK == 0 and self._over():
+        if self._over():
             raise Stopped
         members = self._behind.ideal(column) & ~self._before.ideal(row)
         return self._room.more_ms(self._device, self._flight, members)
 
     def _of(self, rows: slice, columns: slice) -> Table:
-        """By some ideals and some later ones, the load, or infinity."""
+        """Return, by some ideals and some later ones, the load, or infinity."""
         begins, ends = self._work
         load: Table = self._between.transfers(rows, columns)
         load += ends[None, columns]

@@ -1,13 +1,14 @@
-"""Windows of stages where the class of each stage is known: what the first stages hold for sure,
-and may hold.
+"""Windows of stages of known class: which nodes the first stages certainly, or possibly, hold.
 
-    classes     fast  fast  slow  fast         surely[p]  nodes that the first p stages hold in any placement
-    stages       0     1     2     3           maybe[p]   nodes that they hold in some
-    surely      {}    {a}  {a,b}  ...          at stage p: of maybe[p + 1] less surely[p]
+    classes     fast  fast  slow  fast      surely[p]  nodes that the first p stages hold in
+    stages       0     1     2     3                   any placement
+    surely      {}    {a}  {a,b}  ...       maybe[p]   nodes that they hold in some placement
+                                            at stage p: of maybe[p + 1] less surely[p]
 
-Node v can be at stage p only if the least load of a stage with it is within the bottleneck. That is
-a minimum cut, as in ``reach.py``: a stage holds what it must, with each node also all that the node
-needs and stages before cannot hold, and all that needs the node and stages behind cannot hold.
+Node v can be at stage p only if the least load of a stage with it is within the bottleneck. This is
+a minimum cut, as in ``transfer_windows.py``. A stage holds what it must. With each node it holds
+all that the node needs and earlier stages cannot hold, and all that needs the node and later stages
+cannot hold.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
 from placer.solver.contiguous.class_links import ClassNets
-from placer.solver.reduce import SLACK
+from placer.solver.contiguous.stage_program import TIME_STEPS
+from placer.solver.problem import ROUNDING
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 Steps = NDArray[np.int64]
 
-STEPS = 2**30
-"""Into how many steps the bottleneck is cut."""
 
 ENDLESS = 2**40
-"""More than any stage may take, in steps."""
+"""Capacity that no cut reaches, in steps: the bottleneck has 2**31."""
 
 ROUNDS = 4
+"""The most passes over all stages: later passes hardly narrow the windows."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class Windows:
         return int(self.surely.sum()) - int(self.maybe.sum())
 
     def here(self, stage: int) -> Bools:
-        """By node, whether it can be at a stage."""
+        """Return, by node, whether it can be at a stage."""
         return np.asarray(self.maybe[stage + 1] & ~self.surely[stage])
 
     def least_ms(self, stage: int) -> Vector:
-        """By net, what it costs a stage at the least if it is cut there."""
+        """Return, by net, what it costs a stage at the least if it is cut there."""
         stages = range(len(self.order))
         earlier, later = self._on(stages[:stage]), self._on(stages[stage + 1 :])
         sure = self.surely[1:] & ~self.maybe[:-1]
@@ -110,21 +111,19 @@ class Windows:
         return self.graph.nets.least_ms(self.order[stage], self.here(stage), earlier, later, fixed)
 
     def _on(self, stages: range) -> Bools:
-        """By node and class, whether it can be at one of some stages, of that class."""
+        """Return, by node and class, whether it can be at one of some stages, of that class."""
         found = np.zeros((self.maybe.shape[1], len(self.graph.works)), np.bool_)
         for stage in stages:
             found[:, self.order[stage]] |= self.here(stage)
         return found
 
     def stages_of(self) -> list[tuple[int, int]]:
-        """By node, the first and the last stage that it can be at."""
+        """Return, by node, the first and the last stage that it can be at."""
         firsts, lasts = (~self.maybe).sum(axis=0) - 1, (~self.surely).sum(axis=0) - 1
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
     def _narrow_at(self, stage: int) -> None:
-        """Which nodes cannot be at a stage: they are not within so many stages, or already before
-        it.
-        """
+        """Return the nodes that cannot be at a stage: too early for them, or too late."""
         fixed = self.surely[stage + 1] & ~self.maybe[stage]
         earliest = self.maybe[stage + 1] & ~self.maybe[stage] & ~fixed
         latest = self.surely[stage + 1] & ~self.surely[stage] & ~fixed
@@ -140,8 +139,9 @@ class Windows:
         self.cuts += cutter.cuts
 
     def _unable(self, cutter: _StageCutter, asked: Bools, with_it: Bools) -> Bools:
-        """Those of some nodes that cannot be at the stage; where one cannot, nor can those that
-        come with it.
+        """Return the nodes, of some, that cannot be at the stage.
+
+        If a node cannot be there, neither can the nodes that come with it.
         """
         undecided = asked & ~cutter.held
         unable = asked & cutter.too_heavy
@@ -175,8 +175,8 @@ class _StageCutter:
 
     def __init__(self, windows: Windows, stage: int, fixed: Bools) -> None:
         self._free = np.flatnonzero(windows.here(stage))
-        self._within = windows.upper_ms * (1 + SLACK)
-        self._steps_per_ms = STEPS / self._within
+        self._within = windows.upper_ms * (1 + ROUNDING)
+        self._steps_per_ms = TIME_STEPS / self._within
         self.cuts = 0
         self.held = np.zeros(len(fixed), np.bool_)
         self._place = np.full(len(fixed), -1)
@@ -195,11 +195,9 @@ class _StageCutter:
         self._order(windows, stage)
 
     def _heavy(self, windows: Windows, stage: int, fixed: Bools, work: Vector) -> Bools:
-        """By node, whether it, what comes with it there and what is there for sure take longer than
-        may be.
-        """
+        """Return, by node, whether it is too long for the stage, with all that comes with it."""
         free = self._free
-        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * STEPS)).astype(np.int64)
+        able = np.floor(np.minimum(work * self._steps_per_ms, 2 * TIME_STEPS)).astype(np.int64)
         late = np.flatnonzero(windows.here(stage) & ~windows.maybe[stage] & ~fixed)
         early = np.flatnonzero(windows.here(stage) & windows.surely[stage + 1] & ~fixed)
         before = windows.graph.before
@@ -208,7 +206,9 @@ class _StageCutter:
         needing = before[np.ix_(early, free)].T @ able[early]
         alone = np.where(fixed[free], 0, able[free])
         heavy = np.zeros(len(fixed), np.bool_)
-        heavy[free] = able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > STEPS
+        heavy[free] = (
+            able[fixed].sum() + np.maximum(alone, np.maximum(needed, needing)) > TIME_STEPS
+        )
         return heavy
 
     def _arcs(
@@ -219,8 +219,9 @@ class _StageCutter:
         )
 
     def _nets(self, pins: Bools, cost_ms: Vector, work: Vector) -> None:
-        """Work, and what is cut: nets with a pin that is elsewhere for sure are paid for as soon as
-        one is here.
+        """Work, and what is cut.
+
+        Nets with a pin that is elsewhere for sure are paid for as soon as one is here.
         """
         here = pins[:, self._free]
         size = here.sum(axis=1)
@@ -239,8 +240,9 @@ class _StageCutter:
         self._many(here, steps, touched[~outside[touched] & (size[touched] > 2)], to_sink=False)
 
     def _many(self, here: Bools, steps: Steps, nets: NDArray[np.int64], *, to_sink: bool) -> None:
-        """Nets of many pins: every pin feeds the net's arc, which ends in the sink or feeds every
-        pin.
+        """Nets of many pins.
+
+        Every pin feeds the net's arc, which ends in the sink or feeds every pin.
         """
         entries = self._next + np.arange(len(nets))
         self._next += len(nets)
@@ -256,7 +258,7 @@ class _StageCutter:
         self._arcs(exits[net], pin, endless)
 
     def _order(self, windows: Windows, stage: int) -> None:
-        """With a node comes what it needs and stages before cannot hold, and likewise backwards."""
+        """Let each node bring what it needs and earlier stages cannot hold, and vice versa."""
         sources, readers = self._place[windows.graph.arcs].reshape(-1, 2).T
         both = (sources >= 0) & (readers >= 0)
         sources, readers = sources[both], readers[both]
@@ -266,8 +268,9 @@ class _StageCutter:
         self._arcs(sources[needed], readers[needed], np.full(int(needed.sum()), ENDLESS))
 
     def least(self, node: int | None = None) -> NDArray[np.int64] | None:
-        """The nodes of a stage with one, and with all that is there for sure; None if any takes too
-        long.
+        """Return the nodes of a stage with one, and with all that is there for sure.
+
+        The result is None if any takes too long.
         """
         arc = None if node is None else int(self._place[node])
         capacity = 0 if arc is None else self._flow.capacity(arc)
@@ -277,7 +280,7 @@ class _StageCutter:
         assert status == self._flow.OPTIMAL
         self.cuts += 1
         found = None
-        if self._flow.optimal_flow() <= STEPS:
+        if self._flow.optimal_flow() <= TIME_STEPS:
             cut = np.array(self._flow.get_source_side_min_cut())
             found = self._free[cut[cut < len(self._free)]]
             self.held[found] = True

@@ -1,10 +1,10 @@
-"""Fronts: the ideals that the first p stages of a contiguous placement can hold together, all of
-them at once.
+"""Frontiers: all ideals that the first p stages of a contiguous placement can hold together.
 
-An ideal is a set of nodes that holds all that its nodes depend on. Windows of stages decide most nodes: those whose
-last stage is before p are in every ideal of front p, those whose first is p or later in none. The others are gone
-through in topological order, each taken or left, and a choice is dropped as soon as what it holds is too much for p
-stages, or what it leaves too much for the others::
+An ideal is a set of nodes that contains all that its nodes depend on. Windows of stages decide most
+nodes: those whose last stage is before p are in every ideal of frontier p, those whose first stage
+is p or later in none. The other nodes are taken or left in topological order. A choice is dropped
+as soon as its nodes are too much for p stages, or the remaining nodes too much for the other
+stages::
 
     last < p          first < p <= last          first >= p
     in all      │  a taken ─┬─ b taken ...   │   in none
@@ -14,7 +14,7 @@ stages, or what it leaves too much for the others::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from placer.solver.contiguous.transfer_windows import Windows
 from placer.solver.nets import joined_nets
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
@@ -34,24 +34,23 @@ Table = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 MOST_IDEALS = 25_000
-"""More than so many ideals of a front are too many."""
+"""The most ideals of a frontier: their pairs would take seconds."""
 
 SMALL_PRODUCT, SMALL_SUMS = 2**18, 2**13
-"""A product of matrices, or of one and a column, with no more multiplications is made on one core:
-they cost less than cores that wait for each other."""
+"""The most multiplications of a matrix product, and of a matrix by a column, on one core. Larger
+blocks start threads, whose synchronisation costs more than they save."""
 
 TALL = 32
-"""So many rows of a matrix are multiplied at a time, where they are not too long for that."""
+"""Rows of a block of a product, where they are not too long."""
 
 
 class Graph:
     """Nodes in topological order, what they need and the nets between them.
 
     Args:
-        problem: what is asked; its links are all alike.
+        problem: the placement problem; its links are all alike.
         nodes: its layers, joined where they must be together.
         windows: by node, the first and the last stage that it can be at.
-        left_out: nodes that are taken to be nowhere; they order nothing.
 
     Attributes:
         needs: by node, those that it reads from.
@@ -60,20 +59,16 @@ class Graph:
         cost_ms: by net, what it costs each stage that it touches where it is cut, at the least.
     """
 
-    def __init__(
-        self, problem: Problem, nodes: Reduction, windows: Windows, left_out: Collection[int] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, nodes: Reduction, windows: Windows) -> None:
         self.count = len(nodes.nodes)
         arcs = sorted(nodes.arcs(arcs_of(problem.values)))
         self.needs: list[list[int]] = [[] for _ in range(self.count)]
         for source, reader in arcs:
             self.needs[reader].append(source)
         self.first, self.last = along(arcs, windows)
-        for node in left_out:
-            self.first[node] = self.last[node] = 0
         costs: dict[tuple[int, ...], float] = {}
         for net in joined_nets(problem, nodes):
-            pins = tuple(sorted({net.source, *net.readers}.difference(left_out)))
+            pins = tuple(sorted({net.source, *net.readers}))
             if len(pins) > 1:
                 costs[pins] = costs.get(pins, 0.0) + net.there_ms + net.back_ms
         self.cost_ms = np.array(list(costs.values()))
@@ -84,9 +79,7 @@ class Graph:
 
 
 def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int], list[int]]:
-    """The first and the last stages, so that no node begins before what it needs, nor ends after
-    what needs it.
-    """
+    """Return first and last stages so that no node is before its needs or behind its readers."""
     first, last = [list(ends) for ends in zip(*windows, strict=True)]
     # ascending sources, so that each is final when it is passed on
     for source, reader in arcs:
@@ -97,7 +90,7 @@ def along(arcs: Sequence[tuple[int, int]], windows: Windows) -> tuple[list[int],
 
 
 @dataclass(frozen=True)
-class Front:
+class Frontier:
     """Some ideals, which differ in few nodes.
 
     Attributes:
@@ -116,7 +109,7 @@ class Front:
         return len(self.taken)
 
     def held(self, nets: NDArray[np.int64]) -> Counts:
-        """By ideal and each of some nets, how many pins of the net the ideal has."""
+        """Return, by ideal and each of some nets, how many pins of the net the ideal has."""
         counts: Counts = product(
             self.taken.astype(np.float32), self.graph.pins[np.ix_(self.free, nets)]
         )
@@ -124,25 +117,25 @@ class Front:
 
     @cached_property
     def fixed(self) -> Counts:
-        """By net, how many pins of it all ideals have."""
+        """The number of the net's pins that all ideals have, by net."""
         counts: Counts = self.graph.pins[self.must].sum(axis=0)
         return counts
 
     @property
     def common(self) -> Bools:
-        """By node, whether all of these hold it."""
+        """True for the nodes that all ideals hold, by node."""
         nodes = self.must.copy()
         nodes[self.free] = self.taken.all(axis=0)
         return nodes
 
     @cached_property
     def unlike(self) -> Bools:
-        """By net, whether ideals may differ in how many pins they have."""
+        """True for the nets of which ideals may have different numbers of pins, by net."""
         return np.asarray(self.graph.pins[self.free].any(axis=0), np.bool_)
 
     @cached_property
     def cut_ms(self) -> Vector:
-        """By ideal, what the nets cost that it cuts."""
+        """The cost of the nets that the ideal cuts, by ideal."""
         nets = np.flatnonzero(self.unlike)
         held, fixed = self.held(nets), self.fixed
         cut = _weights((held > 0) & (held < self.graph.size[nets]), self.graph.cost_ms[nets])
@@ -151,29 +144,22 @@ class Front:
         )
 
     def sums(self, weights: Vector) -> Vector:
-        """By ideal, the weight of its nodes."""
+        """Return, by ideal, the weight of its nodes."""
         return _weights(self.taken, weights[self.free]) + float(weights[self.must].sum())
 
-    def some(self, which: Bools | NDArray[np.int64] | slice) -> Front:
-        """Some of them."""
-        return Front(self.graph, self.must, self.free, self.taken[which])
+    def some(self, which: Bools | NDArray[np.int64] | slice) -> Frontier:
+        """Return some of them."""
+        return Frontier(self.graph, self.must, self.free, self.taken[which])
 
     def ideal(self, place: int) -> Bools:
-        """By node, whether one of them holds it."""
+        """Return, by node, whether one of them holds it."""
         nodes = self.must.copy()
         nodes[self.free] = self.taken[place]
         return nodes
 
-    @property
-    def members(self) -> Bools:
-        """By ideal and node, whether it holds it."""
-        held = np.tile(self.must, (len(self), 1))
-        held[:, self.free] = self.taken
-        return held
-
     @cached_property
     def whole(self) -> int | None:
-        """The place of the ideal that holds all nodes; None if it is none of these."""
+        """The place of the ideal that holds all nodes, or None."""
         places = np.flatnonzero(self.taken.all(axis=1))
         all_known = int(self.must.sum()) + len(self.free) == self.graph.count
         return int(places[0]) if all_known and len(places) else None
@@ -194,8 +180,8 @@ class Range:
     most: float
 
 
-def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
-    """The ideals that the stages before one can hold together; None if they are too many.
+def next_frontier(before: Frontier, stage: int, ranges: Sequence[Range]) -> Frontier | None:
+    """Return the ideals that the stages before one can hold together; None if they are too many.
 
     Args:
         before: those that the stages before its last can hold.
@@ -207,7 +193,7 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
     free = [node for node in range(graph.count) if graph.first[node] < stage and not must[node]]
     place = {node: index for index, node in enumerate(free)}
     weights = np.array([one.weights for one in ranges]).T
-    slack = SLACK * weights.sum(axis=0)
+    slack = ROUNDING * weights.sum(axis=0)
     least, most = (
         np.array([one.least for one in ranges]) - slack,
         np.array([one.most for one in ranges]) + slack,
@@ -230,18 +216,18 @@ def front(before: Front, stage: int, ranges: Sequence[Range]) -> Front | None:
         taken, done = taken[within], done[within]
         if len(taken) > MOST_IDEALS:
             return None
-    return Front(graph, must, np.array(free, np.int64), taken)
+    return Frontier(graph, must, np.array(free, np.int64), taken)
 
 
 class Between:
-    """What is between the ideals of two fronts, as what a stage holds.
+    """What is between the ideals of two frontiers, as what a stage holds.
 
     Args:
-        before: the front before the stage.
+        before: the frontier before the stage.
         behind: the one behind it.
     """
 
-    def __init__(self, before: Front, behind: Front) -> None:
+    def __init__(self, before: Frontier, behind: Frontier) -> None:
         self._before, self._behind = before, behind
         self._sums: dict[bytes, tuple[Vector, Vector]] = {}
         graph = before.graph
@@ -260,7 +246,7 @@ class Between:
         self._outside()
 
     def _match(self, here: Counts, there: Counts) -> None:
-        """What tells where ideals have as many pins of a net, or the one none and the other all."""
+        """Prepare the comparison of pins: equal numbers, or none here and all there."""
         left, right = [here == 0], [there == self._size]
         costs = [self._cost_ms]
         for number in range(1, int(self._size.max(initial=1))):
@@ -285,7 +271,7 @@ class Between:
         )
 
     def _outside(self) -> None:
-        """What tells where the one is not within the other."""
+        """Prepare the test whether one ideal is within the other."""
         before, behind = self._before, self._behind
         has = before.must.copy()
         has[before.free] |= before.taken.any(axis=0)
@@ -295,8 +281,9 @@ class Between:
         self._has, self._lacks = _members(before, nodes), (1 - _members(behind, nodes)).T
 
     def transfers(self, rows: slice, columns: slice) -> Table:
-        """By some ideals and some later ones, the transfers of the stage; infinite if the one is
-        not within the other.
+        """Return, by some ideals and some later ones, the transfers of the stage.
+
+        Infinite if the one is not within the other.
 
         A net costs the stage nothing if it has no pin there, or all. As one ideal is within the
         other, that is so where both have as many pins of the net, or the one none and the other
@@ -308,7 +295,7 @@ class Between:
         return table
 
     def weight(self, rows: slice, columns: slice, weights: Vector) -> Table:
-        """By some ideals and some later ones, the weight of what is between."""
+        """Return, by some ideals and some later ones, the weight of what is between."""
         key = weights.tobytes()
         if key not in self._sums:
             self._sums[key] = self._before.sums(weights), self._behind.sums(weights)
@@ -318,7 +305,7 @@ class Between:
 
 
 def product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
-    """The product of two matrices, in parts so small that each is made on one core."""
+    """Return the product of two matrices, in parts so small that each is made on one core."""
     (rows, inner), columns = left.shape, right.shape[1]
     small = SMALL_PRODUCT if columns > 1 else SMALL_SUMS
     if rows * inner * columns <= small:
@@ -334,12 +321,12 @@ def product(left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
 
 
 def _weights(chosen: Bools, weights: Vector) -> Vector:
-    """By row, the weight of what is chosen."""
+    """Return, by row, the weight of what is chosen."""
     return product(chosen.astype(np.float64), weights[:, None])[:, 0]
 
 
-def _members(front: Front, nodes: NDArray[np.int64]) -> Counts:
-    """By ideal and each of some nodes, 1 if it holds it, else 0."""
+def _members(front: Frontier, nodes: NDArray[np.int64]) -> Counts:
+    """Return, by ideal and each of some nodes, 1 if it holds it, else 0."""
     place = np.full(front.graph.count, -1)
     place[front.free] = np.arange(len(front.free))
     found = np.zeros((len(front), len(nodes)), np.float32)

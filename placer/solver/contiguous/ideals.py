@@ -1,16 +1,18 @@
-"""Dynamic programming over ideals, where they are few: exact for any graph, not for one linear
-order alone.
+"""Dynamic programming over ideals, where they are few: exact for any graph.
 
-What the first stages of a contiguous placement hold is an ideal, so a placement is a chain of ideals, and a stage is
-what one has more than the one before::
+The first stages of a contiguous placement hold an ideal. So a placement is a chain of ideals, and a
+stage is the difference of two neighbours::
 
-    {} < {0, 1} < {0, 1, 2, 4} < all        best(devices, J) = min over ideals I within J and a class c of devices of
-     stage  a         b         c                              max(best(devices less one of c, I), load_c(J less I))
+    {} < {0, 1} < {0, 1, 2, 4} < all
+     stage  a         b         c
 
-Only chains within a bottleneck count, so few ideals are left of each front
-(``ideal_frontiers.py``): those that stages so far can hold, and whose rest the other devices can. A
-value that several stages read counts once for that of its source, unless that tells too little:
-then chains are gone through once more, see ``sends.py``.
+    best(devices, J) = min over ideals I within J and a class c of devices of
+                       max(best(devices less one of c, I), load_c(J less I))
+
+Only chains within a bottleneck count, so few ideals are left in each frontier
+(``ideal_frontiers.py``): those that the stages so far can hold, and whose rest the other devices
+can hold. A value that several stages read counts once for the stage of its source, so the
+bottleneck of a chain is a lower bound where the value is sent to each of them.
 
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
 NeurIPS 2020, section 5.
@@ -26,49 +28,34 @@ from math import inf, log2, prod
 
 import numpy as np
 
-from placer.solver import costs
-from placer.solver.chain.optimal_cuts import Counts, Cut, kinds_left, one_less
+from placer.solver.bounds import memory_bounds
+from placer.solver.chain.optimal_cuts import ROWS, Counts, Cut, kinds_left, one_less
 from placer.solver.contiguous.ideal_frontiers import (
     MOST_IDEALS,
     Between,
     Bools,
-    Front,
+    Frontier,
     Graph,
     Range,
     Table,
     Vector,
-    front,
+    next_frontier,
 )
-from placer.solver.contiguous.loose import Added, Loose, loose_nodes
-from placer.solver.contiguous.sends import Sends, Stages
-from placer.solver.contiguous.sends import applies as sends_apply
 from placer.solver.contiguous.transfer_windows import narrowed_windows
-from placer.solver.cpsat import memory_constraints
-from placer.solver.cpsat.capacity import most_within, state_of, work_on
-from placer.solver.cpsat.runner import Meter
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.cpsat.capacity import most_within, work_on
+from placer.solver.cpsat.runner import PER_WORK, Meter
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 MOST_STATES = 64
-"""The most numbers of devices that a placement may take from their classes."""
+"""The most numbers of devices by class in a table: its size multiplies all work."""
 
 MOST_PAIRS = 3_500_000
-"""More than so many pairs of ideals, one a stage after the other, are too many."""
-
-PAIRS_A_WORK = 5_000_000
-"""Pairs that are looked at in a unit of work, in the measure of ``cpsat.Meter``."""
-
-TIMES_A_PAIR = 3
-"""How many numbers, how often a value is sent, are as much work as a pair."""
-
-ROWS = 64
-"""So many ideals of a front are looked at together."""
-
-ROUNDING = 1e-9
+"""The most pairs of ideals of neighbouring frontiers, about a second."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a stage's load follows from what it holds, or is at least so much."""
+    """Return whether a stage's load follows from what it holds, or is at least so much."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -86,40 +73,36 @@ def best_chain(
     upper: float = inf,
     meter: Meter | None = None,
     over: Callable[[], bool] = lambda: False,
-    loose: Sequence[int] = (),
 ) -> Cut | None:
-    """The best chain of ideals; None where they are too many.
+    """Return the best chain of ideals, or None if there are too many ideals.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: only chains with a bottleneck of no more than this count, in milliseconds.
+        upper: only chains with a bottleneck of at most this count, in milliseconds.
         meter: counts the work.
-        over: asked stage by stage; ends the search as if there were too many.
-        loose: nodes that nothing orders and whose place is not looked for, see ``loose.py``: they
-            are at any device.
+        over: asked stage by stage; ends the search as if there were too many ideals.
 
     Returns:
-        The placement of the best chain, and a bound that holds for all: it counts of memory the
-        state alone, and, where there are too many ways to send values to several stages, these
-        once. No placement and an infinite bound if no chain counts.
+        The placement of the best chain, and a bound that holds for all placements. The bound counts
+        only the state in memory, and a value that several stages read once. There is no placement
+        and an infinite bound if no chain counts.
     """
     if not all(nodes.allowed):
         return Cut(None, inf)
-    if not loose and too_loose(problem, nodes):
+    if too_loose(problem, nodes):
         return None
-    chains = _Chains(problem, nodes, upper, loose)
+    chains = _Chains(problem, nodes, upper)
     found = chains.best(over)
     if meter is not None:
-        meter.done += chains.pairs / PAIRS_A_WORK
+        meter.done += chains.pairs / PER_WORK.pairs
     return found
 
 
 def too_loose(problem: Problem, nodes: Reduction) -> bool:
-    """Whether there are so many nodes that nothing orders, of which an ideal may have any, that
-    ideals are too many.
-    """
-    return len(loose_nodes(problem, nodes)) > log2(MOST_IDEALS)
+    """Return whether nodes without order are so many that there are too many ideals."""
+    ordered = {node for arc in nodes.arcs(arcs_of(problem.values)) for node in arc}
+    return len(nodes.nodes) - len(ordered) > log2(MOST_IDEALS)
 
 
 @dataclass(frozen=True)
@@ -149,7 +132,7 @@ class _Class:
 def _classes(
     problem: Problem, works: Table, state: Vector, upper: float
 ) -> tuple[list[_Class], Vector]:
-    """The classes of devices, and by node, its work on its fastest."""
+    """Return the classes of devices, and by node, its work on its fastest."""
     groups = problem.alike_devices()
     fastest: Vector = works.min(axis=0)
     found = []
@@ -163,99 +146,54 @@ def _classes(
 
 
 class _Chains:
-    """The tables of the dynamic program, front by front."""
+    """The tables of the dynamic program, frontier by frontier."""
 
-    def __init__(
-        self, problem: Problem, nodes: Reduction, upper: float, loose: Sequence[int]
-    ) -> None:
-        self.problem, self.nodes, self.upper, self.left_out = problem, nodes, upper, loose
-        self.within = upper * (1 + SLACK)
-        self.limited = memory_constraints.can_bind(problem)
-        state, works = (
-            state_of(problem, nodes),
-            [work_on(problem, nodes, one[0]) for one in problem.alike_devices()],
-        )
-        self.loose = (
-            Loose(problem, nodes, loose, works, state if self.limited else None) if loose else None
-        )
-        kept = np.array([node not in loose for node in range(len(nodes.nodes))])
-        self.state_bytes = np.where(kept, state, 0.0)
-        self.classes, self.fastest = _classes(
-            problem, np.where(kept, works, 0.0), self.state_bytes, upper
-        )
+    def __init__(self, problem: Problem, nodes: Reduction, upper: float) -> None:
+        self.problem, self.nodes, self.upper = problem, nodes, upper
+        self.within = upper * (1 + ROUNDING)
+        self.limited = memory_bounds.can_bind(problem)
+        self.state_bytes = np.array(memory_bounds.state_of_nodes(problem, nodes), np.float64)
+        works = np.array([work_on(problem, nodes, one[0]) for one in problem.alike_devices()])
+        self.classes, self.fastest = _classes(problem, works, self.state_bytes, upper)
         ranges = [range(len(one.members) + 1) for one in self.classes]
         self.states: list[list[Counts]] = [[] for _ in range(problem.most_devices + 1)]
         for counts in itertools.product(*ranges):
             if sum(counts) <= problem.most_devices:
                 self.states[sum(counts)].append(counts)
-        self.stages: dict[tuple[int, int], list[Stages]] = {}
-        self.sends = sends_apply(problem)
 
     @cached_property
     def graph(self) -> Graph:
         """The nodes, with what is known of their stages."""
-        return Graph(
-            self.problem,
-            self.nodes,
-            narrowed_windows(self.problem, self.nodes, self.upper),
-            self.left_out,
-        )
+        windows = narrowed_windows(self.problem, self.nodes, self.upper)
+        return Graph(self.problem, self.nodes, windows)
 
     def best(self, over: Callable[[], bool]) -> Cut | None:
-        """The smallest bottleneck, and a placement that has it, or about it; None if there are too
-        many ideals.
+        """Return the smallest bottleneck, and a placement that has it, or about it.
+
+        The result is None if there are too many ideals.
         """
         nothing = np.zeros(self.graph.count, np.bool_)
-        self.fronts = [Front(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
+        self.frontiers = [Frontier(self.graph, nothing, np.arange(0), np.zeros((1, 0), np.bool_))]
         self.reached: dict[Counts, Vector] = {self.states[0][0]: np.zeros(1)}
         self.pairs = 0
         value, chosen = inf, self.states[0][0]
         for stage in range(1, self.problem.most_devices + 1):
             if over() or not self._go_on(stage):
                 return None
-            if not len(self.fronts[stage]):
+            if not len(self.frontiers[stage]):
                 break
-            whole = self.fronts[stage].whole
+            whole = self.frontiers[stage].whole
             for counts in self.states[stage] if whole is not None else ():
                 if self.reached[counts][whole] < value:
                     value, chosen = float(self.reached[counts][whole]), counts
         if value == inf:
             return Cut(None, inf)
-        found = Cut(self._read(chosen), value * (1 - ROUNDING), value)
-        return (self._sent_to_each() or found) if self.sends and not self._is_true(found) else found
-
-    def _is_true(self, found: Cut) -> bool:
-        """Whether a chain takes no longer where a value counts as often as it is sent."""
-        assert found.devices is not None
-        result = costs.evaluate(self.problem, found.devices)
-        return result is not None and result.objective_value <= found.value * (1 + SLACK)
-
-    def _sent_to_each(self) -> Cut | None:
-        """The best chain where a value counts as often as it is sent; None if there are too many
-        ways to send them.
-        """
-        stages = {place: _in_order(some) for place, some in self.stages.items()}
-        sends = Sends(self.problem, self.nodes, self.fronts, stages, self.within)
-        best = sends.best(self.reached)
-        self.pairs += sends.looked_at // TIMES_A_PAIR
-        if best is None:
-            return None
-        value, way = best
-        if value == inf:
-            return Cut(None, inf)
-        left = [list(one.members) for one in self.classes]
-        devices, before = [0] * self.graph.count, self.fronts[0].ideal(0)
-        for stage, (kind, place) in enumerate(way, start=1):
-            device, held = left[kind].pop(), self.fronts[stage].ideal(place)
-            for node in np.flatnonzero(held & ~before):
-                devices[node] = device
-            before = held
-        return Cut(self.nodes.spread(devices), value * (1 - ROUNDING), value)
+        return Cut(self._read(chosen), value * (1 - ROUNDING), value)
 
     def _go_on(self, stage: int) -> bool:
-        """The next front, with what is reached there; whether it has not too many ideals."""
+        """Add the next frontier and its bottlenecks; return whether it has few enough ideals."""
         states = self.states[stage]
-        every = front(self.fronts[-1], stage, self._ranges(stage))
+        every = next_frontier(self.frontiers[-1], stage, self._ranges(stage))
         if every is None:
             return False
         every = every.some(np.argsort(every.sums(self.fastest), kind="stable"))
@@ -263,27 +201,25 @@ class _Chains:
         some = np.any(able, axis=0)
         behind = every.some(some)
         values = {counts: np.full(len(behind), inf) for counts in states}
-        if not self._all_through(self.fronts[-1], behind, values):
+        if not self._all_through(self.frontiers[-1], behind, values):
             return False
         for counts, fits in zip(states, able, strict=True):
             values[counts][~fits[some] | (values[counts] > self.within)] = inf
         self._keep(behind, values)
         return True
 
-    def _keep(self, behind: Front, values: dict[Counts, Vector]) -> None:
+    def _keep(self, behind: Frontier, values: dict[Counts, Vector]) -> None:
         """Keep the ideals that are reached, and the stages before them."""
         alive = np.any([value < inf for value in values.values()], axis=0)
-        place = np.cumsum(alive) - 1
-        for kind in range(len(self.classes)):
-            some = self.stages.get((len(self.fronts) - 1, kind), [])
-            some[:] = [one.some(alive[one.behind]) for one in some]
-            some[:] = [one._replace(behind=place[one.behind]) for one in some]
-        self.fronts.append(behind.some(alive))
+        self.frontiers.append(behind.some(alive))
         self.reached.update({counts: value[alive] for counts, value in values.items()})
 
-    def _all_through(self, before: Front, behind: Front, values: dict[Counts, Vector]) -> bool:
-        """Take all chains into account, ideals of about the same work together; whether the pairs
-        are not too many.
+    def _all_through(
+        self, before: Frontier, behind: Frontier, values: dict[Counts, Vector]
+    ) -> bool:
+        """Take all chains into account, ideals of about the same work together.
+
+        Whether the pairs are not too many.
         """
         blocks = list(self._blocks(before.sums(self.fastest), behind.sums(self.fastest)))
         pairs = sum(
@@ -293,17 +229,12 @@ class _Chains:
             return False
         self.pairs += pairs
         between = Between(before, behind)
-        self.added = (
-            Added(self.loose, before, behind) if self.loose and self.loose.members else None
-        )
         for rows, columns in blocks:
             self._through(rows, columns, between, values)
         return True
 
     def _blocks(self, begins: Vector, ends: Vector) -> Iterator[tuple[slice, slice]]:
-        """Some ideals in a row, and those with no more work beyond them than a device can do; both
-        by their work.
-        """
+        """Yield ranges of ideals and of their possible successors, both by work."""
         longest = max(one.most for one in self.classes) + self._slack
         for start in range(0, len(begins), ROWS):
             stop = min(start + ROWS, len(begins))
@@ -315,12 +246,8 @@ class _Chains:
     def _through(
         self, rows: slice, columns: slice, between: Between, values: dict[Counts, Vector]
     ) -> None:
-        """Take into account the chains from some ideals of a front to some of the next."""
+        """Take into account the chains from some ideals of a frontier to some of the next."""
         loads = self._loads(rows, columns, between)
-        for kind, load in enumerate(loads if self.sends else ()):
-            before, behind = np.nonzero(load <= self.within)
-            some = Stages(before + rows.start, behind + columns.start, load[before, behind])
-            self.stages.setdefault((len(self.fronts) - 1, kind), []).append(some)
         for counts, value in values.items():
             for kind in kinds_left(counts):
                 known = self.reached[one_less(counts, kind)][rows]
@@ -329,20 +256,17 @@ class _Chains:
                     value[columns] = np.minimum(value[columns], through)
 
     def _loads(self, rows: slice, columns: slice, between: Between) -> list[Table]:
-        """By class, some ideals and some later ones, the load of a device that holds what is
-        between, or infinity.
+        """Return, by class, earlier and later ideal, the load of a device with the difference.
+
+        It is infinite where no device of the class can.
         """
         moved = between.transfers(rows, columns)
         unable = between.weight(rows, columns, self.state_bytes) if self.limited else None
         found = []
-        for kind, one in enumerate(self.classes):
+        for one in self.classes:
             banned = one.work == inf
             load = moved.copy() if one.taxed else np.where(moved < inf, 0.0, inf)
             load += between.weight(rows, columns, np.where(banned, 0.0, one.work))
-            if one.taxed and self.added is not None:
-                load += self.added.load(
-                    rows, columns, kind, 0.0 if unable is None else one.room - unable
-                )
             if unable is not None:
                 load[unable > one.room] = inf
             if banned.any():
@@ -350,9 +274,8 @@ class _Chains:
             found.append(load)
         return found
 
-    def _can_be(self, counts: Counts, every: Front) -> Bools:
-        """By ideal, whether devices so many of each class can hold it, and those that are left the
-        rest.
+    def _can_be(self, counts: Counts, every: Frontier) -> Bools:
+        """Return, by ideal, whether devices of these classes can hold it and the others the rest.
 
         Every net that is cut keeps a device busy on either side.
         """
@@ -381,16 +304,16 @@ class _Chains:
 
     @cached_property
     def _slack(self) -> float:
-        return SLACK * float(self.fastest.sum())
+        return ROUNDING * float(self.fastest.sum())
 
     def _ranges(self, stage: int) -> list[Range]:
-        """The work and the state of what the first stages hold."""
+        """Return the work and the state of what the first stages hold."""
         found = []
         for weights, each in (
             (self.fastest, self._work_each),
             (self.state_bytes, self._bytes_each),
         ):
-            before, states = self.fronts[-1].sums(weights), self.states[stage]
+            before, states = self.frontiers[-1].sums(weights), self.states[stage]
             least = min(self._least(counts, weights, each) for counts in states)
             most = max(self._most(counts, each) for counts in states)
             found.append(
@@ -399,16 +322,16 @@ class _Chains:
         return found
 
     def _most(self, counts: Counts, each: Sequence[float]) -> float:
-        """The most that so many devices of each class hold, from what one does."""
+        """Return the most that so many devices of each class hold, from what one does."""
         return sum(number * one for number, one in zip(counts, each, strict=True))
 
     def _least(self, counts: Counts, weights: Vector, each: Sequence[float]) -> float:
-        """The least that they must hold, as the others hold no more."""
+        """Return the least that they must hold, as the others hold no more."""
         left = sorted((each[kind] for kind in self._left(counts)), reverse=True)
         return float(weights.sum()) - sum(left[: self.problem.most_devices - sum(counts)])
 
     def _left(self, counts: Counts) -> list[int]:
-        """By device that is left, its class; none if no more may be used."""
+        """Return, by device that is left, its class; none if no more may be used."""
         if sum(counts) == self.problem.most_devices:
             return []
         lefts = (
@@ -417,19 +340,16 @@ class _Chains:
         return [kind for kind, number in enumerate(lefts) for _ in range(number)]
 
     def _read(self, counts: Counts) -> list[int]:
-        """By layer, its device, following the best choices from the last ideal."""
+        """Return, by layer, its device, following the best choices from the last ideal."""
         left = [list(one.members) for one in self.classes]
         devices = [0] * self.graph.count
         stage = sum(counts)
-        place = self.fronts[stage].whole
+        place = self.frontiers[stage].whole
         while stage:
             assert place is not None
-            before, behind = self.fronts[stage - 1], self.fronts[stage]
+            before, behind = self.frontiers[stage - 1], self.frontiers[stage]
             end = behind.some(slice(place, place + 1))
             last = Between(before, end)
-            self.added = (
-                Added(self.loose, before, end) if self.loose and self.loose.members else None
-            )
             loads = self._loads(slice(None), slice(None), last)
             options = [
                 (np.maximum(loads[kind][:, 0], self.reached[one_less(counts, kind)]), kind)
@@ -442,9 +362,3 @@ class _Chains:
                 devices[node] = device
             stage, counts = stage - 1, one_less(counts, kind)
         return self.nodes.spread(devices)
-
-
-def _in_order(some: Sequence[Stages]) -> Stages:
-    """All of them, by the ideal behind them."""
-    every = Stages(*map(np.concatenate, zip(*some, strict=True)))
-    return every.some(np.argsort(every.behind, kind="stable"))

@@ -1,22 +1,22 @@
-"""Nodes that are together in some best contiguous placement, made one: the graph that is left has
-the same optimum.
+"""Merging of nodes that are together in some best contiguous placement.
 
-Two rules, one after the other until neither finds more:
+The merged graph has the same optimum. Two rules alternate until neither finds more:
 
-    held together   u and v never part within ``upper``: the stage of v without u is some set S of nodes with v in it,
-                    and the least of work(S) + transfer of the nets that S cuts, a minimum cut, is
-                    more than ``upper``
-    drawn over      v may as well be where u is: what else v exchanges, and its work, are no more than what the two
-                    exchange with nobody else:  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
+    inseparable   u and v never part within ``upper``: the stage of v without u is some set S of
+                  nodes with v in it, and the least of work(S) + transfer of the nets that S
+                  cuts, a minimum cut, is more than ``upper``
+    absorbed      v may as well be with u: what else v exchanges, and its work, are no more than
+                  what the two exchange with nobody else:
+                  work(v) + sum of transfer(e), v in e, u not  <=  transfer({u, v})
 
-    u ══12══ v ──1── r     v brought to the stage of u: that stage trades 12 for work(v) + 1, that of v 12 + work(v)
-          work 2           for 1 at the most, and no other sees a difference
+    u ══12══ v ──1── r     v moves to the stage of u: that stage trades 12 for work(v) + 1, the
+          work 2           stage of v trades 12 + work(v) for 1 at most, no other sees a change
 
-A node is drawn over only where order allows it: all that comes right before v is u or before u, all
-that comes right behind it is u or behind u.
+A node is absorbed only where order allows it: every direct predecessor of v is u or before u, and
+every direct successor of v is u or behind u.
 
-Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990 (of
-minimum cuts).
+Source: Padberg and Rinaldi, "An efficient algorithm for the minimum capacity cut problem", 1990,
+for minimum cuts.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
+from placer.solver.bounds import memory_bounds
+from placer.solver.bounds.min_cut_bound import MOST_PINS, Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.components import closed_groups
-from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.stage_windows import neighbourhood
 from placer.solver.nets import Net, joined_nets
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction, joined
-
-MOST_PINS = 20_000
-"""Graphs whose nets have more pins in all than so many are left as they are."""
+from placer.solver.problem import ROUNDING, SAME, Problem, arcs_of
+from placer.solver.reduce import Reduction, joined
 
 MOST_PAIRS = 10_000
-"""After so many pairs of neighbours no more minimum cuts are looked at."""
+"""The most pairs of neighbours that minimum cuts compare, a second in large graphs."""
 
-ROUNDING = 1e-12
 
 Pair = tuple[int, int]
 
@@ -49,11 +45,12 @@ Pair = tuple[int, int]
 def merged(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool] = lambda: False
 ) -> Reduction:
-    """The nodes, fewer of them; some best placement is left, if any has a bottleneck of no more
-    than ``upper``.
+    """Return the nodes, fewer of them.
+
+    Some best placement is left, if any has a bottleneck of no more than ``upper``.
 
     Args:
-        problem: what is asked, contiguous, by objective ``throughput``.
+        problem: the placement problem, contiguous, by objective ``throughput``.
         nodes: its layers, joined where they must be together.
         upper: only placements whose bottleneck is no more than this are looked for, in
             milliseconds.
@@ -86,13 +83,14 @@ def _joined(problem: Problem, nodes: Reduction, pairs: Iterable[Pair]) -> Reduct
 def _held_together(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
 ) -> list[Pair]:
-    """Neighbours that never part: where they do, one of them at least is on a device that pays for
-    transfers.
+    """Neighbours that never part.
+
+    Where they do, one of them at least is on a device that pays for transfers.
     """
     if len(problem.untaxed) > 1:
         return []
     needs = _needing(problem, nodes, upper, over)
-    within = upper * (1 + SLACK)
+    within = upper * (1 + ROUNDING)
     pays = [alone_ms(problem, nodes, node) > within for node in range(len(nodes.nodes))]
     return [
         (one, other)
@@ -104,10 +102,9 @@ def _held_together(
 def _needing(
     problem: Problem, nodes: Reduction, upper: float, over: Callable[[], bool]
 ) -> set[Pair]:
-    """Pairs of a node and a neighbour that every device has that has the node and pays for
-    transfers.
+    """Return pairs of a node and a neighbour that shares every taxed device with it.
 
-    A set that was found for a pair parts all pairs across its border.
+    A set that was found for one pair separates all pairs across its border.
     """
     nets = nets_by_pins(problem, nodes)
     work = [least_ms(problem, nodes, node) for node in range(len(nodes.nodes))]
@@ -127,7 +124,7 @@ def _needing(
             if over():
                 return needs
             value, members = cutter.least([node], [other])
-            if value > upper * (1 + SLACK):
+            if value > upper * (1 + ROUNDING):
                 needs.add((node, other))
                 continue
             inside = set(members)
@@ -150,24 +147,22 @@ def _all_drawn_over(
 
 
 def _may_draw(problem: Problem) -> bool:
-    """Whether a device more or less, and a layer more or less on one, are all the same."""
+    """Return whether a device more or less, and a layer more or less on one, are all the same."""
     return (
         problem.one_link is not None and problem.least_devices == 1 and problem.most_layers is None
     )
 
 
 def _weighty(problem: Problem) -> frozenset[int]:
-    """The layers that take memory that could matter."""
+    """Return the layers that take memory that could matter."""
     layers = problem.layers
-    if not memory_constraints.can_bind(problem):
+    if not memory_bounds.can_bind(problem):
         return frozenset()
-    if not memory_constraints.holds_state_alone(problem):
+    if not memory_bounds.holds_state_alone(problem):
         return frozenset(range(len(layers)))
     copied = {layer for shared in problem.shared for layer in shared.others}
     held = {
-        index
-        for index, layer in enumerate(layers)
-        if memory_constraints.state_bytes(problem, layer)
+        index for index, layer in enumerate(layers) if memory_bounds.state_bytes(problem, layer)
     }
     return frozenset(held | copied)
 
@@ -196,12 +191,29 @@ class _Draw:
         return found
 
     def _draws(self, centre: int, node: int) -> bool:
-        """Whether the node may as well be where the centre is."""
+        """Return whether the node may as well be where the centre is."""
         if not self.nodes.allowed[centre] <= self.nodes.allowed[node]:
             return False
         if not self._in_order(centre, node):
             return False
-        # of both stages, and what their transfers grow by
+        growth = self._growth(centre, node)
+        if growth is None:
+            return False
+        gain, more_there, more_here = growth
+        return more_here <= gain * (1 + SAME) and all(
+            self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
+            <= (0.0 if device in self.problem.untaxed else gain) * (1 + SAME)
+            for device in self.nodes.allowed[centre]
+            if self._work(centre, device) <= self.upper * (1 + ROUNDING)
+        )
+
+    def _growth(self, centre: int, node: int) -> tuple[float, float, float] | None:
+        """Return what transfers change in ms if the node moves to the stage of the centre.
+
+        Returns:
+            The transfers that both stages save, and those that either stage gets in addition. None
+            if a third stage would pay.
+        """
         gain, more_there, more_here = 0.0, 0.0, 0.0
         for net in self._nets_of[node]:
             time_ms = net.there_ms + net.back_ms
@@ -215,13 +227,8 @@ class _Draw:
                 more_there += time_ms * (len(net.readers) - 2 if with_centre else len(net.readers))
                 more_here += 0.0 if with_centre else time_ms
             elif not with_centre:  # a third stage would pay
-                return False
-        return more_here <= gain * (1 + ROUNDING) and all(
-            self._work(node, device) + (0.0 if device in self.problem.untaxed else more_there)
-            <= (0.0 if device in self.problem.untaxed else gain) * (1 + ROUNDING)
-            for device in self.nodes.allowed[centre]
-            if self._work(centre, device) <= self.upper * (1 + SLACK)
-        )
+                return None
+        return gain, more_there, more_here
 
     def _in_order(self, centre: int, node: int) -> bool:
         before, behind = (bits[centre] for bits in self._neighbourhood)

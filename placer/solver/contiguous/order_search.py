@@ -1,56 +1,61 @@
-"""A search order by order of classes (``class_orders.py``): what no order has a chain within is
-proven.
+"""A search over orders of device classes (``class_orders.py``), which proves what no order allows.
 
-    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ next orders are asked for less ── b a b a ✗ ──▶ proven
+    best known  ├── a a b b ✗ ── a b a b: a better one ──┤ the next orders are asked for less
+                                                         └── b a b a ✗ ──▶ proven
 
-A chain may be better than the placement that is made of it, as its cost is that of the best links
-its values may have. Its order is then asked again for what is better than the best known, which may
-tell where its values' ends are. Memory counts by sums first; where it does not allow the placement,
-or not without recompute, exactly.
+A chain may be better than its placement, as its cost assumes the best links that its values may
+have. Its order is then asked again for something better than the best known. Memory counts by sums
+first. Where it does not allow the placement, or only with recomputation, it counts exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from placer.solver import costs
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous import class_orders, stage_scope
 from placer.solver.contiguous.class_orders import Chain, ClassOrders, Memory, Order
 from placer.solver.contiguous.stage_search import nodes_within
-from placer.solver.cpsat import memory_constraints
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.search import Search
 
-ROUNDS = 3
-"""So often an order is asked for something better, at the most."""
 
-LOW = 0.9
-"""So much of the best known is asked for first: that no order has less is told soon, for where the
-time is short."""
+class _Ends(NamedTuple):
+    """Shares of the time at which the search over orders ends.
 
-GROWING = (1.2, 1.5, 2.0, 3.0, 5.0)
-"""Where nothing is known that fits, bottlenecks of so many times the bound are looked for one after
-the other."""
+    Attributes:
+        orders: by default: it is all or nothing, as one open order prevents the proof.
+        enough: where a bottleneck suffices, as the integer program may find one within it, too.
+    """
 
-FEW = 500
-"""With more nodes than so many that is not told soon, and left out."""
+    orders: float = 0.9
+    enough: float = 0.5
 
-SHARE = 0.9
-"""How much of the time all orders may take: it is all or nothing, as one order that is left open is
-one too many."""
 
-ENOUGH_SHARE = 0.5
-"""How much of it they may where a bottleneck is enough: the integer program may find one within it,
-too."""
+ENDS = _Ends()
+
+
+MOST_QUESTIONS = 3
+"""The most times that an order is asked for something better."""
+
+LOW_TARGET = 0.9
+"""Share of the best known that is asked for first: refuted quickly, a bound if time is short."""
+
+GROWTH_FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0)
+"""Multiples of the bound that are tried in turn where no placement is known."""
+
+FEW_NODES = 500
+"""Nodes above which the low target is not refuted quickly, and is left out."""
 
 
 def none_in_any_order(search: Search) -> bool:
-    """Go through the orders of classes, where they are few; whether it is proven that no placement
-    fits.
+    """Search the orders of classes if they are few; return whether it is proven that none fits.
 
-    Where a bottleneck is enough, only whether there may be one within it: that there is none raises
-    the bound.
+    If a bottleneck is sufficient, it only asks whether there may be a placement within it; a
+    negative answer raises the bound.
 
     Args:
         search: with a placement or without.
@@ -59,7 +64,7 @@ def none_in_any_order(search: Search) -> bool:
         return False
     if search.enough is not None:
         if not stage_scope.applies(search.problem) and not _has_chains(
-            search, search.enough, ENOUGH_SHARE
+            search, search.enough, ENDS.enough
         ):
             search.prove(search.nothing_below())
         return False
@@ -71,19 +76,18 @@ def none_in_any_order(search: Search) -> bool:
 
 
 def find_any(search: Search) -> bool:
-    """Look for a placement where no start fits: the best chain of any order, within bottlenecks
-    that grow.
+    """Look for a placement where no start fits: a chain of any order, within a growing limit.
 
-    Those that have none raise the bound.
+    A limit without a chain raises the bound.
 
     Args:
         search: of a problem that ``class_orders.applies`` to.
 
     Returns:
-        Whether there is none at all.
+        True if it is proven that there is no placement.
     """
     whole = _longest_ms(search.problem)
-    uppers = [upper for times in GROWING if 0 < (upper := times * search.bound) < whole]
+    uppers = [upper for times in GROWTH_FACTORS if 0 < (upper := times * search.bound) < whole]
     for upper in uppers:
         if _has_chains(search, upper):
             return False
@@ -91,9 +95,10 @@ def find_any(search: Search) -> bool:
     return whole > 0 and not _has_chains(search, whole)
 
 
-def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
-    """Look for a placement within a bottleneck, in a share of the time; whether there is one, or
-    may be.
+def _has_chains(search: Search, upper: float, share: float = ENDS.orders) -> bool:
+    """Look for a placement within a bottleneck, in a share of the time.
+
+    Whether there is one, or may be.
     """
     given = ClassOrders(search.problem, reduced(search.problem, upper), upper)
     some = False
@@ -105,13 +110,13 @@ def _has_chains(search: Search, upper: float, share: float = SHARE) -> bool:
             or (search.enough is None and search.best is not None)
         ):
             return True
-        # which asks for more than chains tell of
+        # which requires more than chains account for
         some = some or chain.devices is not None
     return some
 
 
 def _longest_ms(problem: Problem) -> float:
-    """No device takes longer, whatever it holds."""
+    """Return a time that no device exceeds, whatever it holds."""
     devices = range(len(problem.devices))
     work = sum(
         max(problem.compute_ms(layer, device) for device in devices)
@@ -134,8 +139,8 @@ def search_orders(search: Search) -> bool:
     """
     asked = _likely_first(search, class_orders.orders(search.problem))
     bounds = dict.fromkeys(asked, search.bound)
-    low = [LOW] if len(search.nodes.nodes) <= FEW else []
-    for share in (*low, *[1.0] * ROUNDS):
+    low = [LOW_TARGET] if len(search.nodes.nodes) <= FEW_NODES else []
+    for share in (*low, *[1.0] * MOST_QUESTIONS):
         known = dict(bounds)
         if not _ask(search, bounds, share):
             return False
@@ -168,13 +173,16 @@ def _ask(search: Search, bounds: dict[Order, float], share: float) -> bool:
     return True
 
 
-def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHARE) -> Chain | None:
-    """The best chain of an order, which is offered; where memory does not allow it, that by what
-    memory does allow.
+def _chain(
+    search: Search, given: ClassOrders, order: Order, share: float = ENDS.orders
+) -> Chain | None:
+    """Return the best chain of an order, which is offered.
+
+    Where memory does not allow it, that by what memory does allow.
     """
     found: Chain | None = None
     ways: tuple[Memory, ...] = (
-        ("sums", "exact") if memory_constraints.can_bind(search.problem) else ("sums",)
+        ("sums", "exact") if memory_bounds.can_bind(search.problem) else ("sums",)
     )
     for memory in ways:
         before = search.value
@@ -196,13 +204,13 @@ def _chain(search: Search, given: ClassOrders, order: Order, share: float = SHAR
 
 
 def _asks_too_much(search: Search, devices: list[int]) -> bool:
-    """Whether a placement takes longer than its chain, or does not fit, because of memory."""
+    """Return whether memory makes a placement longer than its chain, or infeasible."""
     result = costs.evaluate(search.problem, devices)
     return result is not None and (bool(result.recompute) or not costs.fits(search.problem, result))
 
 
 def _likely_first(search: Search, orders: Sequence[Order]) -> list[Order]:
-    """Orders that are most like that of the best placement first."""
+    """Return the orders that resemble the order of the best placement first."""
     assert search.best is not None
     result = costs.evaluate(search.problem, search.best)
     assert result is not None  # it was found, so it can be

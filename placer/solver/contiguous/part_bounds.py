@@ -1,13 +1,12 @@
-"""Some layers alone: what those of the busiest stages take, if nothing else is there, no placement
-is below.
+"""Bounds from parts of the model: the layers of the busiest stages, as if they were alone.
 
-    stages    a │ b   C   d │ e      C is the busiest: the layers of b, C and d are placed at best on all devices
-                                     that there are, as if a and e were not
+    stages    a │ b   C   d │ e      C is the busiest: the layers of b, C and d are placed
+                                     optimally on all devices, as if a and e were not there
 
-A placement, with all layers but those left out, still is one of these, and no device of it takes
-longer. Values that come from a layer which is left out are too, and readers. Where few stages are
-busy, as in a network whose first values are large over slow links, the rest is what makes the whole
-hard: it fits beside in many ways.
+A placement without some of its layers is a placement of the rest, and no device of it takes longer.
+So the optimum of a part is a lower bound of the whole. Values from a layer that is left out are
+left out too, and so are readers. Few stages are busy, for instance, in a network whose first values
+are large over slow links. The other layers, which fit in many ways, then make only the whole hard.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from placer.solver import costs
 from placer.solver.problem import Problem, Value
 
 GROWTH = 1.5
-"""Each part has so many times the layers of the one before."""
+"""Factor of a part's layers over the part before: few parts, none much too large."""
 
 MOST_LAYERS = 400
-"""A part of more layers is as hard as all is."""
+"""The most layers of a part: larger ones are as hard as the whole."""
 
 
 def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
-    """Ever more layers around the busiest stage, ascending; never all of them.
+    """Yield ever more layers around the busiest stage, ascending; never all of them.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         devices: by layer, the device in a placement.
     """
     result = costs.evaluate(problem, devices)
@@ -49,10 +48,10 @@ def parts(problem: Problem, devices: list[int]) -> Iterator[list[int]]:
 
 
 def part_of(problem: Problem, layers: Sequence[int]) -> Problem:
-    """The problem of some layers alone.
+    """Return the problem of some layers alone.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         layers: ascending.
     """
     number = {layer: index for index, layer in enumerate(layers)}

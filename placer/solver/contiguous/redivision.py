@@ -1,15 +1,14 @@
-"""Neighbouring stages divided anew: what the busiest and a few beside it hold is placed at best,
-the rest stays.
+"""Redivision of neighbouring stages: the busiest and a few neighbours are placed optimally.
 
-    stages    a │ b   C   d │ e      C is the busiest: what b, C and d hold is divided anew, so that none takes as long;
-                                     where devices are left over, into one stage more, and e moves
-                                     on
+    stages    a │ b   C   d │ e      C is the busiest: the nodes of b, C and d are divided again,
+                                     so that none takes as long. Where devices are left over,
+                                     into one stage more, and e moves on
 
-Each time the busiest of the group gets quicker, another stage is the busiest. Groups are small
-first; a few stages are divided in no time where all of them are out of reach.
+Each time the busiest stage of the group gets faster, another stage is the busiest. Small groups
+come first.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
-problems", 1998 (of large neighbourhoods).
+problems", 1998, for large neighbourhoods.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from dataclasses import dataclass
 from placer.solver import costs
 from placer.solver.components import closed_groups
 from placer.solver.contiguous.stage_program import TIME_STEPS, StageModel, Sum
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction, joined
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction, joined
 from placer.solver.search import Search
 
-FEWEST, MOST = 2, 4
-"""How many stages in a row are divided anew."""
+MOST = 4
+"""The most neighbouring stages of a group: five take as long as all."""
 
 IN_ALL = 30.0
-"""How much more work than one group all of them get."""
+"""Work of all groups together, as a multiple of the work of one."""
 
 GAIN = 2e-4
-"""The busiest of a group gets quicker by at least this share, else the group stays as it is."""
+"""Relative gain of a group's busiest stage below which a group does not change."""
 
 
 Tried = tuple[frozenset[int], int]
@@ -40,12 +39,12 @@ Tried = tuple[frozenset[int], int]
 
 @dataclass(frozen=True)
 class Group:
-    """Stages in a row.
+    """Neighbouring stages.
 
     Attributes:
-        first: the first of them.
-        end: the one behind the last.
-        room: how many stages they may become more.
+        first: the first stage.
+        end: the stage behind the last.
+        room: how many stages more they may become.
     """
 
     first: int
@@ -53,7 +52,7 @@ class Group:
     room: int
 
     def window(self, stage: int) -> tuple[int, int]:
-        """Where what is at a stage may be afterwards."""
+        """Return the first and last stage that a stage's nodes may have afterwards."""
         if stage < self.first:
             return stage, stage
         if stage >= self.end:
@@ -62,21 +61,20 @@ class Group:
 
     @property
     def stages(self) -> range:
-        """Those that the group takes afterwards."""
+        """The stages of the group afterwards."""
         return range(self.first, self.end + self.room)
 
 
 class GroupModel(StageModel):
-    """The integer program of a group: all others stay where they are, and take no longer than
-    ``upper``.
+    """The integer program of a group: all other stages stay where they are, within ``upper``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers; none is at two stages.
-        upper: the bottleneck that is known.
+        upper: the known bottleneck.
         stage_of: by node, its stage.
-        group: the stages that are divided anew.
-        below_ms: none of them may take so long.
+        group: the stages that are redivided.
+        below_ms: each of them must take less than this.
     """
 
     def __init__(
@@ -89,26 +87,24 @@ class GroupModel(StageModel):
         below_ms: float,
     ) -> None:
         self._stage_of, self._group = stage_of, group
-        super().__init__(problem, nodes, upper * (1 + SLACK))
+        super().__init__(problem, nodes, upper * (1 + ROUNDING))
         self.cp.add(self.makespan <= self.steps(below_ms))
 
     def _windows(self) -> list[tuple[int, int]]:
         return [self._group.window(stage) for stage in self._stage_of]
 
     def most(self, stage: int) -> Sum:
-        """What the stage may take at the most, in steps."""
+        """Return the longest that the stage may take, in steps."""
         return self.makespan if stage in self._group.stages else TIME_STEPS
 
 
-def divide_anew(
-    search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False
-) -> None:
+def redivide(search: Search, nodes: Reduction, work: float, *, busiest_alone: bool = False) -> None:
     """Make the busiest stages quicker, then those that are next, as long as that helps.
 
     Args:
         search: with a placement, of a problem that ``stage_scope.bounds``.
         nodes: its layers, joined where they may as well be together.
-        work: of each group, in the measure of ``cpsat.Meter``; all groups get ``IN_ALL`` times as
+        work: of each group, in the measure of ``cpsat.runner.Meter``; all groups get ``IN_ALL`` times as
             much.
         busiest_alone: to end where the busiest stage gets no quicker.
     """
@@ -144,20 +140,19 @@ class _Current:
 
     @property
     def busy(self) -> list[float]:
-        """What stages take, the busiest first."""
+        """The loads of the stages, the busiest first."""
         return sorted(self.load_ms, reverse=True)
 
     def groups(self, some: int) -> Iterator[Group]:
-        """Those with the busiest stage first, the smallest first, of these first the one whose
-        others are idlest.
+        """Yield groups around the busiest stages: small groups first, then idle neighbours.
 
         Args:
-            some: of so many stages, the busiest.
+            some: the number of busiest stages to consider.
         """
         count = len(self.load_ms)
         room = min(1, self.problem.most_devices - count)
         for busiest in sorted(range(count), key=lambda stage: -self.load_ms[stage])[:some]:
-            for size in range(min(FEWEST, count), min(MOST, count) + 1):
+            for size in range(min(2, count), min(MOST, count) + 1):
                 firsts = range(max(0, busiest - size + 1), min(busiest, count - size) + 1)
                 for first in sorted(
                     firsts, key=lambda first: sum(self.load_ms[first : first + size])
@@ -167,11 +162,11 @@ class _Current:
                         yield group
 
     def most_ms(self, group: Group) -> float:
-        """What the busiest of a group takes."""
+        """Return the load of a group's busiest stage."""
         return max(self.load_ms[group.first : group.end])
 
     def tried(self, group: Group) -> Tried:
-        """What tells a group from others, though its stages are divided otherwise."""
+        """Return a key of a group that does not depend on how its stages are divided."""
         stages = range(group.first, group.end)
         held = (layer for layer, device in enumerate(self.devices) if self.place[device] in stages)
         return frozenset(held), len(group.stages)
@@ -180,7 +175,7 @@ class _Current:
 def _quicker(
     search: Search, nodes: Reduction, current: _Current, group: Group, work: float
 ) -> _Current | None:
-    """The placement with a group divided better; None if no better way is found."""
+    """Return the placement with a group divided better; None if no better way is found."""
     problem = search.problem
     alike = _together(problem, nodes, current.devices)
     stage_of = [current.place[current.devices[layers[0]]] for layers in alike.nodes]
@@ -194,6 +189,6 @@ def _quicker(
 
 
 def _together(problem: Problem, nodes: Reduction, devices: list[int]) -> Reduction:
-    """The nodes that are each on one device, and the layers of the others."""
+    """Return the nodes that are each on one device, and the layers of the others."""
     whole = [layers for layers in nodes.nodes if len({devices[layer] for layer in layers}) == 1]
     return joined(problem, closed_groups([*problem.groups, *whole]))

@@ -1,54 +1,44 @@
-"""Whether a device has the memory for a stage, told exactly, for sets of nodes that may be looked
-at again and again.
+"""Exact memory of stages, for sets of nodes that a search asks about repeatedly.
 
-What it needs is no sum over nodes: it has a worst moment, and what crosses is there only where it
-does. So sums (``capacity.least_held``, ``most_held``) tell soon of most sets that they are too
-large, or small enough, and this of the few that are left.
+A stage's memory is not a sum over nodes: it has a peak, and crossing values exist only there. So
+sums (``memory_bounds.least_by_node``, ``most_by_node``) decide most sets, and this module the rest.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placer.schedule import least_in_flight
-from placer.solver.cpsat.capacity import least_held, most_held
-from placer.solver.memory import Footprint, Held, footprint
+from placer.solver.bounds.memory_bounds import least_by_node, most_by_node
+from placer.solver.memory import FootprintCache
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 Bools = NDArray[np.bool_]
 Vector = NDArray[np.float64]
 
-SETS_A_WORK = 3_000
-"""Sets that are looked at for the first time in a unit of work, in the measure of ``cpsat.Meter``.
-"""
-
 
 class StageRoom:
     """The memory of stages.
 
     Args:
-        problem: what is asked, contiguity understood.
+        problem: the placement problem, contiguity understood.
         nodes: its layers.
-
-    Attributes:
-        sets: how many were looked at.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self._problem, self._nodes = problem, nodes
-        self._footprints: dict[bytes, Footprint] = {}
+        self._cache = FootprintCache(problem, nodes.nodes)
         self._least: dict[tuple[int, int], Vector] = {}
         self._most: dict[int, Vector] = {}
-        self._values: defaultdict[int, set[int]] = defaultdict(set)
-        for index, value in enumerate(problem.values):
-            for node in nodes.of((value.source, *value.readers)):
-                self._values[node].add(index)
-        self.sets = 0
+
+    @property
+    def sets(self) -> int:
+        """The number of sets whose memory was computed."""
+        return self._cache.computed
 
     def flight(self, stages_left: int) -> int:
         """Return the micro-batches that a stage must be able to hold at once.
@@ -64,25 +54,22 @@ class StageRoom:
         return least_in_flight(request.schedule, stages_left, 0, request.chunks)
 
     def least(self, device: int, flight: int) -> Vector:
-        """By node, the bytes that a stage has for it at the least, with so many micro-batches in
-        flight.
-        """
+        """Return, by node, the least bytes that a stage uses for it."""
         flight = 1 if self._problem.recompute[device] != "never" else flight
         if (device, flight) not in self._least:
-            self._least[device, flight] = least_held(self._problem, self._nodes, device, flight)
+            self._least[device, flight] = least_by_node(self._problem, self._nodes, device, flight)
         return self._least[device, flight]
 
     def most(self, flight: int) -> Vector:
-        """By node, bytes of which a stage has no more for it, with so many micro-batches in flight."""
+        """Return, by node, the most bytes that a stage uses for it."""
         if flight not in self._most:
-            self._most[flight] = most_held(self._problem, self._nodes, flight)
+            self._most[flight] = most_by_node(self._problem, self._nodes, flight)
         return self._most[flight]
 
     def more_ms(self, device: int, flight: int, members: Bools) -> float:
-        """What a stage takes longer because of its memory: 0, its forward passes once more, or
-        infinitely long.
-        """
-        problem, one = self._problem, self._footprint(members)
+        """Return a stage's extra time because of memory: 0, its forward passes, or infinite."""
+        problem = self._problem
+        one = self._cache.footprint(np.flatnonzero(members).tolist())
         rule, limit = problem.recompute[device], problem.devices[device].usable_bytes
         if rule != "always" and one.total_bytes(flight) <= limit:
             return 0.0
@@ -92,14 +79,3 @@ class StageRoom:
             return 0.0
         layers = (layer for node in np.flatnonzero(members) for layer in self._nodes.nodes[node])
         return sum(problem.forward_ms[layer][device] for layer in layers)
-
-    def _footprint(self, members: Bools) -> Footprint:
-        key = np.packbits(members).tobytes()
-        if key not in self._footprints:
-            nodes = np.flatnonzero(members).tolist()
-            layers = sorted(layer for node in nodes for layer in self._nodes.nodes[node])
-            values = sorted(set[int]().union(*(self._values[node] for node in nodes)))
-            held = Held(layers, [self._problem.values[index] for index in values])
-            self._footprints[key] = footprint(self._problem, held)
-            self.sets += 1
-        return self._footprints[key]

@@ -1,9 +1,8 @@
-"""Links that are not all alike, in the stage-prefix form: a bound from below, exact where values
-have one reader.
+"""Unlike links in the stage-prefix form: a lower bound, exact where values have one reader.
 
-Every transfer takes at least what it takes over the quickest link. A class of devices, which may be
-swapped, is of one host; where a value's source and its reader are at stages of unlike classes it
-takes at least what it takes over the quickest link between two classes. Literals:
+Every transfer takes at least its time over the quickest link. A class of devices, which may be
+swapped, is of one host. Where a value's source and reader are at stages of unlike classes, the
+transfer takes at least its time over the quickest link between two classes. Literals:
 
     of[n, c]      node n is at a stage of class c
     apart[n, r]   node n and its reader r are of unlike classes
@@ -38,7 +37,7 @@ class StageLinks:
 
 
 def stage_links(problem: Problem) -> StageLinks | None:
-    """The links of a problem; None if no devices are linked."""
+    """Return the links of a problem; None if no devices are linked."""
     classes = problem.alike_devices()
     place = {device: index for index, members in enumerate(classes) for device in members}
     links = {
@@ -55,11 +54,12 @@ def stage_links(problem: Problem) -> StageLinks | None:
 
 
 def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -> Problem:
-    """The problem with that link between all devices and no limits of memory: no harder, and links
-    all alike.
+    """Return the problem with that link between all devices and no limits of memory.
+
+    No harder, and links all alike.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         quickest: as good as any link.
         time_limit_s: for the search of its answer.
     """
@@ -79,9 +79,7 @@ def quickest_everywhere(problem: Problem, quickest: Link, time_limit_s: float) -
 
 
 def surcharges(model: StageModel, between: Link, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
-    """Add to what stages send and receive what it takes longer between unlike classes, for each
-    stage once a net.
-    """
+    """Add the extra time of transfers between unlike classes, once for each stage and net."""
     of = [_classes_of(model, node) for node in range(len(model.nodes.nodes))]
     quick = joined_nets(model.problem, model.nodes, model.links.quickest)
     slow = {
@@ -117,7 +115,7 @@ def _surcharge(
 
 
 def _classes_of(model: StageModel, node: int) -> list[Literal]:
-    """By class, whether the node's stage is of it."""
+    """Return, by class, whether the node's stage is of it."""
     found = [model.cp.new_bool_var("") for _ in model.classes]
     model.cp.add_exactly_one(found)
     for stage in model.stages:
@@ -135,8 +133,9 @@ def _apart(model: StageModel, one: Sequence[Literal], other: Sequence[Literal]) 
 
 
 def _any(model: StageModel, stage: int, pairs: Sequence[tuple[int, Literal]]) -> Literal | None:
-    """A literal that holds if a node is at the stage and its own literal holds; None if none can be
-    there.
+    """Return a literal that holds if a node is at the stage and its own literal holds.
+
+    The result is None if none can be there.
     """
     able = [(node, literal) for node, literal in pairs if model.can_be(node, stage)]
     if not able:

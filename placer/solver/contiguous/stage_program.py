@@ -1,14 +1,13 @@
-"""The integer program in stage-prefix form: exact over links that are all alike, else a bound from
-below.
+"""The integer program in stage-prefix form: exact if all links are alike, else a lower bound.
 
-    y[n, p]     node n is at stage p or before, so x[n, p] = y[n, p] - y[n, p - 1] says that it is at stage p
+    y[n, p]     node n is at stage p or before: x[n, p] = y[n, p] - y[n, p - 1]
     t[e, p]     net e touches stage p and another: its transfer keeps stage p busy
-    kind[p, c]  stage p is a device of class c; a class is devices that may be swapped
+    kind[p, c]  stage p is a device of class c; devices of a class may be swapped
 
-A net is a value, its source and its readers; values with the same ends are one net. Numbering
-stages along the pipeline leaves no symmetry between alike devices, and needs far fewer variables
-than node by device. Times are whole numbers, rounded down, so what is proven about them holds for
-the true ones.
+A net is a value with its source and readers; values with the same ends are one net. Stages are
+numbered along the pipeline. This leaves no symmetry between alike devices, and needs far fewer
+variables than one per node and device. Times are integers, rounded down, so their bounds hold for
+the true times.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ from typing import cast
 
 from ortools.sat.python import cp_model
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import StageLinks, stage_links, surcharges
 from placer.solver.contiguous.stage_scope import knows_memory
 from placer.solver.contiguous.transfer_windows import narrowed_windows
-from placer.solver.cpsat import memory_constraints
-from placer.solver.cpsat.peak_constraints import Moments
+from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.cpsat.runner import Answer, Limits, run
 from placer.solver.nets import Net, joined_nets
 from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 TIME_STEPS = 2**31
-"""Into how many steps the bottleneck that is known is cut."""
+"""Integer steps of the known bottleneck: nine digits, and sums stay far below 2**63."""
 
 BYTE_STEPS = 2**40
+"""Integer steps of the largest memory use: bytes are exact up to a terabyte."""
 
 Literal = cp_model.IntVar
 Prefix = cp_model.IntVar | bool
@@ -45,7 +45,7 @@ class StageModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: what is asked, of the kind that ``stage_scope.bounds`` names.
+        problem: the placement problem, of the kind that ``stage_scope.bounds`` names.
         nodes: its layers, joined where they must be together.
         upper: a bottleneck that is known; only placements at least as good are searched.
         links: as ``stage_links`` gives them; their ``between`` may be left out for a quicker, lower
@@ -82,21 +82,19 @@ class StageModel:
         self._stages_hold_enough_and_not_too_much()
         self.makespan = self.cp.new_int_var(0, TIME_STEPS, "bottleneck")
         self._loads()
-        if memory_constraints.can_bind(problem) and knows_memory(problem):
+        if memory_bounds.can_bind(problem) and knows_memory(problem):
             self._memory()
         if not any_will_do:
             self.cp.minimize(self.makespan)
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
-        possible.
-        """
+        """Return a time in the model's unit, rounded down, capped above the known bottleneck."""
         return min(floor(time_ms * self.steps_per_ms), TIME_STEPS + 1)
 
     # Variables
 
     def _windows(self) -> list[tuple[int, int]]:
-        """By node, the first and the last stage that it can be at."""
+        """Return, by node, the first and the last stage that it can be at."""
         return narrowed_windows(self.problem, self.nodes, self.upper)
 
     def _choose_stages(self) -> None:
@@ -111,9 +109,7 @@ class StageModel:
                 self.clause(self.negated(row[p - 1]), row[p])
 
     def _choose_kinds(self) -> None:
-        """Every stage is of one class, no class has more stages than devices, and nodes keep to
-        allowed devices.
-        """
+        """Give every stage one class that its nodes allow, within each class's size."""
         classes = range(len(self.classes))
         if len(self.classes) == 1:
             self.kind: list[list[Prefix]] = [[True] for _ in self.stages]
@@ -145,14 +141,14 @@ class StageModel:
 
     @staticmethod
     def negated(literal: Prefix) -> Prefix:
-        """The literal that holds if this one does not."""
+        """Return the literal that holds if this one does not."""
         if isinstance(literal, bool):
             return not literal
         # a literal too, though not of that class
         return cast("cp_model.IntVar", ~literal)
 
     def _before(self, node: int, stage: int) -> Prefix:
-        """Whether the node is before the stage."""
+        """Return whether the node is before the stage."""
         return self.y[node][stage - 1] if stage else False
 
     def absent(self, node: int, stage: int) -> tuple[Prefix, Prefix]:
@@ -160,7 +156,7 @@ class StageModel:
         return self.negated(self.y[node][stage]), self._before(node, stage)
 
     def can_be(self, node: int, stage: int) -> bool:
-        """Whether the node can be at the stage at all."""
+        """Return whether the node can be at the stage at all."""
         first, last = self.windows[node]
         return first <= stage <= last
 
@@ -168,17 +164,20 @@ class StageModel:
 
     @cached_property
     def arcs(self) -> list[tuple[int, int]]:
-        """Which node must not be behind which."""
+        """The pairs of nodes whose second must not be at an earlier stage."""
         return sorted(self.nodes.arcs(arcs_of(self.problem.values)))
 
     def _values_run_forwards(self) -> None:
-        """A value is read at its source's stage or later."""
+        """Require every reader to be at its source's stage or later."""
         for source, reader in self.arcs:
             for p in self.stages:
                 self.clause(self.negated(self.y[reader][p]), self.y[source][p])
 
     def _first_stages_are_used_first(self) -> None:
-        """Where a stage is empty, so are all later ones: all ends of the pipeline are before it."""
+        """Require the stages behind an empty stage to be empty.
+
+        All ends of the pipeline are before it.
+        """
         inner = {source for source, _ in self.arcs}
         ends = [node for node in self._nodes if node not in inner]
         used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
@@ -188,7 +187,7 @@ class StageModel:
                 self.clause(used[p], self.y[node][p - 1])
 
     def _stages_hold_enough_and_not_too_much(self) -> None:
-        """The stages that must be used hold a node, and none more layers than it may."""
+        """Require nodes at the stages that must be used, and limit the layers of each stage."""
         one = [(node, 1) for node in self._nodes]
         for p in range(self.problem.least_devices if self.problem.least_devices > 1 else 0):
             self.cp.add(self._sum_at(p, one) >= 1)
@@ -198,7 +197,7 @@ class StageModel:
                 self.cp.add(self._sum_at(p, sizes) <= self.problem.most_layers)
 
     def _loads(self) -> None:
-        """The bottleneck is at least every stage's load, as the device that the stage is."""
+        """Require the bottleneck to be at least the load of every stage on its class of device."""
         transfers = self._transfers()
         for p in self.stages:
             for c, members in enumerate(self.classes):
@@ -214,7 +213,7 @@ class StageModel:
                     self._enforce(self.cp.add(part <= self.most(p)), self.kind[p][c])
 
     def most(self, stage: int) -> Sum:
-        """What a stage may take at the most, in steps."""
+        """Return the longest that a stage may take, in steps."""
         return self.makespan
 
     @property
@@ -222,7 +221,7 @@ class StageModel:
         return range(len(self.nodes.nodes))
 
     def _sum_at(self, stage: int, weights: Iterable[tuple[int, int]]) -> Sum:
-        """The sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
+        """Return the sum of weights of the nodes at the stage: y[n, p] - y[n, p - 1] of each."""
         constant, literals, factors = 0, [], []
         for node, weight in weights:
             for literal, factor in (
@@ -242,7 +241,7 @@ class StageModel:
             constraint.only_enforce_if(given)
 
     def _transfers(self) -> list[tuple[list[Sum], list[Sum]]]:
-        """By stage, what it sends and what it receives."""
+        """Return, by stage, what it sends and what it receives."""
         terms: list[tuple[list[Sum], list[Sum]]] = [([], []) for _ in self.stages]
         shared: dict[tuple[int, ...], float] = defaultdict(float)
         for net in joined_nets(self.problem, self.nodes, self.links.quickest):
@@ -260,15 +259,13 @@ class StageModel:
         return terms
 
     def _costs_all_alike(self, net: Net) -> bool:
-        """Whether a cut net costs every stage that it touches the same, be it that of the source or
-        of a reader.
-        """
+        """Return whether a cut net costs every stage that it touches the same, source or reader."""
         if self.problem.request.transfers == "overlapped":
             return False
         return len(net.readers) == 1 or (self.problem.multicast and not net.back_ms)
 
     def _touched(self, pins: Sequence[int], stage: int) -> Literal | None:
-        """Whether a net is cut and has a pin at the stage; None if it cannot be so."""
+        """Return whether a net is cut and has a pin at the stage; None if it cannot be so."""
         if all(not self.can_be(node, stage) for node in pins):
             return None
         touched = self.cp.new_bool_var("")
@@ -279,7 +276,7 @@ class StageModel:
         return touched
 
     def _apart(self, node: int, other: int, stage: int, then: Prefix) -> None:
-        """If a node is at the stage and the other is not, then something holds."""
+        """Require ``then`` if one node is at the stage and the other is not."""
         if not self.can_be(node, stage):
             return
         absent = self.absent(node, stage)
@@ -293,7 +290,7 @@ class StageModel:
         return frozenset(self.arcs)
 
     def _cut_by_reader(self, net: Net, terms: list[tuple[list[Sum], list[Sum]]]) -> None:
-        """A net that costs its source's stage once per stage that reads it."""
+        """Add the terms of a net that costs its source's stage once per stage that reads it."""
         there, back = self.steps(net.there_ms), self.steps(net.back_ms)
         taken = [self._taken(net, p) for p in self.stages]
         most = min(len(net.readers), len(self.stages) - 1)
@@ -309,7 +306,7 @@ class StageModel:
                 sent.append(back * reader)
 
     def _taken(self, net: Net, stage: int) -> Literal | None:
-        """Whether a reader is at the stage and the source is not."""
+        """Return whether a reader is at the stage and the source is not."""
         able = [reader for reader in net.readers if self.can_be(reader, stage)]
         if not able:
             return None
@@ -319,9 +316,7 @@ class StageModel:
         return taken
 
     def _cut(self, net: Net, stage: int, takers: Sum, most: int) -> tuple[Literal, Literal]:
-        """If the source is at the stage, whether another stage reads the net, and how many do: all
-        that take it.
-        """
+        """Return literals for whether another stage reads the source's net, and for how many do."""
         cut = self.cp.new_bool_var("")
         for reader in net.readers:
             self._apart(net.source, reader, stage, cut)
@@ -336,38 +331,30 @@ class StageModel:
         return cut, times
 
     def _memory(self) -> None:
-        """Every stage stays within the limit of the device that it is, in training with steady
-        micro-batches.
-        """
+        """Require every stage to stay within its device's limit; all have the same in flight."""
         problem = self.problem
-        unit = max(1, -(-memory_constraints.use_of_all(problem) // BYTE_STEPS))
-        state = [(node, self._state_bytes(node) // unit) for node in self._nodes]
+        unit = max(1, -(-memory_bounds.most_use_bytes(problem) // BYTE_STEPS))
+        held = memory_bounds.state_of_nodes(problem, self.nodes)
+        state = [(node, size // unit) for node, size in enumerate(held)]
         limits = [problem.devices[members[0]].usable_bytes for members in self.classes]
-        moments = Moments(problem, self.nodes, unit)
+        moments = PeakConstraints(problem, self.nodes, unit)
         for p in self.stages:
             use = self._sum_at(p, state) + self._passing(p, moments, min(limits))
             for c, limit in enumerate(limits):
                 self._enforce(self.cp.add(use <= limit // unit), self.kind[p][c])
 
-    def _passing(self, stage: int, moments: Moments, limit: int) -> Sum:
-        """What passes take at a stage, with all micro-batches in flight."""
+    def _passing(self, stage: int, moments: PeakConstraints, limit: int) -> Sum:
+        """Return the bytes that passes take at a stage with all micro-batches in flight."""
         problem, place, chunks = self.problem, _AtStage(self, stage), self.problem.request.chunks
-        if memory_constraints.holds_state_alone(problem):
+        if memory_bounds.holds_state_alone(problem):
             return 0
         if problem.may_recompute:  # what is found is evaluated
             return moments.of_training(place, limit)[1]
         each, landing, shared = moments.recorded(place, limit)
         return chunks * (each + (landing if chunks > 1 else 0)) + shared
 
-    def _state_bytes(self, node: int) -> int:
-        problem = self.problem
-        return sum(
-            memory_constraints.state_bytes(problem, problem.layers[layer])
-            for layer in self.nodes.nodes[node]
-        )
-
     def here(self, node: int, stage: int) -> Literal | None:
-        """A literal that holds if the node is at the stage; None if it cannot be."""
+        """Return a literal that holds if the node is at the stage; None if it cannot be."""
         if not self.can_be(node, stage):
             return None
         if (node, stage) not in self._at:
@@ -388,7 +375,7 @@ class StageModel:
         return run(self, limits)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
 
         def holds(literal: Prefix) -> bool:
             return literal if isinstance(literal, bool) else bool(value(literal))
@@ -402,7 +389,7 @@ class StageModel:
         )
 
     def in_unit(self, bound: float) -> float:
-        """A bound in milliseconds."""
+        """Return a bound in milliseconds."""
         return max(0.0, bound) / self.steps_per_ms
 
 
@@ -413,7 +400,7 @@ class _AtStage:
         self.cp, self._model, self._stage = model.cp, model, stage
 
     def here(self, node: int) -> Literal | None:
-        """A literal that holds if the node is there; None if it cannot be."""
+        """Return a literal that holds if the node is there; None if it cannot be."""
         return self._model.here(node, self._stage)
 
     def share(self, node: int) -> Sum:

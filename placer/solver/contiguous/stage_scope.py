@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from placer.solver.bounds import memory_bounds
 from placer.solver.contiguous.stage_links import stage_links
-from placer.solver.cpsat import memory_constraints
+from placer.solver.cpsat.model import MOST_RULES
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MOST_CLASSES = 3
-"""With more classes of devices than so many, devices are chosen node by node."""
-
-MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may
-last."""
+"""The most classes of devices: with more, a variable per node and device is no worse."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether the stage-prefix form can state the problem."""
+    """Return whether the stage-prefix form can state the problem."""
     return bounds(problem) and problem.one_link is not None and knows_memory(problem)
 
 
 def bounds(problem: Problem) -> bool:
-    """Whether the form can state what is no harder than the problem, so that its bound holds."""
+    """Return whether the form can state a relaxation of the problem, so that its bound holds."""
     return (
         problem.contiguous
         and problem.request.objective == "throughput"
@@ -31,20 +28,18 @@ def bounds(problem: Problem) -> bool:
 
 
 def knows_memory(problem: Problem) -> bool:
-    """Whether the form can state the limits of memory; it does not know copies."""
-    return not memory_constraints.can_bind(problem) or (
+    """Return whether the form can state the limits of memory; it does not know copies."""
+    return not memory_bounds.can_bind(problem) or (
         problem.training and _steady(problem) and not problem.shared
     )
 
 
 def worth_building(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program of this problem is small enough to be written down."""
+    """Return whether the integer program of this problem is small enough to be written down."""
     return (len(nodes.nodes) + len(problem.values)) * problem.most_devices <= MOST_RULES
 
 
 def _steady(problem: Problem) -> bool:
-    """Whether every stage has equally many micro-batches in flight, all of whose backward pass runs
-    at once.
-    """
+    """Return whether all stages have equally many micro-batches in flight, and whole passes."""
     one = problem.request.chunks == 1 and not problem.weights_apart
     return problem.request.schedule == "fill-drain" or one or problem.may_recompute

@@ -1,13 +1,13 @@
-"""Contiguous placements by objective throughput: thresholds, each met by a placement or proven to
-be out of reach.
+"""Search for contiguous placements of small bottleneck: thresholds that are met or refuted.
 
-A threshold asks less than the best: whether any placement has a bottleneck of no more than T. The smaller T, the more
-nodes must be together and the fewer stages a node can be at, so that one well below the best placement that is known is
-refuted in no time, and raises the bound. A sweep asks for anything better first, also in parts (``redivision.py``), then
-halves what is open; before it come chains of ideals but for loose nodes::
+A threshold asks less than the optimum: does any placement have a bottleneck of at most T? The
+smaller T is, the more nodes must be together and the fewer stages each node can be at. So a
+threshold well below the best known placement is refuted quickly, and raises the bound. A sweep
+first asks for anything better, also in parts (``redivision.py``), then halves the open interval::
 
     bound ├────────────┼──────┼───┼──────────────┤ best known
-                   2. no    4. ? 3. ?          1. ?        so the bound is the T of 2., until the next sweep
+                   2. no    4. ? 3. ?          1. ?     so the bound is the T of 2., until the
+                                                        next sweep
 """
 
 from __future__ import annotations
@@ -15,57 +15,62 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 from placer.solver.chain import initial_placements
 from placer.solver.contiguous import ideals, part_bounds
-from placer.solver.contiguous.loose import LooseModel, loose_nodes
 from placer.solver.contiguous.merges import merged
-from placer.solver.contiguous.redivision import divide_anew
+from placer.solver.contiguous.redivision import redivide
 from placer.solver.contiguous.stage_program import StageModel
 from placer.solver.cpsat.runner import Answer, Meter
 from placer.solver.enumeration import every_map
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
-FIRST, TIMES = 2.5, 4.0
-"""The work of the first sweep's questions, in the measure of ``cpsat.Meter``, and of each next
-one's over that."""
 
-STEP = 0.01
-"""Thresholds of a sweep are this share of the best known apart, at the least."""
+class _Sweep(NamedTuple):
+    """Effort of sweeps; work is in the measure of ``cpsat.runner.Meter``.
 
-CLOSER = 0.004
-"""The same of thresholds that ideals are asked for, which are quick to fail."""
+    Attributes:
+        first: work of each question of the first sweep.
+        growth: factor of the work from sweep to sweep.
+        questions: the most times that a sweep asks for anything better.
+        wide_gap: relative gap above which a short question comes before parts are improved.
+        short: work of the short question.
+        group_share: share of a question's work for each group of stages that is redivided.
+        best_share: share of a question's work for the best placement once a better one exists.
+        cut_short: share of its work from which a question counts as cut short.
+    """
+
+    first: float = 2.5
+    growth: float = 4.0
+    questions: int = 2
+    wide_gap: float = 0.2
+    short: float = 1.0
+    group_share: float = 0.08
+    best_share: float = 0.3
+    cut_short: float = 0.9
+
+
+SWEEP = _Sweep()
+
+
+THRESHOLD_STEP = 0.01
+"""Least distance of a sweep's thresholds, relative to the best known: closer ones take long."""
+
+IDEALS_STEP = 0.004
+"""The same for chains of ideals, which fail quickly."""
 
 MOST_TRIES = 2
-"""So many thresholds of which ideals are too many are tried in a row."""
-
-CUT_SHORT = 0.9
-"""The share of its work that a question did at the least if it was cut short."""
-
-PLACING = 0.5
-"""The work of placing loose nodes, where all others stay."""
-
-ASKED = 2
-"""How often a sweep asks for anything better, where it finds that."""
-
-LOOSE, SHORT = 0.2, 1.0
-"""Where the gap is more than this share, a question of so much work is asked before parts are made
-better."""
-
-GROUP_SHARE = 0.08
-"""How much of a question's work goes to each group of stages that is divided anew."""
-
-BETTER_SHARE = 0.3
-"""How much of a question's work goes to the best placement, where the question has found one that
-is better."""
+"""The most thresholds with too many ideals that are tried one after another."""
 
 
 def few_ideals(search: Search) -> None:
-    """Solve a problem whose ideals are few; leave others as they are.
+    """Solve a problem if its ideals are few.
 
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
-    asked for. A chain that is found is the best of all, one that is not raises the bound.
+    The smaller the threshold, the fewer ideals there are. So with too many ideals it asks for
+    smaller thresholds. A chain within the threshold is the best of all; a threshold without a chain
+    is a bound.
     """
     threshold, tries = search.better(), 0
     while _worth_chains(search, threshold) and tries < MOST_TRIES and not search.over(1.0):
@@ -92,90 +97,58 @@ def few_ideals(search: Search) -> None:
 
 
 def _worth_chains(search: Search, threshold: float) -> bool:
-    """Whether ideals may tell more about a threshold than is known."""
+    """Return whether ideals may tell more about a threshold than is known."""
     if search.best is None or not search.open() or not ideals.applies(search.problem):
         return False
-    return search.bound < threshold < search.too_many * (1 - CLOSER)
+    return search.bound < threshold < search.too_many * (1 - IDEALS_STEP)
 
 
 def sweep(search: Search, *, parts: bool = True) -> None:
     """Go on until the best is proven, time or work is over, or nothing more can be learnt.
 
     Args:
-        search: with a placement, or with a bottleneck that will do; of a problem that
+        search: with a placement, or with a sufficient bottleneck; of a problem that
             ``stage_scope.applies`` to.
-        parts: whether some stages are looked at alone, too.
+        parts: whether parts of the model are searched alone for bounds.
     """
-    if search.best is not None and search.enough is None:
-        _ideals_but_for_loose_nodes(search)
     for turn in count():
         if not search.open() or search.over(1.0):
             return
-        work = FIRST * TIMES**turn
+        work = SWEEP.first * SWEEP.growth**turn
         known, done = (search.value, search.bound), search.meter.done
-        loose = search.value - search.bound > LOOSE * search.value
-        _anything_better(search, SHORT if loose else work)
-        if parts and loose and search.open():
-            _parts_alone(search, work)
+        wide = search.value - search.bound > SWEEP.wide_gap * search.value
+        _anything_better(search, SWEEP.short if wide else work)
+        if parts and wide and search.open():
+            _bound_by_parts(search, work)
         if search.open():
-            _groups_anew(search, work)
-        if search.open() and loose:
+            _redivide_groups(search, work)
+        if search.open() and wide:
             _anything_better(search, work)
         if search.open():
             few_ideals(search)
         if search.open() and not search.over(1.0):
             halve(search, work)
-        if known == (search.value, search.bound) and search.meter.done - done < CUT_SHORT * work:
+        if (
+            known == (search.value, search.bound)
+            and search.meter.done - done < SWEEP.cut_short * work
+        ):
             # no question was cut short: asked again, each has the same answer, which costs do not
             # bear out
             return
 
 
-def _ideals_but_for_loose_nodes(search: Search) -> None:
-    """Solve a problem whose ideals are few but for loose nodes: a bound, and the placement that has
-    it, or about it.
-
-    The smaller the threshold the fewer ideals there are: where they are too many, smaller ones are
-    asked for.
-    """
-    threshold, hard, tries = search.better(), inf, 0
-    while (
-        search.open()
-        and tries < MOST_TRIES
-        and threshold < hard * (1 - STEP)
-        and not search.over(1.0)
-    ):
-        nodes = nodes_within(search, threshold)
-        if not ideals.applies(search.problem) or not ideals.too_loose(search.problem, nodes):
-            return
-        some = loose_nodes(search.problem, nodes)
-        chain = ideals.best_chain(
-            search.problem, nodes, threshold, search.meter, lambda: search.over(1.0), some
-        )
-        if chain is None:
-            hard, tries = threshold, tries + 1
-        elif chain.devices is None:
-            search.prove(search.nothing_below() if threshold == search.better() else threshold)
-        else:
-            search.prove(min(chain.bound, search.nothing_below()))
-            model = LooseModel(search.problem, nodes, search.better(), chain.devices, some)
-            search.offer(model.solve(replace(search.limits(PLACING), workers=1)).devices, "ideals")
-            return
-        threshold = (search.bound + min(hard, search.better())) / 2
-
-
-def _parts_alone(search: Search, work: float) -> None:
-    """Raise the bound by what the busiest stages take alone, with ever more beside them until they
-    are too many.
+def _bound_by_parts(search: Search, work: float) -> None:
+    """Raise the bound by growing parts around the busiest stages, until they are too hard.
 
     Args:
         search: with a placement, or nothing is done.
-        work: that of each part at the most, in the measure of ``cpsat.Meter``.
+        work: the most work of each part, in the measure of ``cpsat.runner.Meter``.
     """
     for layers in part_bounds.parts(search.problem, search.best) if search.best is not None else ():
         part = _part(search, layers, work)
-        if part.best is None or part.value <= search.bound + STEP * search.value:
-            continue  # the layers may be placed so well that they prove nothing
+        # The layers may be placed so well that they prove nothing.
+        if part.best is None or part.value <= search.bound + THRESHOLD_STEP * search.value:
+            continue
         few_ideals(part)
         if part.open():
             sweep(part, parts=False)
@@ -188,16 +161,13 @@ def _parts_alone(search: Search, work: float) -> None:
 
 
 def _part(search: Search, layers: list[int], work: float) -> Search:
-    """A search for the best placement of some layers, with that in the best known and those of
-    linear orders.
-    """
+    """Return a search over some layers alone, which knows first placements of them."""
     problem = part_bounds.part_of(search.problem, layers)
     limited = search.request.model_copy(update={"time_limit_s": search.left_s()})
-    meter = Meter(min(work, search.meter.left))
     part = Search(
         replace(problem, request=limited),
         stop=search.stop,
-        meter=meter,
+        meter=Meter(min(work, search.meter.left)),
         bound=search.bound,
         enough=search.enough,
     )
@@ -209,16 +179,14 @@ def _part(search: Search, layers: list[int], work: float) -> Search:
     return part
 
 
-def _groups_anew(search: Search, work: float) -> None:
+def _redivide_groups(search: Search, work: float) -> None:
     """Better placements from parts of the best known, which are quicker to place than all is."""
-    divide_anew(search, nodes_within(search), GROUP_SHARE * work)
+    redivide(search, nodes_within(search), SWEEP.group_share * work)
 
 
 def _anything_better(search: Search, work: float) -> None:
-    """Whether any placement is better than the best known; where one is, the best that some work
-    finds.
-    """
-    for _ in range(ASKED):
+    """Ask whether any placement is better than the best known, and improve it if one is."""
+    for _ in range(SWEEP.questions):
         if (
             not search.open()
             or search.over(1.0)
@@ -227,7 +195,7 @@ def _anything_better(search: Search, work: float) -> None:
             return
         if search.open():
             model = StageModel(search.problem, nodes_within(search), search.better())
-            answer = model.solve(search.limits(BETTER_SHARE * work))
+            answer = model.solve(search.limits(SWEEP.best_share * work))
             search.prove(search.nothing_below() if answer.infeasible else answer.bound)
             search.offer(answer.devices, "integer program")
 
@@ -237,17 +205,21 @@ def halve(search: Search, work: float) -> None:
 
     Args:
         search: with a placement, of a problem that ``stage_scope.bounds``.
-        work: of each question, in the measure of ``cpsat.Meter``.
+        work: of each question, in the measure of ``cpsat.runner.Meter``.
     """
     hard = search.better()
-    while search.open() and hard - search.bound > STEP * search.value and not search.over(1.0):
+    while (
+        search.open()
+        and hard - search.bound > THRESHOLD_STEP * search.value
+        and not search.over(1.0)
+    ):
         threshold = (search.bound + hard) / 2
         if not _within(search, threshold, work).infeasible:
             hard = search.better() if search.value <= threshold else threshold
 
 
 def _within(search: Search, threshold: float, work: float) -> Answer:
-    """Whether a placement is within a threshold; what is found or proven is the search's."""
+    """Return whether a placement is within a threshold; what is found or proven is the search's."""
     nodes = nodes_within(search, threshold)
     answer = StageModel(search.problem, nodes, threshold, any_will_do=True).solve(
         search.limits(work)
@@ -259,9 +231,7 @@ def _within(search: Search, threshold: float, work: float) -> Answer:
 
 
 def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
-    """The layers in as few nodes as a placement within a threshold needs, or one that is better
-    than the best known.
-    """
+    """Return the layers in as few nodes as a placement within a threshold, or a better one, has."""
     upper = search.better() if threshold is None else threshold
     if search.request.objective != "throughput" or not 0 < upper < inf:
         return search.nodes

@@ -1,14 +1,15 @@
-"""Windows of stages that know of transfers: the first stage at which a node can be, stage by stage.
+"""Windows of stages that account for transfers: the first stage at which a node can be.
 
-Where node v is at stage p, so is all that it depends on and that cannot be before it. Node v can be there only if::
+If node v is at stage p, so is all that it depends on and that cannot be earlier. Node v can be
+there only if::
 
     needed(v, p)  =  v and all before v that no stage before p can hold
     min over S with needed(v, p) in S of (work(S) + transfer of the nets that S cuts)  <=  upper
 
-which is a minimum cut; S holds no node that is known to be behind p, or before. A node that fails
-takes all behind it with it, one that passes all before it, so few cuts decide a stage. Stages on
-devices that pay for no transfer are few: their number so far is counted too. The last stages are
-the first ones of the graph turned round.
+This is a minimum cut. S holds no node that is known to be behind p, or before it. A node that fails
+rules out all nodes behind it, and a node that passes admits all before it, so few cuts decide a
+stage. Stages on devices that pay for no transfer are few, and their number so far is counted too.
+The last stages are the first stages of the reversed graph.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from math import inf
 
 from placer.solver.bounds.min_cut_bound import Cutter, alone_ms, least_ms, nets_by_pins
 from placer.solver.cpsat.stage_windows import members, neighbourhood, stage_windows
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction
 
 Windows = list[tuple[int, int]]
 
 MOST_NODES = 1_000
+"""Nodes above which the minimum cuts of all stages take too long."""
 MOST_PINS = 4_000
+"""The same for pins of nets."""
 ROUNDS = 2
+"""Passes over both directions: a third hardly narrows the windows."""
 
 
 def narrowed_windows(problem: Problem, nodes: Reduction, upper: float) -> Windows:
-    """By node, the first and the last stage that it can be at in a contiguous placement.
+    """Return, by node, the first and the last stage that it can be at in a contiguous placement.
 
     Args:
-        problem: what is asked, by objective ``throughput``.
+        problem: the placement problem, by objective ``throughput``.
         nodes: its layers in nodes, in topological order.
         upper: no stage may take longer, in milliseconds.
 
@@ -64,7 +68,7 @@ def _reach(problem: Problem, nodes: Reduction, upper: float) -> _Reach | None:
         return None
     alone = [alone_ms(problem, nodes, node) for node in range(count)]
     before, behind = neighbourhood(problem, nodes)
-    within = upper * (1 + SLACK)
+    within = upper * (1 + ROUNDING)
     return _Reach(
         Cutter(work, nets),
         alone,
@@ -121,7 +125,10 @@ class _Reach:
         )
 
     def _firsts(self, known: list[int], lasts: list[int]) -> list[int]:
-        """By node, its first stage, from what is known; ``stages`` where it can be at none."""
+        """Return, by node, its first stage, from what is known.
+
+        ``stages`` where it can be at none.
+        """
         fewer: list[int] | None = None
         # with so many stages, at the most, that pay for no transfer
         for _ in range(self.untaxed + 1):
@@ -147,10 +154,7 @@ class _Reach:
             node = undecided[len(undecided) // 2]
             passed = self._passes(self.before[node] & late)
             if passed is None and fewer is not None:
-                needed = members(self.before[node] & late_with_fewer)
-                passed = (
-                    1 << node if sum(self.alone[other] for other in needed) <= self.within else None
-                )
+                passed = self._passes_untaxed(node, self.before[node] & late_with_fewer)
             if passed is None:
                 for other in undecided:
                     if self.behind[node] >> other & 1:
@@ -165,7 +169,15 @@ class _Reach:
                     and (not passed >> other & 1 or self.before[other] & late & ~passed)
                 ]
 
+    def _passes_untaxed(self, node: int, needed: int) -> int | None:
+        """Return the node, as a bit, if a device without transfers can hold what is needed."""
+        time_ms = sum(self.alone[other] for other in members(needed))
+        return 1 << node if time_ms <= self.within else None
+
     def _passes(self, needed: int) -> int | None:
-        """The nodes, as bits, of a stage with those that are needed; None if it takes too long."""
+        """Return the nodes, as bits, of a stage with those that are needed.
+
+        The result is None if it takes too long.
+        """
         value, found = self.cutter.least(members(needed))
         return sum(1 << node for node in found) if value <= self.within else None

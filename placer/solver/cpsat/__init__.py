@@ -1,3 +1,1 @@
-"""The integer program by node and device: costs and memory as constraints, and what every program
-is run by.
-"""
+"""The integer program over nodes and devices, and what all integer programs share."""

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 
 PAIRS_PER_LAYER = 8
-"""With more independent pairs of layers than so many times the layers, devices are watched instead
-of pairs."""
+"""Independent pairs of layers per layer above which rules by device are fewer than by pair."""
 
 
 def values_need_links(model: PlacementModel) -> None:
-    """A value, and its gradient, passes only where there is a link."""
+    """Require a link wherever a value, or its gradient, crosses."""
     problem, nodes = model.problem, model.nodes
     refused = set()
     missing = [
@@ -28,7 +27,7 @@ def values_need_links(model: PlacementModel) -> None:
     ]
     for value in problem.values if missing else ():
         source = nodes.node_of[value.source]
-        for reader in nodes.of(value.readers) - {source}:
+        for reader in nodes.holding(value.readers) - {source}:
             for device, other in missing:
                 if not problem.linked(value, device, other):
                     refused.add((source, reader, device, other))
@@ -41,7 +40,7 @@ def values_need_links(model: PlacementModel) -> None:
 
 
 def loads(model: PlacementModel) -> None:
-    """The objective is at least every device's load."""
+    """Require the objective to be at least every device's load."""
     compute, send, receive = model.load_parts
     for device in model.devices:
         most = model.most_busy(device)
@@ -55,7 +54,7 @@ def loads(model: PlacementModel) -> None:
 def load_parts(
     model: PlacementModel,
 ) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
-    """By device, the terms of its compute, of what it sends, and of what it receives."""
+    """Return, by device, the terms of its compute, of what it sends, and of what it receives."""
     compute = _compute(model)
     send, receive = _transfers(model)
     for device in model.problem.untaxed:
@@ -73,8 +72,9 @@ def _compute(model: PlacementModel) -> list[list[Term]]:
 
 
 def _transfers(model: PlacementModel) -> tuple[list[list[Term]], list[list[Term]]]:
-    """A value is sent once per device that reads it; its gradient comes back. Values with the same
-    ends go together.
+    """Return a value is sent once per device that reads it; its gradient comes back.
+
+    Values with the same ends go together.
     """
     send: list[list[Term]] = [[] for _ in model.devices]
     receive: list[list[Term]] = [[] for _ in model.devices]
@@ -110,7 +110,7 @@ def _taken(model: PlacementModel, source: int, readers: frozenset[int], device: 
 def _given(
     model: PlacementModel, source: int, readers: frozenset[int], device: int, takers: Term
 ) -> Term:
-    """If the source is on the device, how many other devices read its value: all takers."""
+    """Return the number of other devices that read the value, if the source is on the device."""
     if device not in model.x[source]:
         return 0
     here = model.x[source][device]
@@ -136,7 +136,7 @@ def _transfers_by_pair(
     send: list[list[Term]],
     receive: list[list[Term]],
 ) -> None:
-    """The same where links differ: a literal for every pair of devices."""
+    """Add transfers where links differ: a literal for every pair of devices."""
     for device, other in _pairs(model):
         if not all(model.problem.linked(value, device, other) for value in values):
             continue
@@ -155,7 +155,7 @@ def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], l
     by_ends: dict[tuple[int, frozenset[int]], list[Value]] = defaultdict(list)
     for value in model.problem.values:
         source = model.nodes.node_of[value.source]
-        readers = model.nodes.of(value.readers) - {source}
+        readers = model.nodes.holding(value.readers) - {source}
         if readers:
             by_ends[source, readers].append(value)
     return by_ends
@@ -164,7 +164,7 @@ def _values_by_ends(model: PlacementModel) -> dict[tuple[int, frozenset[int]], l
 def _sent(
     model: PlacementModel, source: int, readers: frozenset[int], device: int, other: int
 ) -> cp_model.IntVar | None:
-    """A literal that holds if the source is on one device and a reader on the other."""
+    """Return a literal that holds if the source is on one device and a reader on the other."""
     read = model.any_on(readers, other)
     if device not in model.x[source] or read is None:
         return None
@@ -188,9 +188,7 @@ _Delay = Callable[[Value, int, int], float | None]
 
 
 def latency(model: PlacementModel) -> None:
-    """The objective is at least the last finish forwards plus, in training, the last finish
-    backwards.
-    """
+    """Require the objective to be at least the last finish forwards plus the last one backwards."""
     problem = model.problem
     count = len(problem.layers)
     waits = [(value.source, reader, value) for value in problem.values for reader in value.readers]
@@ -223,8 +221,9 @@ def _makespan(
     waits: Sequence[tuple[int, int, Value]],
     delay_ms: _Delay,
 ) -> Term:
-    """The last finish of layers in a fixed order; one waits for another, with a delay if they are
-    apart.
+    """Return the last finish of layers in a fixed order.
+
+    One waits for another, with a delay if they are apart.
     """
     inputs: dict[int, list[tuple[int, Value]]] = defaultdict(list)
     for before, after, value in waits:
@@ -253,8 +252,9 @@ def _one_at_a_time(
     start: dict[int, Term],
     finish: dict[int, Term],
 ) -> None:
-    """A device runs one layer at a time, in the order; layers that wait for each other anyway need
-    no rule.
+    """Require a device to run one layer at a time, in the profile's order.
+
+    Layers that wait for each other anyway need no rule.
     """
     pairs = _independent(order, waits)
     if len(pairs) <= PAIRS_PER_LAYER * len(order):

@@ -1,15 +1,12 @@
-"""The memory of ``memory.py`` as constraints of the integer program over nodes and devices, one
-function a rule.
-"""
+"""The memory model of ``memory.py`` as constraints over nodes and devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from placer.schema import Layer
-from placer.solver.cpsat.peak_constraints import Moments
-from placer.solver.memory import Held, footprint, most_crossing_bytes
+from placer.solver.bounds.memory_bounds import can_bind, state_bytes
+from placer.solver.cpsat.peak_constraints import PeakConstraints
 from placer.solver.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,12 +16,13 @@ if TYPE_CHECKING:
 
 
 TERMS_A_RULE = 20
-"""So many values in a sum take about as long to write down as a rule."""
+"""Terms of a sum that take as long to build as a rule."""
 
 
 def rules_a_device(problem: Problem) -> int:
-    """About how many rules say what a device holds: of steps and readers; in inference, of the
-    values in sums, too.
+    """About how many rules say what a device holds: of steps and readers.
+
+    In inference, of the values in sums, too.
     """
     if problem.request.objective != "memory" and not can_bind(problem):
         return 0
@@ -37,58 +35,22 @@ def rules_a_device(problem: Problem) -> int:
 
 
 def memory(model: PlacementModel) -> None:
-    """Every device stays within its limit, and, if memory is the objective, within the objective."""
+    """Require every device to stay within its limit, and within the objective if that is memory."""
     if (
         not model.relaxed
         and model.objective != "memory"
         and (not model.limited or not can_bind(model.problem))
     ):
         return
-    moments = Moments(model.problem, model.nodes, model.byte_unit)
+    moments = PeakConstraints(model.problem, model.nodes, model.byte_unit)
     for device in model.placed:
         fixed, limit = _fixed(model, device), model.problem.devices[device].usable_bytes
         write = _training if model.problem.training else _inference
         write(model, moments, device, fixed, 0 if model.objective == "memory" else limit)
 
 
-def can_bind(problem: Problem) -> bool:
-    """Whether some device could be over its limit: it cannot where all layers fit at once."""
-    limit = min(device.usable_bytes for device in problem.devices)
-    if sum(state_bytes(problem, layer) for layer in problem.layers) > limit:
-        return True
-    return use_of_all(problem) > limit
-
-
-def holds_state_alone(problem: Problem) -> bool:
-    """Whether nothing but the state of layers takes memory."""
-    layers = problem.layers
-    passing = sum(
-        la.saved_bytes + la.forward_workspace_bytes + la.backward_workspace_bytes for la in layers
-    )
-    waiting = sum(value.held_bytes + value.waiting_bytes for value in problem.values)
-    apart = (
-        sum(problem.step_bytes)
-        + sum(problem.deferred_bytes)
-        + sum(problem.back_workspace_bytes)
-        + sum(problem.weights_workspace_bytes)
-    )
-    return passing + waiting + apart == 0
-
-
-def use_of_all(problem: Problem) -> int:
-    """What no device holds more than, whatever is on it, with all micro-batches in flight, in
-    bytes.
-    """
-    if holds_state_alone(problem):
-        return sum(state_bytes(problem, layer) for layer in problem.layers)
-    everything = Held(list(range(len(problem.layers))), list(problem.values))
-    chunks = problem.request.chunks
-    use = footprint(problem, everything).total_bytes(chunks, backwards=problem.backwards(chunks))
-    return use + 2 * chunks * most_crossing_bytes(problem)
-
-
 def byte_sizes(problem: Problem, chunks: int) -> list[int]:
-    """Every size that the model adds up, as often as it may be added with so many micro-batches."""
+    """Return every size that the model adds up, times the largest number of its uses."""
     often = chunks if problem.training else 1
     sizes = [value.held_bytes * often for value in problem.values]
     sizes += [size * often for size in (*problem.deferred_bytes, *problem.back_workspace_bytes)]
@@ -109,16 +71,10 @@ def byte_sizes(problem: Problem, chunks: int) -> list[int]:
     return [size for size in sizes if size]
 
 
-def state_bytes(problem: Problem, layer: Layer) -> int:
-    """What the layer holds all the time."""
-    held = layer.param_bytes + layer.buffer_bytes
-    return held + layer.grad_bytes + layer.optimizer_bytes if problem.training else held
-
-
 def _within(
     model: PlacementModel, device: int, use: Term, given: Sequence[cp_model.IntVar] = ()
 ) -> None:
-    """The use stays within the device's limit, at least where all of some literals hold."""
+    """Require the use to stay within the device's limit, at least where all given literals hold."""
     limit = model.problem.devices[device].usable_bytes // model.byte_unit
     if model.relaxed:
         model.cp.add(use <= limit + model.makespan).only_enforce_if(*given)
@@ -130,9 +86,7 @@ def _within(
 
 
 def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
-    """Parameters, buffers and, in training, gradients and optimizer state of the layers on a
-    device, and copies.
-    """
+    """Return the state of the layers on a device, and of its copies of shared parameters."""
     terms: list[Term] = []
     most = 0
     for node, layers in enumerate(model.nodes.nodes):
@@ -145,7 +99,7 @@ def _fixed(model: PlacementModel, device: int) -> cp_model.IntVar:
         size = model.units(shared.total_bytes)
         first = model.nodes.node_of[shared.first]
         copied = model.cp.new_bool_var(f"copied{number},{device}")
-        for node in model.nodes.of(shared.others) - {first}:
+        for node in model.nodes.holding(shared.others) - {first}:
             model.cp.add(copied >= model.on(node, device) - model.on(first, device))
         terms.append(size * copied)
         most += size
@@ -164,7 +118,7 @@ class _OnDevice:
         self.cp, self._model, self._device = model.cp, model, device
 
     def here(self, node: int) -> cp_model.IntVar | None:
-        """A literal that holds if the node is there; None if it cannot be."""
+        """Return a literal that holds if the node is there; None if it cannot be."""
         return self._model.x[node].get(self._device)
 
     def share(self, node: int) -> Term:
@@ -173,10 +127,11 @@ class _OnDevice:
 
 
 def _training(
-    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
-    """The state; what further micro-batches keep, and the worst moment of one, or what recorded
-    passes have.
+    """Require the state, what further micro-batches keep, and the peak of one to fit.
+
+    Where passes are recorded, their own memory counts instead.
     """
     place = _OnDevice(model, device)
     if model.problem.recorded and model.problem.recompute[device] == "never":
@@ -195,7 +150,7 @@ def _training(
 
 
 def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[cp_model.IntVar]]]:
-    """How many micro-batches a device holds, and the literals under which it does.
+    """Return how many micro-batches a device holds, and the literals under which it does.
 
     Under 1F1B stage p of S holds S - p of them, but never more than there are: f of them if stage p
     + f - 1 is used. Under zero-bubble it holds as many at the least. Where the device may
@@ -220,11 +175,9 @@ def _in_flight(model: PlacementModel, device: int) -> Iterator[tuple[int, list[c
 
 
 def _inference(
-    model: PlacementModel, moments: Moments, device: int, fixed: Term, limit_bytes: int
+    model: PlacementModel, moments: PeakConstraints, device: int, fixed: Term, limit_bytes: int
 ) -> None:
-    """At every step the values that are live on a device, and the workspace of the layer that runs
-    there, fit.
-    """
+    """Require the live values and the running layer's workspace to fit at every step."""
     _within(model, device, fixed)
     for use in moments.of_inference(_OnDevice(model, device), limit_bytes):
         _within(model, device, fixed + use)

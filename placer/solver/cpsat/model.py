@@ -28,30 +28,29 @@ from placer.solver.reduce import Reduction
 Term = cp_model.LinearExpr | int
 
 TIME_STEPS = 2**32
-"""Into how many steps the largest time that matters is cut."""
+"""Integer steps of the largest time: nine digits, and sums stay far below 2**63."""
 
 BYTE_STEPS = 2**50
+"""Integer steps of the largest memory use: bytes are exact up to a petabyte."""
 
 MOST_RULES = 600_000
-"""A model with more rules than about so many would take longer to write down than most searches may
-last."""
+"""The most rules of a model, about 15 seconds to build."""
 
 
 RULES_A_SECOND = 40_000
-"""About so many are written down and looked through in a second."""
+"""Rules that are built and presolved in a second, as measured."""
 
 
 def worth_building(
     problem: Problem, nodes: Reduction, time_s: float = inf, most: float = MOST_RULES
 ) -> bool:
-    """Whether the integer program of this problem is small enough to be written down, and solved,
-    in this time.
+    """Return whether the integer program is small enough to be built and solved in this time.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         time_s: the time that is left.
-        most: so many rules it may have, whatever the time.
+        most: the most rules that it may have, whatever the time.
     """
     count, devices = len(nodes.nodes), len(problem.devices)
     pairs = devices if problem.one_link is None or len(problem.alike_devices()) > 1 else 1
@@ -65,7 +64,7 @@ class PlacementModel:
     """A CP-SAT model of one problem.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         upper: the objective of a placement that is known; only placements at least as good are
             searched.
@@ -136,9 +135,7 @@ class PlacementModel:
             self.upper = floor(largest * self.steps_per_ms) + 1
 
     def steps(self, time_ms: float) -> int:
-        """A time in the model's unit, rounded down, and cut off where it passes what is known to be
-        possible.
-        """
+        """Return a time in the model's unit, rounded down, and capped just above the possible."""
         return (
             min(floor(time_ms * self.steps_per_ms), self.upper + 1)
             if self.objective != "memory"
@@ -146,13 +143,13 @@ class PlacementModel:
         )
 
     def units(self, size_bytes: int) -> int:
-        """Bytes in the model's unit, rounded down."""
+        """Return bytes in the model's unit, rounded down."""
         return size_bytes // self.byte_unit
 
     # Variables
 
     def _choose_devices(self) -> None:
-        """Every node is on one device, and only on one that it may be on."""
+        """Put every node on exactly one of its allowed devices."""
         self.x: list[dict[int, cp_model.IntVar]] = []
         for node, devices in enumerate(self.nodes.allowed):
             first, last = self.windows[node]
@@ -164,7 +161,7 @@ class PlacementModel:
             self.cp.add_exactly_one(self.x[node].values())
 
     def _choose_stages(self) -> None:
-        """Stages are numbered along the pipeline, each is one device, and the first are used first."""
+        """Require stages in pipeline order, each on one device, with the first ones used first."""
         count = len(self.nodes.nodes)
         self.y = [[self._reached_by(node, p) for p in self.stages] for node in range(count)]
         self.used = [self.cp.new_bool_var(f"used{p}") for p in self.stages]
@@ -186,24 +183,31 @@ class PlacementModel:
             self._map_stages_to_devices()
 
     def _reached_by(self, node: int, stage: int) -> cp_model.IntVar:
-        """Whether the node is at the stage or before: known outside its window."""
+        """Return whether the node is at the stage or before: known outside its window."""
         first, last = self.windows[node]
         if first <= stage < last:
             return self.cp.new_bool_var(f"y{node},{stage}")
         return self.cp.new_constant(int(stage >= last))
 
     def _stages_are_devices(self) -> None:
+        """Require node n to be on device p exactly where it is at stage p."""
         for node, x in enumerate(self.x):
             for p, here in x.items():
                 before = self.y[node][p - 1] if p else 0
                 self.cp.add(here == self.y[node][p] - before)
 
     def _map_stages_to_devices(self) -> None:
+        """Give every used stage one device, and every device at most one stage."""
         self.at = [[self.cp.new_bool_var(f"at{p},{d}") for d in self.devices] for p in self.stages]
         for p in self.stages:
             self.cp.add(sum(self.at[p]) == self.used[p])
         for device in self.devices:
             self.cp.add_at_most_one(self.at[p][device] for p in self.stages)
+        self._nodes_follow_their_stages()
+        self._use_alike_devices_in_order()
+
+    def _nodes_follow_their_stages(self) -> None:
+        """Require x[n, d] exactly where node n is at the stage that is device d."""
         for node, x in enumerate(self.x):
             for p in self.stages:
                 here = [self.y[node][p]] + ([~self.y[node][p - 1]] if p else [])
@@ -218,6 +222,9 @@ class PlacementModel:
                         self.cp.add_bool_or(~x[device], ~self.at[p][device], literal)
             for device, literal in x.items():
                 self.cp.add_bool_or(~literal, *(self.at[p][device] for p in self.stages))
+
+    def _use_alike_devices_in_order(self) -> None:
+        """Break symmetry: of alike devices, the second takes a later stage than the first."""
         for members in self.alike_devices:
             for first, second in pairwise(members):
                 for p in self.stages:
@@ -230,9 +237,7 @@ class PlacementModel:
 
     @cached_property
     def stage_is_device(self) -> bool:
-        """Whether stage p may be taken to be device p: stages are asked for, and all devices are
-        alike.
-        """
+        """True if stage p can be device p: the placement has stages, and all devices are alike."""
         return self.problem.contiguous and len(self.alike_devices) == 1
 
     @property
@@ -243,13 +248,13 @@ class PlacementModel:
     # Shape of the placement
 
     def _values_run_forwards(self) -> None:
-        """Contiguous: a value is read at its source's stage or later."""
+        """Require every reader to be at its source's stage or later, in contiguous placements."""
         for source, reader in sorted(self.nodes.arcs(arcs_of(self.problem.values))):
             for p in self.stages[:-1]:
                 self.cp.add_implication(self.y[reader][p], self.y[source][p])
 
     def _use_so_many_devices(self) -> None:
-        """Free: at most, and at least, so many devices hold nodes."""
+        """Limit the number of devices that hold nodes, in free placements."""
         least, most = self.problem.least_devices, self.problem.most_devices
         if most == len(self.devices) and least == 1:
             return
@@ -262,7 +267,7 @@ class PlacementModel:
         self.cp.add_linear_constraint(cp_model.LinearExpr.sum(used), least, most)
 
     def _hold_few_layers(self) -> None:
-        """No device holds more layers than it may."""
+        """Limit the number of layers on each device."""
         most = self.problem.most_layers
         if most is None:
             return
@@ -273,8 +278,9 @@ class PlacementModel:
             self.cp.add(sum(layers) <= most)
 
     def _open_alike_devices_in_order(self) -> None:
-        """Free: of alike devices, the second takes a node only if the first has one that weighs
-        more.
+        """Break symmetry of free placements: open the second of alike devices only after the first.
+
+        The second takes a node only if the first has a node that weighs more.
         """
         order = sorted(
             range(len(self.x)), key=_weights(self.problem, self.nodes).__getitem__, reverse=True
@@ -295,7 +301,10 @@ class PlacementModel:
         return self.x[node].get(device, 0)
 
     def any_on(self, nodes: Iterable[int], device: int) -> cp_model.IntVar | None:
-        """A literal that holds if some of the nodes are on the device; None if none can be."""
+        """Return a literal that holds if some of the nodes are on the device.
+
+        The result is None if none can be.
+        """
         able = frozenset(node for node in nodes if device in self.x[node])
         if not able:
             return None
@@ -309,7 +318,7 @@ class PlacementModel:
         return self._any[able, device]
 
     def both(self, node: int, device: int, other_node: int, other: int) -> cp_model.IntVar:
-        """A literal that holds if one node is on one device and another node on another."""
+        """Return a literal that holds if one node is on one device and another node on another."""
         key = (node, device, other_node, other)
         if key not in self._pairs:
             self._pairs[key] = self.cp.new_bool_var(f"both{len(self._pairs)}")
@@ -321,11 +330,11 @@ class PlacementModel:
 
     @cached_property
     def load_parts(self) -> tuple[list[list[Term]], list[list[Term]], list[list[Term]]]:
-        """By device, the terms of its compute, of what it sends, and of what it receives."""
+        """The terms of each device's compute, of what it sends, and of what it receives."""
         return cost_constraints.load_parts(self)
 
     def most_busy(self, device: int) -> cp_model.IntVar | int:
-        """What a device's load may be: the objective."""
+        """Return the most that a device's load may be: the objective."""
         return self.makespan
 
     def _set_goal(self) -> None:
@@ -346,12 +355,12 @@ class PlacementModel:
         return run(self, limits)
 
     def read(self, value: Callable[[cp_model.IntVar], int]) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
         chosen = [next(device for device, literal in x.items() if value(literal)) for x in self.x]
         return self.nodes.spread(chosen)
 
     def in_unit(self, bound: float) -> float:
-        """A bound in the objective's own unit."""
+        """Return a bound in the objective's own unit."""
         if self.objective in ("throughput", "latency"):
             return max(0.0, bound) / self.steps_per_ms
         if self.relaxed and self.byte_unit > 1:
@@ -360,8 +369,9 @@ class PlacementModel:
 
 
 def _weights(problem: Problem, nodes: Reduction) -> list[float]:
-    """By node, its work, and its transfers where links are alike: what weighs most is apart from
-    most others.
+    """Return, by node, its work, and its transfers where links are alike.
+
+    What weighs most is apart from most others.
     """
     devices = range(len(problem.devices))
     weights = [

@@ -1,19 +1,19 @@
-"""The worst moment of a training step as constraints of an integer program, for one device or one
-stage.
+"""The peak memory of a pass as constraints of an integer program, for one device or one stage.
 
     kept[t]    what one micro-batch keeps there of the layers up to step t
     there[t]   kept[t], and the values that wait for a later reader
     back[t]    kept[t], and the gradients that wait for a later step backwards
-    moment     at least there[t] + forward workspace and back[t] + backward workspace of every layer t that is there
+    peak       at least there[t] + forward workspace and back[t] + backward workspace of every
+               layer t that is there
 
 ``there`` and ``back`` change at few steps, so they are running sums: the constraints are linear in
 layers and values.
 
-Recorded passes have memory of their own, so that forwards and backwards have a worst moment each:
+Recorded passes have memory of their own, so forwards and backwards each have a peak::
 
-    there[t]   without values that are made elsewhere, and with those that are sent, until the pass is over
-    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have yet to leave to weight
-               passes, where those run apart
+    there[t]   without values that are made elsewhere, and with sent values, until the pass ends
+    back[t]    the gradients that wait, or are to be sent, less what the layers up to step t have
+               yet to leave to weight-gradient passes, where those run apart
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from typing import Protocol
 
 from ortools.sat.python import cp_model
 
-from placer.solver.cpsat.peak_steps import Row, rows_of_inference, rows_of_training, rows_recorded
+from placer.solver.cpsat.peak_steps import (
+    PeakStep,
+    inference_peak_steps,
+    recorded_peak_steps,
+    training_peak_steps,
+)
 from placer.solver.problem import Problem, Value
 from placer.solver.reduce import Reduction
 
@@ -44,30 +49,29 @@ class Place(Protocol):
         """The program."""
 
     def here(self, node: int) -> Literal:
-        """A literal that holds if the node is there."""
+        """Return a literal that holds if the node is there."""
 
     def share(self, node: int) -> Term:
         """1 if the node is there, else 0."""
 
 
-class Moments:
+class PeakConstraints:
     """The worst moments of the places of one program.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         unit: bytes are divided by it, and rounded down.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, unit: int) -> None:
         self._problem, self._nodes, self._unit = problem, nodes, unit
-        self._of_training = cache(partial(rows_of_training, problem, nodes))
-        self._recorded = cache(partial(rows_recorded, problem, nodes))
-        self._of_inference = cache(partial(rows_of_inference, problem))
+        self._of_training = cache(partial(training_peak_steps, problem, nodes))
+        self._recorded = cache(partial(recorded_peak_steps, problem, nodes))
+        self._of_inference = cache(partial(inference_peak_steps, problem))
 
     def of_training(self, place: Place, limit_bytes: int) -> tuple[Term, Term]:
-        """What one micro-batch keeps at a place, and what it needs there at its worst moment: at
-        least, and in units.
+        """Return what one micro-batch keeps at a place, and its peak there: lower bounds, in units.
 
         Args:
             place: a device or a stage.
@@ -76,14 +80,13 @@ class Moments:
         return self._at(place).written(self._of_training(limit_bytes))
 
     def recorded(self, place: Place, limit_bytes: int) -> tuple[Term, Term, Term]:
-        """What recorded passes have at a place: at least, and in units, as ``memory.Recorded`` has
-        it.
+        """Return the memory of recorded passes at a place, as in ``memory.Recorded``.
 
-        Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. It takes the arguments of ``of_training``.
 
         Returns:
-            What each micro-batch has for itself; what it has beside where there are several; what
-            they share.
+            The bytes of each micro-batch, its further bytes where there are several, and the bytes
+            that all share.
         """
         problem, nodes, unit = self._problem, self._nodes, self._unit
         ahead, back = self._at(place).written_recorded(self._recorded(limit_bytes))
@@ -97,25 +100,24 @@ class Moments:
         return ahead + crossing, landing, shared + back
 
     def of_inference(self, place: Place, limit_bytes: int) -> Iterator[Term]:
-        """What a place needs beside its state at each moment that may be its worst: at least, and
-        in units.
+        """Yield the memory of a place, without its state, at each step that may be its peak.
 
-        Arguments are those of ``of_training``.
+        The terms are lower bounds, in units. It takes the arguments of ``of_training``.
         """
         return self._at(place).of_inference(self._of_inference(limit_bytes))
 
-    def _at(self, place: Place) -> _Moment:
-        return _Moment(place, self._problem, self._nodes, self._unit)
+    def _at(self, place: Place) -> _PlacePeaks:
+        return _PlacePeaks(place, self._problem, self._nodes, self._unit)
 
 
 def _of_layers(place: Place, nodes: Reduction, sizes: Sequence[int], unit: int) -> Term:
-    """The sum of the sizes of the layers that are there, each in units."""
+    """Return the sum of the sizes of the layers that are there, each in units."""
     by_node = [sum(sizes[layer] // unit for layer in layers) for layers in nodes.nodes]
     return sum(size * place.share(node) for node, size in enumerate(by_node) if size)
 
 
 def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
-    """The largest of the sizes of the layers that are there."""
+    """Return the largest of the sizes of the layers that are there."""
     by_node = [max(sizes[layer] for layer in layers) for layers in nodes.nodes]
     terms = [size * place.share(node) for node, size in enumerate(by_node) if size]
     able = [term for term in terms if not _is_never(term)]
@@ -128,9 +130,7 @@ def _largest(place: Place, nodes: Reduction, sizes: Sequence[int]) -> Term:
 
 
 def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tuple[Term, Term]:
-    """What has its place beside passes, for one micro-batch: ``memory.crossing_bytes`` and
-    ``landing_bytes``.
-    """
+    """Return ``memory.crossing_bytes`` and ``landing_bytes`` of a place for one micro-batch."""
     crossing: Term = 0
     landing: Term = 0
     for value in problem.values:
@@ -156,12 +156,12 @@ def _crossing(place: Place, problem: Problem, nodes: Reduction, unit: int) -> tu
 
 
 def _is_never(term: Term) -> bool:
-    """Whether the term is the number 0: of what cannot be there."""
+    """Return whether the term is the number 0: of what cannot be there."""
     return isinstance(term, int) and term == 0
 
 
 def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
-    """A literal that holds if any of the terms is 1."""
+    """Return a literal that holds if any of the terms is 1."""
     literal = place.cp.new_bool_var("")
     for term in terms:
         place.cp.add(literal >= term)
@@ -170,8 +170,9 @@ def _at_least(place: Place, terms: Sequence[Term]) -> cp_model.IntVar:
 
 @dataclass
 class _Sum:
-    """A running sum: terms by the step at which they are added, and what they came to at the steps
-    asked for.
+    """A running sum.
+
+    Terms by the step at which they are added, and what they came to at the steps asked for.
     """
 
     cp: cp_model.CpModel
@@ -182,14 +183,14 @@ class _Sum:
     least: int = 0
 
     def add(self, step: int, size: int, term: Term) -> None:
-        """So much more from a step on, where the term is 1."""
+        """Add this size from a step on, where the term is 1."""
         if _is_never(term):
             return
         self.terms.setdefault(step, []).append(size * term)
         self.most += max(size, 0)
 
     def at(self, step: int) -> Term:
-        """The sum of all terms at a step or before; steps must be asked for in order."""
+        """Return the sum of all terms at a step or before; steps must be asked for in order."""
         news = [
             term for past in range(self.done + 1, step + 1) for term in self.terms.get(past, ())
         ]
@@ -201,7 +202,7 @@ class _Sum:
         return self.total
 
 
-class _Moment:
+class _PlacePeaks:
     """Writes the constraints of one place."""
 
     def __init__(self, place: Place, problem: Problem, nodes: Reduction, unit: int) -> None:
@@ -209,8 +210,8 @@ class _Moment:
         self._cp = place.cp
         self._either: dict[tuple[int, int], cp_model.IntVar] = {}
 
-    def written(self, rows: Sequence[Row]) -> tuple[Term, Term]:
-        """The variables ``kept`` and ``moment``."""
+    def written(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
+        """Return the variables ``kept`` and ``moment``."""
         there, back, kept = (_Sum(self._cp) for _ in range(3))
         for step, layer in enumerate(self._problem.layers):
             size = layer.saved_bytes // self._unit
@@ -245,10 +246,10 @@ class _Moment:
                 >= sum(size * share(self._nodes.node_of[layer]) for layer, size in enumerate(steps))
             )
         for row, here in self._able(rows):
-            self._add_row(moment, row, here, (there if row.forwards else back).at(row.step))
+            self._add_step(moment, row, here, (there if row.forwards else back).at(row.step))
         return all_kept, moment
 
-    def written_recorded(self, rows: Sequence[Row]) -> tuple[Term, Term]:
+    def written_recorded(self, rows: Sequence[PeakStep]) -> tuple[Term, Term]:
         """Two variables: the worst moment forwards, and that backwards."""
         there, back = _Sum(self._cp), _Sum(self._cp)
         for step, layer in enumerate(self._problem.layers):
@@ -270,16 +271,17 @@ class _Moment:
             most = held.most + max((row.workspace for row in mine), default=0) // self._unit
             moment = self._cp.new_int_var(0, most, "moment")
             for row, here in self._able(mine):
-                self._add_row(moment, row, here, held.at(row.step), may_fall=not forwards)
+                self._add_step(moment, row, here, held.at(row.step), may_fall=not forwards)
             # what is kept, and what is sent, stays when the pass is over
             if forwards:
                 self._cp.add(moment >= held.at(len(self._problem.layers)))
             worst.append(moment)
         return worst[0], worst[1]
 
-    def of_inference(self, rows: Sequence[Row]) -> Iterator[Term]:
-        """What is live, and the workspace: at each step, wherever its layer is, as values arrive
-        then.
+    def of_inference(self, rows: Sequence[PeakStep]) -> Iterator[Term]:
+        """Yield the live values and the workspace at each step, wherever its layer is.
+
+        Values arrive at steps of other devices too.
         """
         changes: dict[int, list[tuple[int, Literal]]] = defaultdict(list)
         for index, value in enumerate(self._problem.values):
@@ -299,24 +301,22 @@ class _Moment:
             if news or not _is_never(here):
                 yield cp_model.LinearExpr.sum([*live.values(), row.workspace // self._unit * here])
 
-    def _able(self, rows: Iterable[Row]) -> Iterator[tuple[Row, cp_model.IntVar]]:
-        """Those of layers that can be there, each with the literal that holds if it is."""
+    def _able(self, rows: Iterable[PeakStep]) -> Iterator[tuple[PeakStep, cp_model.IntVar]]:
+        """Yield the rows of layers that can be there, each with the literal that holds if it is."""
         for row in rows:
             here = self._here(row.step)
             if here is not None:
                 yield row, here
 
-    def _add_row(
+    def _add_step(
         self,
         moment: cp_model.IntVar,
-        row: Row,
+        row: PeakStep,
         here: cp_model.IntVar,
         held: Term,
         may_fall: bool = False,
     ) -> None:
-        """If the layer is there, the moment is no less than what is held at its step and its
-        workspace.
-        """
+        """Require the peak to include the held bytes and workspace of the layer, if it is here."""
         node, workspace = self._nodes.node_of[row.step], row.workspace // self._unit
         # what is held at its step counts where the layer is
         if row.waiting or may_fall:
@@ -340,8 +340,9 @@ class _Moment:
     # What holds from a step on
 
     def _live(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """In inference: a reader that has yet to run is there, or the source, until the last one
-        has run.
+        """Yield when a value is live in inference: until its last reader has run.
+
+        A later reader is there, or the source.
         """
         readers = value.readers
         *later, _ = self._prefixes((value.source, *reversed(readers)))[::-1]
@@ -350,7 +351,7 @@ class _Moment:
         )
 
     def _held(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards: a layer that keeps the value is there, or one that reads it later."""
+        """Yield when a value is held forwards: a layer that keeps it or reads it later is there."""
         if value.source in value.keepers:
             yield value.source, self._here(value.source)
         keeper = self._prefixes(value.keepers)[-1] if value.keepers else None
@@ -361,9 +362,7 @@ class _Moment:
             yield step, self._any(keeper, waits)
 
     def _own(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Forwards, of recorded passes: the same where the value is made, or it is sent, until the
-        pass is over.
-        """
+        """Yield when a recorded forward pass holds a value: made here; kept, awaited or sent."""
         source = self._here(value.source)
         if source is None:
             return
@@ -373,7 +372,7 @@ class _Moment:
             yield step, self._any(own, sent) if step > value.source else own
 
     def _sent(self, value: Value) -> Literal:
-        """The value is made here and kept by nobody here, and a reader is elsewhere."""
+        """Return a literal for: the value is made here, kept by nobody here, read elsewhere."""
         node_of = self._nodes.node_of
         source, readers = node_of[value.source], {node_of[reader] for reader in value.readers}
         keepers = {node_of[keeper] for keeper in value.keepers}
@@ -385,13 +384,11 @@ class _Moment:
         return _at_least(self._place, [share(source) - share(reader) - kept for reader in others])
 
     def _kept(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """A layer that keeps the value is there, and has run."""
+        """Yield when a value is kept: a layer that keeps it is there, and has run."""
         yield from zip(value.keepers, self._prefixes(value.keepers), strict=True)
 
     def _gradient(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: a reader's gradient waits for the source, or is here for an earlier reader's
-        to be added.
-        """
+        """Yield when a gradient waits backwards: for its source, or for another gradient."""
         source, readers = self._here(value.source), value.readers
         earlier, later = self._prefixes(readers), self._prefixes(readers[::-1])[::-1]
         if value.source + 1 < readers[0]:
@@ -401,17 +398,13 @@ class _Moment:
         yield readers[-1], None
 
     def _rest(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: what the last reader's gradient is a slice of, while it waits here for the one
-        before; or ties.
-        """
+        """Yield when the rest of a sliced gradient waits backwards for the reader before."""
         *others, last = value.source, *value.readers
         yield value.rest_from, self._both(self._here(last), self._prefixes(others)[-1])
         yield value.rest_until, None
 
     def _staying(self, value: Value) -> Iterator[tuple[int, Literal]]:
-        """Backwards: the gradient of a reader that is here waits for the source, or is to be sent
-        after the pass.
-        """
+        """Yield when a reader's gradient stays in a recorded pass: for its source, or to go out."""
         before = value.source + 1
         for reader, later in zip(
             value.readers, self._prefixes(value.readers[::-1])[::-1], strict=True
@@ -427,14 +420,14 @@ class _Moment:
         return self._place.here(self._nodes.node_of[layer])
 
     def _prefixes(self, layers: Sequence[int]) -> list[Literal]:
-        """For each layer, whether it or one before it in the list is here."""
+        """Return, for each layer, a literal that holds if it or a previous one is here."""
         found: list[Literal] = []
         for layer in layers:
             found.append(self._any(found[-1] if found else None, self._here(layer)))
         return found
 
     def _any(self, one: Literal, other: Literal) -> Literal:
-        """A literal that holds if one of two does."""
+        """Return a literal that holds if one of two does."""
         if one is None or other is None or one is other:
             return other if one is None else one
         key = (min(one.index, other.index), max(one.index, other.index))
@@ -445,7 +438,7 @@ class _Moment:
         return self._either[key]
 
     def _both(self, one: Literal, other: Literal) -> Literal:
-        """A literal that holds if both do."""
+        """Return a literal that holds if both do."""
         if one is None or other is None or one is other:
             return None if one is None else other
         both = self._cp.new_bool_var("")

@@ -1,5 +1,4 @@
-"""The steps at which a device may need the most, whatever is on it: only they have rules in an
-integer program.
+"""The steps at which a device may reach its peak: only these have rules in an integer program.
 
 Each function leaves out the steps that keep a device within ``limit_bytes`` with all layers on it.
 """
@@ -10,12 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from placer.solver import memory
+from placer.solver.bounds.memory_bounds import most_use_bytes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 
 @dataclass(frozen=True)
-class Row:
+class PeakStep:
     """A step whose need may be the largest, forwards or backwards.
 
     Attributes:
@@ -31,15 +31,12 @@ class Row:
     waiting: bool
 
 
-def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order, each of the two ways for itself."""
+def recorded_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
+    """Return the steps that may need the most, in order, each of the two ways for itself."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     moments = memory.moments_recorded(problem, everything)
     chunks = problem.request.chunks
-    all_bytes = memory.footprint(problem, everything).total_bytes(
-        chunks, backwards=problem.backwards(chunks)
-    )
-    all_bytes += 2 * chunks * memory.most_crossing_bytes(problem)
+    all_bytes = most_use_bytes(problem)
     waits = _may_wait(problem)
     rows = []
     for forwards in (True, False):
@@ -53,13 +50,13 @@ def rows_recorded(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[
             node, need = nodes.node_of[step], steps[step][1]
             wait = waits[not forwards][step]
             if need + wait > before[node] and beside + often * sum(steps[step]) > limit_bytes:
-                rows.append(Row(step, forwards, need, wait > 0))
+                rows.append(PeakStep(step, forwards, need, wait > 0))
             before[node] = max(before[node], need)
     return sorted(rows, key=lambda row: row.step)
 
 
-def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order."""
+def training_peak_steps(problem: Problem, nodes: Reduction, limit_bytes: int) -> list[PeakStep]:
+    """Return the steps that may need the most, in order."""
     everything = memory.Held(list(range(len(problem.layers))), list(problem.values))
     kept = memory.kept_by_step(problem, everything)
     moments = memory.moments_of_training(problem, everything, kept)
@@ -84,13 +81,13 @@ def rows_of_training(problem: Problem, nodes: Reduction, limit_bytes: int) -> li
             )
             # A later step of the same node, or the other one of this, keeps no less.
             if need + wait > later[node] and beside + sum(there) > limit_bytes:
-                rows.append(Row(step, forwards, need, wait > 0))
+                rows.append(PeakStep(step, forwards, need, wait > 0))
             later[node] = max(later[node], need)
     return rows[::-1]
 
 
-def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
-    """The steps that may need the most, in order."""
+def inference_peak_steps(problem: Problem, limit_bytes: int) -> list[PeakStep]:
+    """Return the steps that may need the most, in order."""
     values: Counter[int] = Counter()
     for value in problem.values:
         memory.between(values, value.source, value.readers[-1] + 1, value.held_bytes)
@@ -98,14 +95,14 @@ def rows_of_inference(problem: Problem, limit_bytes: int) -> list[Row]:
     state = sum(layer.param_bytes + layer.buffer_bytes for layer in problem.layers)
     workspaces = [layer.forward_workspace_bytes for layer in problem.layers]
     return [
-        Row(step, True, workspace, held > 0)
+        PeakStep(step, True, workspace, held > 0)
         for step, (held, workspace) in enumerate(zip(live, workspaces, strict=True))
         if held + workspace and state + held + workspace > limit_bytes
     ]
 
 
 def _may_wait(problem: Problem) -> tuple[list[int], list[int]]:
-    """By step, the most bytes of values that may wait there, and of gradients."""
+    """Return, by step, the most bytes of values that may wait there, and of gradients."""
     values: Counter[int] = Counter()
     gradients: Counter[int] = Counter()
     for value in problem.values:

@@ -6,9 +6,45 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ortools.sat.python import cp_model
+
+
+class OperationsPerWork(NamedTuple):
+    """Operations that count as one unit of work, about a second of one core of 2020.
+
+    Work makes searches that CP-SAT does not run comparable with its deterministic time.
+
+    Attributes:
+        numbers: table entries of cuts of a linear order.
+        ends: layers and ends of values for which the tables are built.
+        pairs: pairs of ideals of neighbouring frontiers.
+        order_pairs: the same for a known order of classes, which is cheaper.
+        cuts: minimum cuts of windows of stages.
+        footprints: sets of nodes whose memory is computed.
+        labels: labels of sweeps.
+        labels_of_a_search: the fixed cost of a sweep, in labels.
+        maps: complete placements that are evaluated.
+        scheduled_ends: ends of values times devices in list schedules.
+        layers: layers whose finish time local search recomputes.
+    """
+
+    numbers: int = 100_000_000
+    ends: int = 60_000
+    pairs: int = 5_000_000
+    order_pairs: int = 30_000_000
+    cuts: int = 15_000
+    footprints: int = 3_000
+    labels: int = 2_000_000
+    labels_of_a_search: int = 20_000
+    maps: int = 200
+    scheduled_ends: int = 1_000_000
+    layers: int = 2_000_000
+
+
+PER_WORK = OperationsPerWork()
+
 
 SUBSOLVERS = ("default_lp", "quick_restart_no_lp")
 """What a few workers take turns at: one that reckons with bounds and one that learns fast."""
@@ -47,7 +83,7 @@ class Meter:
 
     @property
     def left(self) -> float:
-        """What may still be done."""
+        """The work that may still be done."""
         return self.limit - self.done
 
 
@@ -84,10 +120,10 @@ class Program(Protocol):
         """The program."""
 
     def read(self, value: Value) -> list[int]:
-        """By layer, its device, from the values of a solution."""
+        """Return, by layer, its device, from the values of a solution."""
 
     def in_unit(self, bound: float) -> float:
-        """A bound in the objective's own unit."""
+        """Return a bound in the objective's own unit."""
 
 
 def run(program: Program, limits: Limits) -> Answer:
@@ -131,7 +167,7 @@ class _Progress(cp_model.CpSolverSolutionCallback):
         self._program, self._report = program, report
 
     def on_solution_callback(self) -> None:
-        """Called by the solver."""
+        """Report the solution; CP-SAT calls this."""
         self._report(
             self._program.read(self.value), self._program.in_unit(self.best_objective_bound)
         )

@@ -1,6 +1,4 @@
-"""Between which stages a node can be at all, if no stage may take longer than a bottleneck that is
-known.
-"""
+"""Windows of stages: where a node can be if no stage exceeds a known bottleneck."""
 
 from __future__ import annotations
 
@@ -9,23 +7,24 @@ from collections.abc import Sequence
 from itertools import compress
 from math import inf
 
-from placer.solver.cpsat.capacity import most_state, state_of
-from placer.solver.cpsat.memory_constraints import can_bind
-from placer.solver.problem import Problem, arcs_of
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.bounds.memory_bounds import can_bind, state_of_nodes
+from placer.solver.cpsat.capacity import most_state
+from placer.solver.problem import ROUNDING, Problem, arcs_of
+from placer.solver.reduce import Reduction
 
 MOST_NODES = 2_000
+"""Nodes above which sets of predecessors, with a bit per node, take seconds."""
 
 
 def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[tuple[int, int]]:
-    """By node, the first and the last stage that it can be at in a contiguous placement.
+    """Return, by node, the first and the last stage that it can be at in a contiguous placement.
 
     All that a node depends on is at its stage or before, so it cannot be at stage p if that is more
     work than p + 1 stages do in ``upper_ms`` each, or more state than they hold; the same from the
     end. Work is reckoned on the fastest device.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         upper_ms: no stage may take longer.
     """
@@ -35,13 +34,13 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
         return anywhere
     work = [_least_work(problem, layers) for layers in nodes.nodes]
     before, behind = neighbourhood(problem, nodes)
-    most = upper_ms * (1 + SLACK)
+    most = upper_ms * (1 + ROUNDING)
     room = most_state(problem, nodes, upper_ms) if can_bind(problem) else [inf]
-    state = state_of(problem, nodes).tolist()
+    state = state_of_nodes(problem, nodes)
     windows = []
     for node in range(count):
-        first = min(int(_total(work, before[node]) / most - SLACK), stages - 1)
-        behind_it = int(_total(work, behind[node]) / most - SLACK)
+        first = min(int(_total(work, before[node]) / most - ROUNDING), stages - 1)
+        behind_it = int(_total(work, behind[node]) / most - ROUNDING)
         first = max(first, _stages_to_hold(_total(state, before[node]), room) - 1)
         behind_it = max(behind_it, _stages_to_hold(_total(state, behind[node]), room) - 1)
         windows.append((first, stages - 1 - behind_it))
@@ -49,14 +48,15 @@ def stage_windows(problem: Problem, nodes: Reduction, upper_ms: float) -> list[t
 
 
 def _stages_to_hold(size: float, room: Sequence[float]) -> int:
-    """How many stages it takes to hold so much state, by what so many can; one more than there are
-    if none do.
+    """Return how many stages it takes to hold so much state, by what so many can.
+
+    One more than there are if none do.
     """
-    return bisect_left(room, size * (1 - SLACK))
+    return bisect_left(room, size * (1 - ROUNDING))
 
 
 def neighbourhood(problem: Problem, nodes: Reduction) -> tuple[list[int], list[int]]:
-    """By node, itself and all that it depends on, as bits, and itself and all that depend on it."""
+    """Return, by node, what it depends on and what depends on it, itself included, as bits."""
     count = len(nodes.nodes)
     arcs = nodes.arcs(arcs_of(problem.values))
     before = _reached(count, [(reader, source) for source, reader in arcs], range(count))
@@ -70,8 +70,9 @@ def _least_work(problem: Problem, layers: Sequence[int]) -> float:
 
 
 def _reached(count: int, arcs: Sequence[tuple[int, int]], order: Sequence[int]) -> list[int]:
-    """By node, itself and all that can be reached, as bits; ``order`` has the targets of arcs
-    first.
+    """Return, by node, itself and all that can be reached, as bits.
+
+    ``order`` has the targets of arcs first.
     """
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in arcs:
@@ -95,6 +96,6 @@ _DIGITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
 def members(bits: int) -> list[int]:
-    """The nodes that are set."""
+    """Return the nodes that are set."""
     digits = bin(bits)[:1:-1].encode().translate(_DIGITS)
     return list(compress(range(len(digits)), digits))

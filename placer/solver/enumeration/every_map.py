@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import inf
 
 from placer.solver import costs
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.enumeration import maps
 from placer.solver.search import Search
 
@@ -27,7 +28,7 @@ def try_all(search: Search) -> list[int] | None:
     every = maps.few(problem, search.nodes)
     nearest: tuple[float, list[int]] = (inf, [])
     for devices in every or ():
-        if search.counted(maps.EVALUATION):
+        if search.counted(1 / PER_WORK.maps):
             return None
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is None or result.objective_value > search.value:

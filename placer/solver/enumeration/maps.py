@@ -1,12 +1,11 @@
-"""Every map of a question whose layers and devices are few, and how far a map is from what memory
-allows.
+"""Enumeration of all maps of a small problem, and the distance of a map from the memory limits.
 
-Where the model is no row, bounds know little: of few maps each is simulated, which proves the best
-one, or that there is none. Devices that are alike are taken in their order, as exchanging them
-changes nothing.
+Where the model is not a chain, bounds are weak. If there are few maps, simulating each of them
+proves the best one, or that none is feasible. Devices that are alike are taken in their order, as
+exchanging them changes nothing.
 
-A map is what it costs in one order of its stages (see ``costs``). Where values allow another one,
-its step may be shorter in that, so that no bound is made of it.
+A map is evaluated in one order of its stages (see ``costs``). Where values allow another order, its
+step may be shorter, so the enumeration gives no bound.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from placer.solver.problem import Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 MOST = 1_000
-"""So many maps are few."""
-
-EVALUATION = 0.005
-"""The work of evaluating one, in the measure of ``cpsat.Meter``."""
+"""The most maps that are enumerated: about five seconds."""
 
 
 def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list[int]] | None:
-    """By layer, its device, for every map; None if they are not few.
+    """Return, by layer, its device, for every map; None if they are not few.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         most: fewer than ``MOST`` that are few, where it is less.
     """
@@ -46,8 +42,9 @@ def few(problem: Problem, nodes: Reduction, most: float = MOST) -> Iterator[list
 
 
 def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterator[list[int]]:
-    """By node, its device; one with a device ``before`` it only where that is used by an earlier
-    node.
+    """Return, by node, its device.
+
+    One with a device ``before`` it only where that is used by an earlier node.
     """
     if len(taken) == len(nodes.nodes):
         yield taken
@@ -58,14 +55,15 @@ def _maps(nodes: Reduction, before: dict[int, int], taken: list[int]) -> Iterato
 
 
 def has_one_order(problem: Problem, assignment: Sequence[int], stages: Sequence[int]) -> bool:
-    """Whether the stages of a map can follow one another in no other order."""
+    """Return whether the stages of a map can follow one another in no other order."""
     feeds = {(assignment[source], assignment[reader]) for source, reader in arcs_of(problem.values)}
     return not problem.contiguous or all(pair in feeds for pair in pairwise(stages))
 
 
 def short_bytes(problem: Problem, assignment: list[int]) -> float:
-    """What devices lack together for a map, in bytes; infinite if it breaks a requirement other
-    than memory.
+    """Return the bytes that devices lack together for a map.
+
+    It is infinite if the map breaks a requirement other than memory.
     """
     result = costs.evaluate(problem, assignment) if costs.allowed(problem, assignment) else None
     if result is None:

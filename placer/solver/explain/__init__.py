@@ -1,3 +1,1 @@
-"""What is said of an answer beside its numbers: why there is none, what limits it and what would
-help.
-"""
+"""Explanations of an answer: why no placement exists, what limits it and what would help."""

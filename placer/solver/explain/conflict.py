@@ -1,16 +1,16 @@
-"""The smallest group of requirements that cannot hold together, in words.
+"""The smallest set of requirements that cannot hold together, in words.
 
-First requirements are left out one by one, as long as those that stay cannot hold. Then a smaller
-group is looked for. Of a set of requirements it can be tried whether some placement meets them all.
-What a placement leaves unmet is a
-correction: every group that cannot hold has one of its requirements in it. So a smallest set that
-has one of every correction known is looked for; if no placement meets it, it is the group, else
-what meets it gives another correction.
+First, requirements are left out one by one, as long as the others cannot hold. Then a smaller set
+is sought. For a set of requirements, a search can try whether some placement meets them all. The
+requirements that a placement leaves unmet are a correction: every conflicting set contains one of
+them. So the search takes a smallest set that hits every known correction. If no placement meets it,
+it is the answer; otherwise the placement gives another correction.
 
-Under objective ``step`` a placement may be one of any number of micro-batches, schedule and kind:
-the ways.
+Under objective ``step`` a placement may have any number of micro-batches, any schedule and kind, so
+there are several questions::
 
-    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d  ->  {a, c} {b, c} {d}  ->  {c, d} ...
+    corrections {a, c} {b, c}  ->  {c} is tried: a placement meets it, without d
+                               ->  {a, c} {b, c} {d}  ->  {c, d} ...
 
 Source: Ignatiev et al., "Smallest MUS extraction with minimal hitting set dualization", CP 2015.
 """
@@ -26,19 +26,18 @@ from ortools.sat.python import cp_model
 
 from placer.schema import Infeasibility, Link, PlacementRequest
 from placer.solver import costs
+from placer.solver.bounds import memory_bounds
 from placer.solver.chain import optimal_cuts
 from placer.solver.components import closed_groups
-from placer.solver.cpsat import memory_constraints
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Answer
 from placer.solver.explain.display_names import listed
 from placer.solver.explain.infeasible import CONTRADICTION, plain_reason
-from placer.solver.problem import Problem
+from placer.solver.problem import LARGEST_BYTES, ROUNDING, Problem
 from placer.solver.reduce import Reduction, reduced
 from placer.solver.step.choices import bottleneck_of
 from placer.utils.units import bytes_text
 
-AMPLE_BYTES = 2**60
 FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
 
 Numbers = frozenset[int]
@@ -68,11 +67,11 @@ class Requirement:
 def explained(
     ways: Sequence[Problem], reason: Infeasibility, search: Search, over: Callable[[], bool]
 ) -> Infeasibility:
-    """The reason with the group of requirements that cannot hold together, as far as time allows.
+    """Return the reason with the smallest conflicting set of requirements, if time allows.
 
     Args:
-        ways: what is asked, and cannot be: any of them would do.
-        reason: why, as far as it is known.
+        ways: the infeasible questions; a placement for any of them would be one.
+        reason: the reason as far as it is known.
         search: looks for a placement.
         over: whether the time is over.
     """
@@ -91,7 +90,7 @@ def explained(
 
 
 def requirements(ways: Sequence[Problem]) -> list[Requirement]:
-    """All that is asked of a placement, whatever the way, but what every placement meets."""
+    """Return all that is asked of a placement, whatever the way, but what every placement meets."""
     every = [
         [*_of_layers(problem), *_of_numbers(problem), *_of_devices(problem)] for problem in ways
     ]
@@ -140,7 +139,7 @@ def _of_devices(problem: Problem) -> Iterator[Requirement]:
     count = range(len(problem.devices))
     if any(problem.links[a][b] is None for a in count for b in count if a != b):
         yield Requirement("values pass only where there is a link: some are missing", "links")
-    most = memory_constraints.use_of_all(problem)
+    most = memory_bounds.most_use_bytes(problem)
     for index, device in enumerate(problem.devices):
         if device.usable_bytes < most:
             yield Requirement(
@@ -166,8 +165,9 @@ class Conflict:
         self._corrections: list[Numbers] = []
 
     def irreducible(self) -> Numbers:
-        """A group of which none can be left out, as far as time allows; empty if all of it is not
-        known to conflict.
+        """Return a group of which none can be left out, as far as time allows.
+
+        Empty if all of it is not known to conflict.
         """
         group = self._everyone
         if self._met_with(group) != IMPOSSIBLE:
@@ -181,7 +181,7 @@ class Conflict:
         return group
 
     def smallest(self, known: Numbers) -> Numbers | None:
-        """A smallest group; None if the time does not suffice.
+        """Return a smallest group; None if the time does not suffice.
 
         Args:
             known: a group, which is taken if none is smaller.
@@ -201,7 +201,7 @@ class Conflict:
         return frozenset(range(len(self.all)))
 
     def _grown(self, met: Numbers) -> Numbers:
-        """As many requirements as one placement can be found to meet, with these among them."""
+        """Return a maximal superset of these requirements that one found placement meets."""
         for number in sorted(self._everyone - met):
             more = (
                 self._met_with(met | {number}) if number not in met and not self._over() else None
@@ -210,7 +210,7 @@ class Conflict:
         return met
 
     def _met_with(self, numbers: Numbers) -> Numbers | None:
-        """What a placement that meets some requirements meets in all; None if it is not known."""
+        """Return all requirements that a placement for some of them meets, or None if unknown."""
         known = True
         for problem in self._ways:
             for shape in self._shapes(problem, numbers):
@@ -221,7 +221,7 @@ class Conflict:
         return IMPOSSIBLE if known else None
 
     def _shapes(self, problem: Problem, numbers: Numbers) -> list[bool]:
-        """Whether stages may be contiguous, and may be otherwise, where that is all that is asked."""
+        """Return whether stages may be contiguous, and otherwise, as nothing else is required."""
         if not any(requirement.kind == "contiguous" for requirement in self.all):
             return [problem.contiguous]
         asked = any(self.all[number].kind == "contiguous" for number in numbers)
@@ -229,7 +229,7 @@ class Conflict:
         return [True] if asked else [True, False]
 
     def _met_in(self, easier: Problem, numbers: Numbers) -> Numbers | None:
-        """The same for one way that has no other requirements."""
+        """Return the same for one way that has no other requirements."""
         loose = bottleneck_of(easier) if easier.request.objective == "step" else easier
         nodes = reduced(loose)
         if plain_reason(loose, nodes) is not None:
@@ -262,16 +262,16 @@ class Conflict:
         if most_ms is None or not any(self.all[number].kind == "bottleneck" for number in numbers):
             return PlacementModel(easier, nodes, any_will_do=True)
         return PlacementModel(
-            replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + costs.ROUNDING)
+            replace(easier, request=_timed(easier)), nodes, upper=most_ms * (1 + ROUNDING)
         )
 
     def _only(self, problem: Problem, numbers: Numbers, contiguous: bool) -> Problem:
-        """The problem with no other requirements than these."""
+        """Return the problem with no other requirements than these."""
         count = len(problem.devices)
         asked = [self.all[number] for number in sorted(numbers)]
         kinds = {requirement.kind for requirement in asked}
         limited = {requirement.device for requirement in asked if requirement.kind == "limit"}
-        ample = {"memory_bytes": AMPLE_BYTES, "reserve_bytes": 0}
+        ample = {"memory_bytes": LARGEST_BYTES, "reserve_bytes": 0}
         return replace(
             problem,
             allowed=_allowed(problem, asked),
@@ -290,7 +290,7 @@ class Conflict:
         )
 
     def _met_by(self, devices: Sequence[int], easier: Problem) -> Numbers:
-        """The requirements that an answer to an easier problem meets."""
+        """Return the requirements that an answer to an easier problem meets."""
         result = costs.evaluate(easier, devices)
         assert result is not None  # the model refuses missing links and cycles
         use = [memory.total_bytes for memory in result.least_memory]
@@ -316,21 +316,22 @@ class Conflict:
 
 
 def _in_time(problem: Problem, result: costs.Costs) -> bool:
-    """Whether no device is busier than is asked for."""
+    """Return whether no device is busier than is asked for."""
     most_ms = problem.request.bottleneck_ms
-    return most_ms is None or max(result.load_ms) <= most_ms * (1 + costs.ROUNDING)
+    return most_ms is None or max(result.load_ms) <= most_ms * (1 + ROUNDING)
 
 
 def _passes(problem: Problem, devices: Sequence[int], in_time: bool) -> bool:
-    """Whether values pass over the links that there are; where all was in time without, in time
-    over them.
+    """Return whether values pass over the links that there are.
+
+    Where all was in time without, in time over them.
     """
     result = costs.evaluate(problem, devices)
     return result is not None and (_in_time(problem, result) or not in_time)
 
 
 def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[int], ...]:
-    """By layer, the devices that pins and bans leave."""
+    """Return, by layer, the devices that pins and bans leave."""
     allowed = [frozenset(range(len(problem.devices)))] * len(problem.layers)
     for requirement in asked:
         for layer in requirement.layers if requirement.kind in ("pin", "ban") else ():
@@ -342,7 +343,7 @@ def _allowed(problem: Problem, asked: Sequence[Requirement]) -> tuple[frozenset[
 
 
 def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
-    """Layers that share a device: colocated, or pinned to one."""
+    """Return layers that share a device: colocated, or pinned to one."""
     for device in {requirement.device for requirement in asked if requirement.kind == "pin"}:
         yield tuple(r.layers[0] for r in asked if r.kind == "pin" and r.device == device)
     for requirement in asked:
@@ -351,13 +352,14 @@ def _together(asked: Sequence[Requirement]) -> Iterator[tuple[int, ...]]:
 
 
 def _timed(problem: Problem) -> PlacementRequest:
-    """What is asked, but for the smallest bottleneck."""
+    """Return the request without its objective of a small bottleneck."""
     return problem.request.model_copy(update={"objective": "throughput"})
 
 
 def _hitting_set(count: int, sets: Sequence[Numbers]) -> Numbers:
-    """A smallest set of numbers that has one of each set; of those the one with the smallest
-    numbers.
+    """Return a smallest set of numbers that has one of each set.
+
+    Of those the one with the smallest numbers.
     """
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in range(count)]

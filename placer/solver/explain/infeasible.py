@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from placer.schema import Infeasibility
 from placer.solver import costs
-from placer.solver.bounds.least_memory import least_of_all, least_of_nodes
-from placer.solver.cpsat import memory_constraints
+from placer.solver.bounds import memory_bounds
+from placer.solver.bounds.memory_bounds import least_of_all, least_of_nodes
 from placer.solver.cpsat.model import PlacementModel
 from placer.solver.cpsat.runner import Answer, Limits, Meter
 from placer.solver.explain.display_names import listed
@@ -17,11 +17,14 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 from placer.utils.units import bytes_text, count_text
 
-CONTRADICTION = "the pins, forbidden devices, colocated layers, links, numbers and contiguity contradict each other"
+CONTRADICTION = (
+    "the pins, forbidden devices, colocated layers, links, numbers and contiguity "
+    "contradict each other"
+)
 
 
 def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A reason that can be seen without a search, or None."""
+    """Return a reason that can be seen without a search, or None."""
     return (
         _no_device_left(problem, nodes)
         or _wrong_numbers(problem, nodes)
@@ -31,7 +34,7 @@ def plain_reason(problem: Problem, nodes: Reduction) -> Infeasibility | None:
 
 
 def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A node whose layers, each for itself or together, may be on no device."""
+    """Return a node whose layers, each for itself or together, may be on no device."""
     for layer, devices in enumerate(problem.allowed):
         if not devices:
             name = problem.layers[layer].name
@@ -75,16 +78,15 @@ def _no_device_left(problem: Problem, nodes: Reduction) -> Infeasibility | None:
 
 
 def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """Fewer nodes than devices must be used, or more layers than the devices may hold, alone or
-    together.
-    """
+    """Return a reason if the required numbers of devices and layers per device cannot be met."""
     least, most = problem.least_devices, problem.most_layers
     if least > len(nodes.nodes):
         kept = "the colocated layers" + (
             ", kept together by contiguity," if problem.contiguous else ""
         )
         return Infeasibility(
-            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts that can be on devices of their own"
+            reason=f"min_devices = {least}: {kept} leave {len(nodes.nodes)} parts "
+            "that can be on devices of their own"
         )
     if most is None:
         return None
@@ -92,12 +94,14 @@ def _wrong_numbers(problem: Problem, nodes: Reduction) -> Infeasibility | None:
         if len(layers) > most:
             names = _names(problem, layers)
             return Infeasibility(
-                reason=f"max_layers = {most}: layers {listed(names)} must share a device, {len(names)} in all",
+                reason=f"max_layers = {most}: layers {listed(names)} must share a device, "
+                f"{len(names)} in all",
                 layers=names,
             )
     if most * problem.most_devices < len(problem.layers):
         return Infeasibility(
-            reason=f"max_layers = {most}: no more than {count_text(most * problem.most_devices, 'layer')} fit on "
+            reason=f"max_layers = {most}: no more than "
+            f"{count_text(most * problem.most_devices, 'layer')} fit on "
             f"{count_text(problem.most_devices, 'device')}; there are {len(problem.layers)}"
         )
     return None
@@ -108,8 +112,8 @@ def _one_group(problem: Problem, layers: tuple[int, ...]) -> bool:
 
 
 def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None:
-    """A node that no device which it may be on can hold."""
-    if not memory_constraints.can_bind(problem):
+    """Return a node that no device which it may be on can hold."""
+    if not memory_bounds.can_bind(problem):
         return None
     for node, need in enumerate(least_of_nodes(problem, nodes)):
         layers = nodes.nodes[node]
@@ -130,7 +134,8 @@ def _too_large_alone(problem: Problem, nodes: Reduction) -> Infeasibility | None
                 else "the largest limit allowed for it"
             )
             return Infeasibility(
-                reason=f"{subject} {bytes_text(need)}; {choice} is {bytes_text(device.usable_bytes)} "
+                reason=f"{subject} {bytes_text(need)}; {choice} is "
+                f"{bytes_text(device.usable_bytes)} "
                 f"({device.name}): {bytes_text(short[nearest])} short",
                 layers=names,
                 devices=_device_names(problem, short),
@@ -151,7 +156,8 @@ def _too_large_together(problem: Problem) -> Infeasibility | None:
         return None
     devices = _device_names(problem, able)
     return Infeasibility(
-        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} may use {bytes_text(there)} "
+        reason=f"the layers need at least {bytes_text(need)} in all; {listed(devices)} "
+        f"may use {bytes_text(there)} "
         f"together: {bytes_text(need - there)} short",
         devices=devices,
         short_bytes=need - there,
@@ -176,14 +182,12 @@ class Searcher:
 
 
 def searched_reason(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility:
-    """How near to its memory limits a placement can be, or that the other requirements contradict
-    each other.
-    """
+    """Return how near to its memory limits a placement can be, or that requirements contradict."""
     return _short_of_memory(problem, nodes, search) or Infeasibility(reason=CONTRADICTION)
 
 
 def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> Infeasibility | None:
-    if not memory_constraints.can_bind(problem):
+    if not memory_bounds.can_bind(problem):
         return None
     answer = search(PlacementModel(problem, nodes, relaxed=True))
     if answer.infeasible:
@@ -206,13 +210,13 @@ def _short_of_memory(problem: Problem, nodes: Reduction, search: Searcher) -> In
 def reason_of_closest(
     problem: Problem, devices: list[int], short: int = 0, found: str = ""
 ) -> Infeasibility:
-    """By how much the placement that comes closest to the memory limits passes them.
+    """Return by how much the placement closest to the memory limits exceeds them.
 
     Args:
-        problem: what is asked.
-        devices: by layer, its device; over the limits somewhere, with all links.
-        short: by how much every placement does at the least, in bytes; 0 where it is this one's.
-        found: what is to be said of it.
+        problem: the placement problem.
+        devices: by layer, its device; over some limit, with all links.
+        short: the least excess of every placement in bytes; 0 if it is this placement's.
+        found: the beginning of the sentence.
     """
     result = costs.evaluate(problem, devices)
     assert result is not None  # all that is missing is memory
@@ -223,7 +227,8 @@ def reason_of_closest(
     }
     worst = max(excess, key=lambda name: excess[name])
     return Infeasibility(
-        reason=f"no placement keeps every device within its memory: the closest{found} leaves {worst} "
+        reason=f"no placement keeps every device within its memory: "
+        f"the closest{found} leaves {worst} "
         f"{bytes_text(excess[worst])} short",
         layers=tuple(
             problem.layers[i].name

@@ -1,6 +1,4 @@
-"""What limits a placement, and what would help: found by solving the changed question, never by a
-rule of thumb.
-"""
+"""What limits a placement, and what would help: found by solving changed requests, not by rules."""
 
 from __future__ import annotations
 
@@ -18,28 +16,29 @@ from placer.schema import (
     Placement,
     PlacementRequest,
 )
+from placer.solver.problem import LARGEST_BYTES
 from placer.utils.units import bytes_text, count_text
 
 Solve = Callable[[PlacementRequest], Placement]
 
 MORE_MEMORY = 0.25
-"""By which share of its limit a device's memory is raised."""
+"""Increase of a device's memory, as a part of its limit: about the next larger card."""
 
 FASTER = 2.0
+"""Factor of a device's or a link's speed."""
 LONGER = 1.1
-"""By which a required throughput's bottleneck is relaxed."""
+"""Factor of a required bottleneck."""
 
 WORTH = 1e-4
-"""A gain below this is none."""
+"""Relative gain below which a change is not reported."""
 
-AMPLE_BYTES = 2**60
 UNLIMITED = "memory without limits"
 
 
 def limits_of(
     request: PlacementRequest, placement: Placement, solve: Solve, time_left_s: float
 ) -> Limits:
-    """What limits a placement, and what would help most.
+    """Return what limits a placement, and what would help most.
 
     Args:
         request: the question.
@@ -77,7 +76,10 @@ def _help(placement: Placement, words: str, value: float) -> Help:
 def _named(
     request: PlacementRequest, placement: Placement, unlimited: float | None
 ) -> tuple[Limiting, str]:
-    """The kind of what limits, and its words: memory, if the answer is better without its limits."""
+    """Return the kind of what limits, and its words.
+
+    Memory, if the answer is better without its limits.
+    """
     before = placement.objective_value or 0.0
     if unlimited is not None and unlimited < before * (1 - WORTH):
         better, now = (_value_text(request.objective, value) for value in (unlimited, before))
@@ -100,16 +102,17 @@ def _named(
 
 
 def _fullest(placement: Placement) -> str:
-    """The device that holds the most, and what most of it is."""
+    """Return the device that holds the most, and what most of it is."""
     load = max(placement.devices, key=lambda load: load.memory.total_bytes)
     sizes = load.memory.model_dump()
     kind = max(sizes, key=lambda name: sizes[name])
     what = kind.removesuffix("_bytes").replace("param", "parameter").replace("grad", "gradient")
-    return f"{load.device} holds {bytes_text(load.memory.total_bytes)}, {bytes_text(sizes[kind])} of it for {what}s"
+    total, part = bytes_text(load.memory.total_bytes), bytes_text(sizes[kind])
+    return f"{load.device} holds {total}, {part} of it for {what}s"
 
 
 def _too_much_for_fewer(request: PlacementRequest, placement: Placement) -> tuple[Limiting, str]:
-    """The larger of what all devices compute and transfer, which fewer do not do in time."""
+    """Return the larger of what all devices compute and transfer, which fewer do not do in time."""
     compute_ms = sum(load.compute_ms for load in placement.devices)
     transfers_ms = sum(load.send_ms + load.receive_ms for load in placement.devices)
     allowed = f"a device may be busy for {request.bottleneck_ms:.4g} ms"
@@ -128,7 +131,7 @@ def _value_text(objective: Objective, value: float) -> str:
 def _changes(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """In words and as a request, every change that is tried."""
+    """Yield every change to try, in words and as a request."""
     yield from _of_memory(request, placement)
     yield from _of_cluster(request)
     yield from _of_rules(request, placement)
@@ -137,10 +140,10 @@ def _changes(
 def _of_memory(
     request: PlacementRequest, placement: Placement
 ) -> Iterator[tuple[str, PlacementRequest]]:
-    """No limits at all, more memory where it may be short, and recomputing."""
+    """Yield requests without limits, with more memory where short, and with recomputation."""
     cluster = request.placed_on
     ample = tuple(
-        device.model_copy(update={"memory_bytes": AMPLE_BYTES}) for device in cluster.devices
+        device.model_copy(update={"memory_bytes": LARGEST_BYTES}) for device in cluster.devices
     )
     yield UNLIMITED, _with(request, cluster.model_copy(update={"devices": ample}))
     for number, load in enumerate(placement.devices):
@@ -155,7 +158,7 @@ def _of_memory(
 
 
 def _of_cluster(request: PlacementRequest) -> Iterator[tuple[str, PlacementRequest]]:
-    """A device more, and faster links."""
+    """Return a device more, and faster links."""
     cluster, most = request.placed_on, request.constraints.max_devices
     if most is not None and most < len(cluster.devices):
         yield f"max_devices = {most + 1}", _ruled(request, max_devices=most + 1)
@@ -186,8 +189,9 @@ def _of_rules(
 
 
 def _may_be_free(request: PlacementRequest) -> bool:
-    """Whether contiguity is a rule that can be left out: under objective ``step``, where it was
-    asked for.
+    """Return whether contiguity is a rule that can be left out.
+
+    Under objective ``step``, where it was asked for.
     """
     if request.objective != "step":
         return True
@@ -219,7 +223,7 @@ def _roomier(cluster: Cluster, number: int, more: int) -> Cluster:
 
 
 def _one_more(cluster: Cluster) -> Cluster:
-    """A copy of the last device, linked as it is, and with it over the first of its links."""
+    """Return a copy of the last device with its links, and a link to it like its first one."""
     old = cluster.devices[-1]
     names = {device.name for device in cluster.devices}
     name = next(

@@ -1,1 +1,1 @@
-"""Free placements: sets of layers that need not hang together, searched for and bounded from below."""
+"""Free placements: any sets of layers, improved by local search and bounded from below."""

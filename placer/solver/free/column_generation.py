@@ -1,25 +1,25 @@
-"""Shares: put a price on every node, and some device must hold its share of all prices.
+"""Bounds by prices of nodes: some device must hold its share of all prices.
 
-For any prices, let C be the most that devices which pay for no transfer can hold within the bottleneck that is known.
-The others hold the rest. Let n(k) of these be of kind k, and let shares u(k) add up to it::
+For any prices, let C be the most that devices which pay for no transfer can hold within the known
+bottleneck. The other devices hold the rest. Let n(k) of these be of kind k, and let shares u(k) add
+up to the rest::
 
     sum of n(k) u(k) over kinds k = sum of all prices - C
 
-Then some device of some kind k holds a set S with ``worth(S) >= u(k)``, and the bottleneck is at
-least the least load of such sets, of any kind: the least load(S) of one kind alone where all
-devices are alike. ``subset_sweep.py`` finds it, however the sets lie; shares are as what devices of
-the kinds can hold within a bottleneck that is tried. The prices are the duals of the set-covering
-program
+Then some device of some kind k holds a set S with ``worth(S) >= u(k)``. The bottleneck is at least
+the least load of such sets of any kind, which ``subset_sweep.py`` finds. Shares are proportional to
+what devices of the kinds can hold within the bottleneck that is tried. The prices are the duals of
+the set-covering program::
 
-    minimise the number of sets, each of load <= bottleneck, that hold every node once, n(k) of each
-    kind alike
+    minimise the number of sets, each of load <= bottleneck, that hold every node once,
+    with n(k) sets of each kind k
 
-solved by column generation: the set that is worth most by the prices joins the program, which gives
-new prices. These are kept near the best ones so far, in a box, or they would swing from end to end.
-The set is looked for among few, and among all only where none of the few is worth its share: then
-the prices may prove something. Where sets for K devices suffice for a bottleneck, as far as
-fractions of sets are sets, a smaller one is tried. Between bottlenecks prices are rounded to whole
-ones (``integer_prices.py``), which prove at once what the program's own come near to.
+Column generation solves it: the set that is worth most by the prices joins the program, which gives
+new prices. A box keeps these near the best ones so far, or they would oscillate. The set is sought
+among few labels, and among all only where none of the few is worth its share: then the prices may
+prove something. Where sets for K devices suffice for a bottleneck, in the linear relaxation, a
+smaller bottleneck is tried. Between bottlenecks prices are rounded to integers
+(``integer_prices.py``), which prove at once what the program's own prices come near to.
 
 Source: Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", 1961; du
 Merle, Villeneuve, Desrosiers and Hansen, "Stabilized column generation", 1999.
@@ -32,61 +32,83 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
+from typing import NamedTuple
 
 from placer.solver.bounds.work_sharing import prices_of_work
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.integer_prices import Whole, whole_part, whole_prices
 from placer.solver.free.set_covering import Covering, Owned
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Found, Stopped, Subsets
-from placer.solver.problem import Problem
+from placer.solver.problem import HALVINGS, ROUNDING, Problem
 from placer.solver.reduce import Reduction
 
-SLACK = 1e-9
-CLOSE = 1e-4
-NEAR, NEARER = 0.002, 0.0005
-"""Within so much of what is known, all of it is tried to be proven; of what cannot be, smaller
-groups are tried."""
+
+class _Labels(NamedTuple):
+    """Limits of the labels of a sweep at one step: more labels make sharper but slower bounds.
+
+    Attributes:
+        few: of searches for a set of worth.
+        first: of the first search for a bound, which may stand for long.
+        usual: of later searches for a bound, in the beginning.
+        most: of later searches for a bound.
+        kept: labels of all steps together, about 1 GB.
+    """
+
+    few: int = 2_000
+    first: int = 40_000
+    usual: int = 6_000
+    most: int = 48_000
+    kept: int = 30_000_000
+
+
+class _Gaps(NamedTuple):
+    """Relative distances from the best known bottleneck.
+
+    Attributes:
+        near: within it, everything that is known is tried to be proven.
+        nearer: the same for smaller groups, after that failed.
+        close: the same for single nodes; also a change of prices that is too small to go on.
+    """
+
+    near: float = 0.002
+    nearer: float = 0.0005
+    close: float = 1e-4
+
+
+class _Prices(NamedTuple):
+    """Handling of prices.
+
+    Attributes:
+        least: least price of a node in the beginning, as a part of all prices.
+        damping: weight of the best prices so far in the tried ones, against oscillation.
+        joining: part of its share from which a set joins the program.
+    """
+
+    least: float = 1e-5
+    damping: float = 0.4
+    joining: float = 0.98
+
+
+LABELS, GAPS, PRICES = _Labels(), _Gaps(), _Prices()
+
 
 FIRST_STRIDE = 0.04
-"""By which share of what may be the least bottleneck more than is known is tried at first; twice as
-much if proven."""
+"""First increase of the bottleneck that is tried, of its range; doubled after each proof."""
 
 GROUPS = 8
-"""So many groups of nodes for each device in the beginning."""
+"""Groups of nodes per device in the beginning: fewer are too coarse, more take too long."""
 
 LITTLE, LEAST_SHARE = 0.02, 0.0201
-"""Sets that are worth no more than the one are not told apart; so shares are more, also of much
-slower devices."""
+"""Worth below which sets are alike, and the least share: more, also of much slower devices."""
 
-ALMOST = 0.98
-FEW_LABELS = 2_000
-FIRST_LABELS, LABELS, MOST_LABELS = 40_000, 6_000, 48_000
-"""Labels of the first search for a bound, which may stand for long; of later ones in the beginning,
-and at the most."""
-
-LABELS_KEPT = 30_000_000
-"""No more labels in all are kept at a time."""
 
 MOST_WHOLE = 8
-"""So many whole prices are tried at a time."""
+"""The most integer prices that are tried at a time."""
 
-HALVINGS = 40
-"""So often the range of a bottleneck is halved that work alone proves."""
-
-EVEN = 1e-5
-"""What all nodes cost at the least in the beginning, of the sum."""
-
-STEP_BACK = 0.4
-"""How much of the best prices so far is in those that are tried."""
-
-LABELS_A_SEARCH = 20_000
-"""What a search does besides, in labels."""
-
-LABELS_A_WORK = 2_000_000
-"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``."""
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def share_bound(
@@ -97,15 +119,15 @@ def share_bound(
     over: Over,
     groups: tuple[int, float] = (GROUPS, inf),
 ) -> float:
-    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements in ms, at most ``upper``.
 
     Args:
-        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        problem: the placement problem, of the kind that ``set_graph.applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: a bottleneck; it is looked for a proof that none is smaller.
+        upper: the bottleneck that is to be proven.
         known: a lower bound.
         over: ends the search.
-        groups: so many groups of nodes for each device in the beginning, and in the end.
+        groups: the numbers of groups of nodes per device, in the beginning and in the end.
     """
     graph = set_graph(problem, nodes) if upper > known else None
     return _Shares(graph, upper, known, over, groups).bound() if graph is not None else known
@@ -150,8 +172,8 @@ class _Shares:
     over: Over
     groups: tuple[int, float] = (GROUPS, inf)
     pool: dict[Owned, float] = field(default_factory=dict)
-    few_labels: int = FEW_LABELS
-    labels: int = LABELS
+    few_labels: int = LABELS.few
+    labels: int = LABELS.usual
 
     def __post_init__(self) -> None:
         self.counts = [kind.devices for kind in self.graph.kinds]
@@ -159,24 +181,20 @@ class _Shares:
         self.most_worth = [1.0] * len(self.counts)
 
     def bound(self) -> float:
-        """What is proven until the end, or until it is stopped in the midst of it."""
+        """Return the bound that is proven when the search ends or is stopped."""
         prices = self._prices_of_work()
         self.known = self._of_work(prices)
         with suppress(Stopped):
-            self._go_on([price + EVEN * sum(prices) for price in prices])
+            self._go_on([price + PRICES.least * sum(prices) for price in prices])
         return self.known
 
     def _prices_of_work(self) -> list[float]:
-        """What nodes are worth where devices do work alone, nodes are cut anywhere at no cost, and
-        all end together.
-        """
+        """Return prices by work alone: nodes may be cut anywhere, and all devices end together."""
         owners = [(kind.devices, kind.work_ms) for kind in self.graph.kinds]
         return prices_of_work(owners + [(1, time_ms) for time_ms in self.graph.free_ms])
 
     def _of_work(self, prices: Sequence[float]) -> float:
-        """The bottleneck within which devices could just hold all that is worth something, at no
-        cost of cutting.
-        """
+        """Return the bottleneck within which devices hold all nodes of worth, without transfers."""
         low, high, whole = self.known, self.upper, sum(prices)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -185,12 +203,13 @@ class _Shares:
                 for kind in self.graph.kinds
             )
             room += sum(self._held(prices, time_ms, middle)[0] for time_ms in self.graph.free_ms)
-            low, high = (middle, high) if room * (1 + SLACK) < whole else (low, middle)
+            low, high = (middle, high) if room * (1 + ROUNDING) < whole else (low, middle)
         return low
 
     def _go_on(self, prices: list[float]) -> None:
-        """Try bottlenecks between what is proven and what sets suffice for; where that is all, in
-        smaller groups.
+        """Try bottlenecks between what is proven and what sets suffice for.
+
+        Where that is all, in smaller groups.
         """
         scaled, whole, _ = self._scaled(prices, self.upper)
         self.most_worth = [
@@ -198,7 +217,7 @@ class _Shares:
             for kind in self.graph.kinds
         ]
         self._weighed(
-            self._subsets(self.upper), scaled, self._shares(whole), self.upper, FIRST_LABELS
+            self._subsets(self.upper), scaled, self._shares(whole), self.upper, LABELS.first
         )
         self._try_whole([price * self.devices / self._in_all(self.most_worth) for price in scaled])
         count, ceiling, tried, stride = (
@@ -209,7 +228,9 @@ class _Shares:
         )
         while not self.over(0.0) and self.known < self.upper:
             finest = count >= len(prices)
-            near = self.known > ceiling * (1 - (CLOSE if finest else NEARER if tried else NEAR))
+            near = self.known > ceiling * (
+                1 - (GAPS.close if finest else GAPS.nearer if tried else GAPS.near)
+            )
             if near and tried:
                 if finest or 2 * count > self.groups[1] * self.devices:
                     return
@@ -226,9 +247,7 @@ class _Shares:
                 stride *= 2
 
     def _try_whole(self, prices: Sequence[float]) -> None:
-        """Round prices to whole ones, and keep what those prove by which no light set of the pool
-        is worth a share.
-        """
+        """Round prices to integers; keep their bound if no light set of the pool has a share."""
         shares = list(zip(self.counts, self._shares(self.devices), strict=True))
         rounded = list(whole_prices(prices, shares, self._free_worth))
         searches, tries = self._subsets(self.upper), 0
@@ -246,9 +265,7 @@ class _Shares:
             self.known = max(self.known, min(self.upper, *(one.least_ms for one in found)))
 
     def _most_by(self, whole: Whole, least: Sequence[int]) -> float:
-        """No more than this is proven by whole prices: the load of the lightest set known that is
-        worth enough.
-        """
+        """Return a limit on the bound of integer prices: the lightest known set of enough worth."""
         loads = (
             load
             for (kind, nodes), load in self.pool.items()
@@ -257,21 +274,21 @@ class _Shares:
         return min(loads, default=self.upper)
 
     def _free_worth(self, whole: Whole) -> int:
-        """What devices that pay for no transfer hold of whole prices, at the most."""
+        """Return the most that devices without transfers hold of integer prices."""
         held = (
             self._held(whole.tolist(), time_ms, self.upper)[0] for time_ms in self.graph.free_ms
         )
         return sum(map(whole_part, held))
 
     def _subsets(self, most_ms: float) -> list[Subsets]:
-        """A search for each kind."""
+        """Return a search for each kind."""
         return [
             Subsets(kind.steps, kind.work_ms, most_ms, lambda: self.over(0.0))
             for kind in self.graph.kinds
         ]
 
     def _groups(self, prices: Sequence[float], count: int) -> list[list[int]]:
-        """Runs of the sweep that cost about the same."""
+        """Return runs of the sweep that cost about the same."""
         groups: list[list[int]] = []
         whole, passed = sum(max(0.0, price) for price in prices), 0.0
         for step in self.graph.fastest.steps:
@@ -284,12 +301,13 @@ class _Shares:
     def _generate(
         self, target: float, prices: list[float], groups: Sequence[Sequence[int]]
     ) -> tuple[list[float], bool]:
-        """Better and better prices for a bottleneck: the best, and whether sets of so much load
-        suffice by group.
+        """Better and better prices for a bottleneck.
+
+        The best, and whether sets of so much load suffice by group.
         """
         searches = self._subsets(target)
         fresh = best = self._tried(searches, prices, target)
-        base = [max(price, EVEN * sum(best.prices)) for price in best.prices]
+        base = [max(price, PRICES.least * sum(best.prices)) for price in best.prices]
         program = Covering(groups, base, self.counts, len(self.graph.free_ms))
         program.join([*(owned for owned, load in self.pool.items() if load <= target), *fresh.sets])
         new = True
@@ -302,11 +320,11 @@ class _Shares:
                 continue
             count, duals = solved
             leans = program.leans()
-            if not new or count <= max(self.devices, best.count * (1 + CLOSE)):
+            if not new or count <= max(self.devices, best.count * (1 + GAPS.close)):
                 if not leans or not program.widen():
                     break
             mixed = [
-                STEP_BACK * old + (1 - STEP_BACK) * dual
+                PRICES.damping * old + (1 - PRICES.damping) * dual
                 for old, dual in zip(best.prices, duals, strict=True)
             ]
             fresh = self._tried(searches, mixed, target)
@@ -317,27 +335,27 @@ class _Shares:
         return best.prices, self.known < target
 
     def _tried(self, searches: Sequence[Subsets], prices: Sequence[float], target: float) -> _Tried:
-        """What prices prove, and the sets that are worth most by them."""
+        """Return what prices prove, and the sets that are worth most by them."""
         scaled, whole, held = self._scaled(prices, target)
         shares, sets = self._shares(whole), list(held)
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
-            enough = max(ALMOST * share, LITTLE)
+            enough = max(PRICES.joining * share, LITTLE)
             found = self._counted(subsets.search(scaled, enough, self.few_labels, real=True))
             self.most_worth[kind] = found.most_worth
             sets += self._keep(kind, found.nodes, target)
         shares = self._shares(whole)
-        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - SLACK):
+        if min(shares) > LITTLE and self._in_all(self.most_worth) <= whole * (1 - ROUNDING):
             every = self._weighed(searches, scaled, shares, target, self.labels)
             while (
                 any(self._unreal(kind, one.nodes, target) for kind, one in every)
-                and self.labels < MOST_LABELS
+                and self.labels < LABELS.most
             ):
                 self.labels *= 2
                 every = self._weighed(searches, scaled, shares, target, self.labels)
             for kind, found in every:
                 kept = self._keep(kind, found.nodes, target)
                 if kept:
-                    self.few_labels = min(2 * self.few_labels, LABELS)
+                    self.few_labels = min(2 * self.few_labels, LABELS.usual)
                 sets += kept
                 self.most_worth[kind] = max(self.most_worth[kind], found.most_worth)
         worth = self._in_all(self.most_worth) / self.devices
@@ -351,11 +369,14 @@ class _Shares:
         target: float,
         most_labels: int,
     ) -> list[tuple[int, Found]]:
-        """Keep what prices prove: the least load of all sets that are worth a share, of any kind."""
+        """Keep what prices prove.
+
+        The least load of all sets that are worth a share, of any kind.
+        """
         found = []
         for kind, (subsets, share) in enumerate(zip(searches, shares, strict=True)):
-            enough = max(share * (1 - SLACK), LITTLE)
-            most = min(most_labels, LABELS_KEPT // len(prices))
+            enough = max(share * (1 - ROUNDING), LITTLE)
+            most = min(most_labels, LABELS.kept // len(prices))
             found.append((kind, self._counted(subsets.search(prices, enough, most))))
         if min(shares) > LITTLE:
             self.known = max(self.known, min(target, *(one.least_ms for _, one in found)))
@@ -364,9 +385,7 @@ class _Shares:
     def _scaled(
         self, prices: Sequence[float], target: float
     ) -> tuple[list[float], float, list[Owned]]:
-        """Prices by which a share is about one; what is left by devices without transfers, and the
-        sets these hold.
-        """
+        """Return prices that make shares about one, and the rest of devices without transfers."""
         held = [self._held(prices, time_ms, target) for time_ms in self.graph.free_ms]
         rest = sum(prices) - sum(most for most, _ in held)
         unit = max(rest / self.devices, sum(map(abs, prices)) / len(prices)) or 1.0
@@ -374,8 +393,9 @@ class _Shares:
         return [price / unit for price in prices], rest / unit, owned
 
     def _shares(self, whole: float) -> list[float]:
-        """By kind, the share of a device, as sets were worth at the most; where that is little, a
-        bit more.
+        """Return, by kind, the share of a device, as sets were worth at the most.
+
+        Where that is little, a bit more.
         """
         slow = [most <= LEAST_SHARE for most in self.most_worth]
         if all(slow):
@@ -393,14 +413,12 @@ class _Shares:
         return sum(count * most for count, most in zip(self.counts, worth, strict=True))
 
     def _counted(self, found: Found) -> Found:
-        """What was found, after its work is counted."""
-        self.over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        """Count the work of a search and return its result."""
+        self.over((found.labels + PER_WORK.labels_of_a_search) / PER_WORK.labels)
         return found
 
     def _keep(self, kind: int, nodes: frozenset[int], target: float) -> list[Owned]:
-        """The set, in the pool from now on; none if there is none, or it is heavier than the
-        target.
-        """
+        """Add the set to the pool and return it; None if missing or heavier than the target."""
         load = self.graph.kinds[kind].load(nodes)
         if not nodes or load > target:
             return []
@@ -413,19 +431,19 @@ class _Shares:
     def _held(
         self, prices: Sequence[float], time_ms: Sequence[float], target: float
     ) -> tuple[float, frozenset[int]]:
-        """The most that a device without transfers can hold, in parts of nodes, and the whole ones
-        among them.
-        """
+        """Return the most that a device without transfers holds: fractional worth, whole nodes."""
         worth, left = 0.0, target
         nodes: list[int] = []
         wanted = [
             node
             for node, price in enumerate(prices)
-            if price > 0 and time_ms[node] <= target * (1 + SLACK)
+            if price > 0 and time_ms[node] <= target * (1 + ROUNDING)
         ]
         for node in sorted(wanted, key=lambda node: time_ms[node] / prices[node]):
             if time_ms[node] > left:
-                return (worth + prices[node] * left / time_ms[node]) * (1 + SLACK), frozenset(nodes)
+                return (worth + prices[node] * left / time_ms[node]) * (1 + ROUNDING), frozenset(
+                    nodes
+                )
             worth, left = worth + prices[node], left - time_ms[node]
             nodes.append(node)
-        return worth * (1 + SLACK), frozenset(nodes)
+        return worth * (1 + ROUNDING), frozenset(nodes)

@@ -1,44 +1,41 @@
-"""Counting: of many heavy nodes some device holds several, and with them what it would cost to cut
-them off.
+"""Bounds by counting: some device holds several heavy nodes, and pays for cutting them off.
 
-Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all sets with so many of
-them, the lightest first among what else is in such a set::
+Of m K + 1 nodes one of K devices holds m + 1. So the bottleneck is at least the least load of all
+sets with m + 1 of them::
 
     ●──●──○──●──●──○──●──●──○──●     7 heavy nodes (●) on 3 devices: one holds 3 of them,
        └─────────────┘               and pays for what it cuts off
 
-``subset_sweep.py`` tells it; a worth that is a whole number makes few labels. Of devices that pay
-for no transfer it is counted how many of the nodes they can hold within a bottleneck that is known:
-there are so many nodes more.
+``subset_sweep.py`` finds the set; worths that are integers make few labels. Devices that pay for no
+transfer hold as many of the nodes as they can within the known bottleneck, and so many nodes more
+are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.set_graph import SetGraph, set_graph
 from placer.solver.free.subset_sweep import Stopped, Subsets
-from placer.solver.problem import Problem
-from placer.solver.reduce import SLACK, Reduction
+from placer.solver.problem import ROUNDING, Problem
+from placer.solver.reduce import Reduction
 
 MOST_HELD = 8
-"""So many of the heavy nodes are looked for on a device, at the most."""
+"""The most heavy nodes that a device is proven to hold: more take many labels."""
 
-LABELS_A_WORK, LABELS_A_SEARCH = 2_000_000, 20_000
-"""Labels looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a search does
-besides."""
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) -> float:
-    """A lower bound on the bottleneck of free placements, in milliseconds; no more than ``upper``.
+    """Return a lower bound on the bottleneck of free placements in ms, at most ``upper``.
 
     Args:
-        problem: what is asked, of the kind that ``set_graph.applies`` names.
+        problem: the placement problem, of the kind that ``set_graph.applies`` names.
         nodes: its layers, joined where they must be together.
-        upper: a bottleneck; it is looked for a proof that none is smaller.
+        upper: the bottleneck that is to be proven.
         over: ends the search.
     """
     graph = set_graph(problem, nodes)
@@ -58,15 +55,16 @@ def count_bound(problem: Problem, nodes: Reduction, upper: float, over: Over) ->
         except Stopped:
             break
         bound = max(bound, min(found.least_ms, upper))
-        over((found.labels + LABELS_A_SEARCH) / LABELS_A_WORK)
+        over((found.labels + PER_WORK.labels_of_a_search) / PER_WORK.labels)
     return bound
 
 
 def _enough(
     graph: SetGraph, heavy: Sequence[int], least: int, upper: float
 ) -> frozenset[int] | None:
-    """So many heavy nodes that devices which pay for transfers hold ``least`` of them; None if
-    there are too few.
+    """Return as many heavy nodes as make devices that pay for transfers hold ``least`` of them.
+
+    The result is None if there are too few.
     """
     count = least
     while count <= len(heavy):
@@ -80,8 +78,8 @@ def _enough(
 
 
 def _most_held(times_ms: Sequence[float], nodes: Sequence[int], upper: float) -> int:
-    """How many of the nodes a device can hold that pays for no transfer."""
-    left, held = upper * (1 + SLACK), 0
+    """Return how many of the nodes a device can hold that pays for no transfer."""
+    left, held = upper * (1 + ROUNDING), 0
     for time_ms in sorted(times_ms[node] for node in nodes):
         left -= time_ms
         if left < 0:

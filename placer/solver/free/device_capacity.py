@@ -1,30 +1,27 @@
-"""What devices have room for: by sizes that add up, and beside them what the last look found.
+"""Capacity of devices in free placements: sizes that add up, and a correction from the last check.
 
-State adds up, node by node, and so does what micro-batches in flight keep for their backward
-passes. What a device holds at its worst moment does not: workspaces, values that arrive, values
-that two layers keep. So a device has room for as much as it had the last time that
-``memory.footprint`` was asked, which also has the last word on whether a placement fits. Where
-nothing but state takes memory, sizes say all.
+State adds up, node by node, and so do the bytes that micro-batches in flight keep for their
+backward passes. The peak of a device does not: it includes workspaces, values that arrive, and
+values that two layers keep. So a device can hold as much as at the last computation of
+``memory.footprint``, which also decides whether a placement fits. Where only state takes memory,
+sizes are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placer.solver.cpsat import memory_constraints
-from placer.solver.memory import footprint, held_with
+from placer.solver.bounds import memory_bounds
+from placer.solver.memory import FootprintCache
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
-
-MOST_KNOWN = 20_000
-"""What so many sets of nodes take is remembered."""
 
 
 class Room:
     """The memory of devices that may hold any nodes; those that only may recompute do not.
 
     Args:
-        problem: what is asked, placements free.
+        problem: the placement problem, placements free.
         nodes: its layers, joined where they must be together.
 
     Attributes:
@@ -34,34 +31,26 @@ class Room:
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
         self._problem, self._nodes = problem, nodes
-        self.limited = memory_constraints.can_bind(problem)
-        self._adds_up = memory_constraints.holds_state_alone(problem) and not problem.shared
-        sizes = [memory_constraints.state_bytes(problem, layer) for layer in problem.layers]
-        if self.limited and not self._adds_up:
-            self._add_what_stays(sizes)
-        self.size_bytes = [sum(sizes[layer] for layer in layers) for layers in nodes.nodes]
+        self.limited = memory_bounds.can_bind(problem)
+        self._adds_up = memory_bounds.holds_state_alone(problem) and not problem.shared
+        self.size_bytes = self._sizes()
         self._usable = [float(device.usable_bytes) for device in problem.devices]
         self._beside = [0.0] * len(self._usable)
-        self._known: dict[tuple[bool, frozenset[int]], int] = {}
+        self._cache = FootprintCache(problem, nodes.nodes)
 
-    def _add_what_stays(self, sizes: list[int]) -> None:
-        """Add to layers what micro-batches in flight leave there; values count with the first that
-        keeps them.
-        """
-        flight = self._problem.request.chunks if self._problem.training else 0
-        for index, layer in enumerate(self._problem.layers):
-            sizes[index] += flight * layer.saved_bytes
-        for value in self._problem.values:
-            if value.keepers:
-                sizes[value.keepers[0]] += flight * value.held_bytes
+    def _sizes(self) -> list[int]:
+        """Return, by node, the bytes that add up: its state and what micro-batches keep there."""
+        if not self.limited or self._adds_up or not self._problem.training:
+            return memory_bounds.state_of_nodes(self._problem, self._nodes)
+        flight = self._problem.request.chunks
+        return memory_bounds.kept_of_nodes(self._problem, self._nodes, flight)
 
-    def of(self, device: int) -> float:
-        """The sizes that it has room for, as far as is known, in bytes."""
+    def capacity_bytes(self, device: int) -> float:
+        """Return the sum of sizes that a device can hold, as far as is known, in bytes."""
         return self._usable[device] - self._beside[device]
 
     def holds(self, devices: Sequence[int]) -> bool:
-        """Whether a placement fits; where sizes do not say so, it is told and what devices have
-        room for is known anew.
+        """Return whether a placement fits; update the capacity if sizes do not decide it.
 
         Args:
             devices: by node.
@@ -79,18 +68,10 @@ class Room:
         return all(use <= usable for use, usable in zip(uses, self._usable, strict=True))
 
     def _use_bytes(self, device: int, nodes: Sequence[int]) -> int:
-        """What a device takes with some nodes."""
+        """Return the memory of a device with these nodes."""
         if not nodes:
             return 0
         again = self._problem.recompute[device] == "always"
-        key = again, frozenset(nodes)
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            held = held_with(
-                self._problem, (layer for node in nodes for layer in self._nodes.nodes[node])
-            )
-            chunks = self._problem.request.chunks
-            use = footprint(self._problem, held)
-            self._known[key] = use.total_bytes(chunks, again, self._problem.backwards(chunks))
-        return self._known[key]
+        chunks = self._problem.request.chunks
+        use = self._cache.footprint(nodes)
+        return use.total_bytes(chunks, again, self._problem.backwards(chunks))

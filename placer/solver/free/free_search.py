@@ -1,14 +1,17 @@
 """Free placements: the search around the integer program.
 
-counts ─▶ pairs ────────────▶ local search ─▶ shares ─▶ integer program ─▶ pairs, shares ─┐
-a bound   better by dividing  by small moves  a bound   a first look       for longer     │
-          anew what two hold                                                              ▼
-          parts, better by dividing anew what a few hold, and shares ◀─ integer program, a round
-                                                                   └──▶ its other rounds
+counting bound ─▶ pair search ─▶ column generation ─▶ integer program ─▶ pair search,        ─┐
+                  divides what   lower bound          a first look       column generation,  │
+                  two devices                                            for longer          │
+                  hold                                                                       ▼
+         integer program, other rounds ◀─ column generation ◀─ integer program, a first round
 
-Where pairs cannot be told, parts come after local search too. Of few nodes, what pairs found is
-mostly the best: it is tried to be proven before local search, which has no end but that of its
-patience.
+Where pairs of devices cannot be judged alone, nodes move one by one (``local_search.py``). A few
+devices redivide their nodes with the integer program (``neighbourhood_search.py``), also between
+its rounds.
+
+With few nodes, the placement of the pair search is mostly the best. It is then proven right away,
+by column generation with large groups and a first look of the integer program.
 """
 
 from __future__ import annotations
@@ -16,75 +19,96 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from placer.solver import answer
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.free import local_search, neighbourhood_search, pair_search, set_graph
 from placer.solver.free.column_generation import GROUPS, share_bound
 from placer.solver.free.counting_bound import count_bound
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_search import PairSearch
-from placer.solver.reduce import reduced
+from placer.solver.problem import Problem
+from placer.solver.reduce import Reduction, reduced
 from placer.solver.search import Search
 
-FEW_PAIRS_SHARE, PAIRS_SHARE, LONG_PAIRS_SHARE = 0.05, 0.15, 0.3
-"""How much of the time, or of the work, may be over when the search that divides pairs anew ends.
 
-Of few nodes, of many, and of so many that it still finds better ones.
-"""
+class _Ends(NamedTuple):
+    """Shares of the time, or of the work, at which phases end.
 
-EARLY_SHARE = 0.1
-"""The same of a proof that is tried before local search, where nodes are few."""
+    Attributes:
+        pairs_of_few: the pair search, of few nodes.
+        pairs: the pair search, of many nodes.
+        pairs_at_last: the same while it still finds better placements.
+        proof_of_few: a proof right after the pair search, of few nodes.
+        coarse_prices: bounds by prices of large groups.
+        moves: local search by small moves, if the pair search does not apply.
+        redivision: large neighbourhood search, if the pair search does not apply.
+        redivision_between: the same between rounds of the integer program.
+        pairs_again: the continued pair search.
+        prices: bounds by prices of small groups.
+        brief: share of the remaining time, or work, of a brief look of the integer program.
+        brief_work: the most work of it.
+    """
 
-LOCAL_SHARE, LITTLE_SHARE = 0.2, 0.05
-"""The same of local search, and where nodes are many and pairs have been divided."""
+    pairs_of_few: float = 0.05
+    pairs: float = 0.15
+    pairs_at_last: float = 0.3
+    proof_of_few: float = 0.1
+    coarse_prices: float = 0.5
+    moves: float = 0.2
+    redivision: float = 0.45
+    redivision_between: float = 0.7
+    pairs_again: float = 0.65
+    prices: float = 0.8
+    brief: float = 0.1
+    brief_work: float = 3.0
 
-PARTS_SHARE, BETWEEN_SHARE = 0.45, 0.7
-"""The same of the search that divides anew what a few devices hold: before the integer program,
-between its rounds."""
 
-COARSE_SHARE, PAIRS_AGAIN_SHARE, SHARES_SHARE = 0.5, 0.65, 0.8
-"""The same of the search for a bound by prices of large groups, of pairs that go on, and of the
-search for a bound."""
+ENDS = _Ends()
 
-IDLE = 5
-"""So many rounds in a row that brought nothing better say that the search that divides pairs finds
-no more."""
+
+MANY_OPTIONS = 500
+"""Pairs of a node and a device from which the integer program needs longer than local search."""
+
+
+IDLE_ROUNDS = 5
+"""Rounds without improvement that show that the pair search finds no more."""
 
 COARSE, FINE = (GROUPS, GROUPS), (2 * GROUPS, inf)
-"""How many groups of nodes there are for each device, in the beginning and in the end."""
-
-BRIEF_SHARE, BRIEF_WORK = 0.1, 3.0
-"""How much of what is left of the time, or of the work, a first look of the integer program takes;
-the most work."""
+"""Numbers of groups of nodes per device, at first and at last."""
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start: a bound, pairs divided anew, small moves where there is time left,
-    a better bound.
-    """
+    """Improve the best start: prove a bound, redivide pairs of devices, prove a better bound."""
     _count(search)
-    pairs, many = _pairs(search), neighbourhood_search.many(search.problem, search.nodes)
-    if many:
-        divided = _divide_pairs(search, pairs, PAIRS_SHARE, LONG_PAIRS_SHARE)
+    pairs = _pairs(search)
+    if has_many_nodes(search.problem, search.nodes):
+        divided = _divide_pairs(search, pairs, ENDS.pairs, ENDS.pairs_at_last)
     else:
-        divided = _divide_pairs(search, pairs, FEW_PAIRS_SHARE)
-        _share_out(search, COARSE, EARLY_SHARE)
+        divided = _divide_pairs(search, pairs, ENDS.pairs_of_few)
+        _share_out(search, COARSE, ENDS.proof_of_few)
         _look_at_few(search)
-    if search.open():
-        move_layers(search, LITTLE_SHARE if divided and many else LOCAL_SHARE)
-    if search.open() and not divided and many:
-        _divide(search, PARTS_SHARE)
-    _share_out(search, COARSE, COARSE_SHARE)
+    if search.open() and not divided:
+        _move_nodes(search, ENDS.moves)
+    if search.open() and not divided and has_many_nodes(search.problem, search.nodes):
+        _redivide(search, ENDS.redivision)
+    _share_out(search, COARSE, ENDS.coarse_prices)
     _look_briefly(search)
     if divided:
-        _divide_pairs(search, pairs, PAIRS_AGAIN_SHARE)
-    _share_out(search, FINE, SHARES_SHARE)
+        _divide_pairs(search, pairs, ENDS.pairs_again)
+    _share_out(search, FINE, ENDS.prices)
     if divided and not worth_building(search.problem, search.nodes, search.left_s()):
         _divide_pairs(search, pairs, 1.0)  # there is no integer program to come
 
 
+def has_many_nodes(problem: Problem, nodes: Reduction) -> bool:
+    """Return whether the integer program of all devices takes long for so many nodes."""
+    return len(nodes.nodes) * len(problem.devices) >= MANY_OPTIONS
+
+
 def _pairs(search: Search) -> PairSearch | None:
-    """The search that divides what two devices hold, where it can judge that."""
+    """Return the search that divides what two devices hold, where it can judge that."""
     if (
         search.best is None
         or not search.open()
@@ -97,20 +121,20 @@ def _pairs(search: Search) -> PairSearch | None:
 def _divide_pairs(
     search: Search, pairs: PairSearch | None, share: float, longest: float = 0.0
 ) -> bool:
-    """What two devices hold, divided between them as well as can be; whether that could be told.
+    """Redivide the nodes of pairs of devices; return whether that could be judged.
 
     Args:
-        search: that which is given it.
-        pairs: what goes on; None where it cannot be told.
-        share: of the time or the work, when it ends.
-        longest: when it does if it still finds better ones then.
+        search: the search for which it runs.
+        pairs: the pair search to continue; None where it does not apply.
+        share: the share of time or work at which it ends.
+        longest: the share at which it ends if it still finds better placements.
     """
     if pairs is None or search.best is None or not search.open():
         return False
     told, searched = _told(search, share), pairs
 
     def over(work: float) -> bool:
-        return told(work) and (searched.idle >= IDLE or search.over(longest))
+        return told(work) and (searched.idle >= IDLE_ROUNDS or search.over(longest))
 
     enough = search.bound * (1 + answer.PROVEN_GAP / 2)
     found = pairs.improved(search.best, over, enough)
@@ -118,37 +142,19 @@ def _divide_pairs(
     return found is not None
 
 
-def move_layers(search: Search, share: float) -> None:
-    """Local search from the best so far, until a share of the time or the work is over."""
-    if search.best is None or search.over(share) or not local_search.applies(search.problem):
-        return
-
-    def over() -> bool:
-        search.meter.done += local_search.WORK
-        return search.over(share)
-
-    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
-    search.offer(
-        local_search.improved(search.problem, search.nodes, search.best, over, enough),
-        "local search",
-    )
-
-
 def _count(search: Search) -> None:
     """Prove a bound by heavy nodes of which some device holds several."""
-    if _may_share(search, PAIRS_SHARE):
+    if _may_share(search, ENDS.pairs):
         upper = search.value
         search.prove(
             count_bound(
-                search.problem, reduced(search.problem, upper), upper, _told(search, PAIRS_SHARE)
+                search.problem, reduced(search.problem, upper), upper, _told(search, ENDS.pairs)
             )
         )
 
 
 def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
-    """Prove a bound, or that nothing is better than the best, by so many groups of nodes for each
-    device.
-    """
+    """Prove a bound, or that nothing is better, with this many groups of nodes per device."""
     if _may_share(search, share):
         upper, over = search.better(), _told(search, share)
         bound = share_bound(
@@ -158,31 +164,28 @@ def _share_out(search: Search, groups: tuple[int, float], share: float) -> None:
 
 
 def _look_at_few(search: Search) -> None:
-    """The integer program for a short time, where nodes are so few that it mostly proves what there
-    is to be proven.
-    """
-    if _may_prove(search, EARLY_SHARE) and not set_graph.worth_looking(
+    """Run the integer program briefly if nodes are so few that it mostly proves the best."""
+    if _may_prove(search, ENDS.proof_of_few) and not set_graph.worth_looking(
         search.problem, search.nodes
     ):
         look(search)
 
 
 def _look_briefly(search: Search) -> None:
-    """The integer program for a short time: it proves in a second what takes prices long, and the
-    other way round.
+    """Run the integer program briefly.
+
+    It proves in a second what takes prices long, and the other way round.
     """
-    if _may_share(search, SHARES_SHARE):  # else it comes next, for longer
+    if _may_share(search, ENDS.prices):  # else it comes next, for longer
         look(search)
 
 
 def look(search: Search) -> None:
-    """A tenth of what is left of the time for the integer program, or less if it is done with its
-    work before.
-    """
+    """Run the integer program for a tenth of the time that is left, or until its work is done."""
     upper, nodes = search.better(), reduced(search.problem, search.value)
-    time_s = BRIEF_SHARE * search.left_s()
+    time_s = ENDS.brief * search.left_s()
     if worth_building(search.problem, nodes, time_s):
-        limits = search.limits(min(BRIEF_WORK, BRIEF_SHARE * search.meter.left))
+        limits = search.limits(min(ENDS.brief_work, ENDS.brief * search.meter.left))
         result = PlacementModel(search.problem, nodes, upper=upper).solve(
             replace(limits, time_s=time_s)
         )
@@ -191,7 +194,7 @@ def look(search: Search) -> None:
 
 
 def _may_share(search: Search, share: float) -> bool:
-    """Whether something is to be proven by the sets that devices could hold, and there is time."""
+    """Return whether sets that devices could hold may prove something, and there is time."""
     possible = set_graph.applies(search.problem) and set_graph.worth_looking(
         search.problem, search.nodes
     )
@@ -199,12 +202,12 @@ def _may_share(search: Search, share: float) -> bool:
 
 
 def _may_prove(search: Search, share: float) -> bool:
-    """Whether something is to be proven of the best so far, and there is time."""
+    """Return whether something is to be proven of the best so far, and there is time."""
     return search.best is not None and search.open() and not search.over(share)
 
 
 def _told(search: Search, share: float) -> Callable[[float], bool]:
-    """Counts work, and tells whether a share of it, or of the time, is over."""
+    """Return a function that counts work and returns whether a share of it, or of time, is over."""
 
     def over(work: float) -> bool:
         search.meter.done += work
@@ -213,19 +216,29 @@ def _told(search: Search, share: float) -> Callable[[float], bool]:
     return over
 
 
-def divide_anew(search: Search) -> None:
-    """Between rounds of the program: parts are divided anew, and shares may prove what is better by
-    now.
-    """
-    _divide(search, BETWEEN_SHARE)
-    _share_out(search, COARSE, SHARES_SHARE)
-    _share_out(search, FINE, SHARES_SHARE)
+def between_rounds(search: Search) -> None:
+    """Between rounds of the program, redivide a few devices and prove bounds of better values."""
+    _redivide(search, ENDS.redivision_between)
+    _share_out(search, COARSE, ENDS.prices)
+    _share_out(search, FINE, ENDS.prices)
 
 
-def _divide(search: Search, share: float) -> None:
-    """What a few devices hold, divided among them as well as can be, until a share of the time or
-    the work is over.
-    """
+def _move_nodes(search: Search, share: float) -> None:
+    """Improve the best by small moves, until a share of the time or the work is over."""
+    if search.best is None or search.over(share) or not loads_add_up(search.problem):
+        return
+
+    def over() -> bool:
+        search.meter.done += local_search.ROUND.work
+        return search.over(share)
+
+    enough = search.bound * (1 + answer.PROVEN_GAP / 2)
+    found = local_search.improved(search.problem, search.nodes, search.best, over, enough)
+    search.offer(found, "local search")
+
+
+def _redivide(search: Search, share: float) -> None:
+    """Let a few devices redivide their nodes, until a share of the time or the work is over."""
     if (
         search.best is not None
         and search.enough is None

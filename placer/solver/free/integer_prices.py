@@ -1,13 +1,12 @@
-"""Whole prices: those of nodes rounded to whole numbers, so that a share of them is the next whole
-number.
+"""Integer prices: prices of nodes rounded to integers, so that shares round up to integers.
 
-Where prices are whole, so is what a set is worth: of a sum of 31, with 6 devices, some device holds
-not 5.17 but 6. So a sum of one more than a multiple of the devices proves most, and prices are
-rounded to that. Searches by whole prices also keep few labels, as few sets differ in worth: what
-they say is exact.
+Where prices are integers, so is the worth of a set: of a sum of 31, with 6 devices, some device
+holds 6 rather than 5.17. So a sum of one more than a multiple of the devices proves most, and
+prices are rounded to that. Searches with integer prices also keep few labels, as few sets differ in
+worth, and their results are exact.
 
 Source: Chvátal, "Edmonds polytopes and a hierarchy of combinatorial problems", 1973; Fekete and
-Schepers, "New classes of fast lower bounds for bin packing problems", 2001 (of rounded sizes).
+Schepers, "New classes of fast lower bounds for bin packing problems", 2001, for rounded sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_SCALE = 40
-"""A set of the most load is worth about so much, at the most."""
+"""The largest integer worth of a set of full load: larger ones take many labels."""
 
 Whole = NDArray[np.int64]
 
@@ -27,14 +26,13 @@ Whole = NDArray[np.int64]
 def whole_prices(
     prices: Sequence[float], shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
 ) -> Iterator[tuple[Whole, list[int]]]:
-    """Prices rounded in several ways, and by kind what a device holds of them at the least, of some
-    kind.
+    """Yield prices rounded in several ways, with each kind's least share of them.
 
     Args:
         prices: by node; a set of the most load is worth about one.
-        shares: by kind of the devices that pay for transfers, how many there are, and what each
-            holds at the most.
-        free: what the other devices hold of whole prices at the most.
+        shares: by kind of the devices that pay for transfers, their number, and the most that each
+            holds.
+        free: returns the most that the other devices hold of integer prices.
     """
     for scale in range(1, MOST_SCALE + 1):
         scaled = np.maximum(0.0, np.array(prices) * scale)
@@ -49,8 +47,9 @@ def whole_prices(
 def _less_than_all(
     whole: Whole, shares: Sequence[tuple[int, float]], free: Callable[[Whole], int]
 ) -> tuple[list[int], int]:
-    """By kind, what each device may hold so that all hold less than there is; and by how much it is
-    more than one less.
+    """Return, by kind, what each device may hold so that all hold less than there is.
+
+    And by how much it is more than one less.
 
     What is left over is negative where nothing needs to be held.
     """
@@ -65,7 +64,7 @@ def _less_than_all(
 
 
 def _trimmed(rounded: Whole, scaled: NDArray[np.float64], surplus: int) -> Whole:
-    """One less for so many of those that were rounded up the most."""
+    """Return the prices with one less for the nodes that were rounded up the most."""
     order = np.argsort(scaled - rounded, kind="stable")
     trimmed = rounded.copy()
     trimmed[order[rounded[order] > 0][:surplus]] -= 1
@@ -73,5 +72,5 @@ def _trimmed(rounded: Whole, scaled: NDArray[np.float64], surplus: int) -> Whole
 
 
 def whole_part(worth: float) -> int:
-    """Of a worth that is known but for rounding: the largest whole number that it may be."""
+    """Return the largest integer that a worth with rounding errors may be."""
     return floor(worth + 1e-6)

@@ -1,10 +1,9 @@
-"""What nodes and nets load devices with, where a placement is judged by that (see
-``local.applies``).
-"""
+"""Loads of devices from nodes and nets, where loads alone judge a placement."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from math import inf
 
 from placer.schema import Link
@@ -17,11 +16,25 @@ Way = tuple[float, float]
 """Bandwidth and latency."""
 
 
+def loads_add_up(problem: Problem) -> bool:
+    """Return whether loads alone judge a placement: transfers are added, and all devices linked."""
+    request = problem.request
+    numbers = range(len(problem.devices))
+    linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
+    return (
+        not problem.contiguous
+        and request.objective == "throughput"
+        and request.transfers == "added"
+        and linked
+        and (problem.one_link is not None or not problem.multicast)
+    )
+
+
 class Loads:
     """Nodes and nets with what they cost.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
 
     Attributes:
@@ -46,7 +59,7 @@ class Loads:
         ]
 
     def by_device(self, devices: Sequence[int]) -> list[float]:
-        """By device, its load, in milliseconds.
+        """Return, by device, its load, in milliseconds.
 
         Args:
             devices: by node.
@@ -65,7 +78,7 @@ class Loads:
         return load
 
     def sent_ms(self, net: int, source: int, takers: Collection[int]) -> float:
-        """What a net that some other devices read costs its source's."""
+        """Return what a net with some receiving devices costs its source's device."""
         copies_ms = sum(self.each_ms[net][source][taker] for taker in takers)
         return (
             copies_ms - self.nets[net].there_ms * max(0, len(takers) - 1) * self._problem.multicast
@@ -73,32 +86,34 @@ class Loads:
 
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
-    """The nets, with times over some link, and by net, device of the source and of the reader,
-    those of a copy.
-    """
+    """Return the nets over some link, and by net, source and target device, the time of a copy."""
     links = {_way(link): link for row in problem.links for link in row if link is not None}
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
-    kinds = {pair: kind for kind, pair in enumerate({pair: None for row in pairs for pair in row})}
+    kinds = {pair: kind for kind, pair in enumerate(dict.fromkeys(chain.from_iterable(pairs)))}
     places = [[kinds[pair] for pair in row] for row in pairs]
     nets, each_ms = [], []
     for number, alike in enumerate(zip(*over.values(), strict=True)):
-        if any(net.there_ms or net.back_ms for net in alike):
-            copy_ms = [
-                over[a][number].there_ms + over[b][number].back_ms if a and b else inf
-                for a, b in kinds
-            ]
-            nets.append(alike[0])
-            if problem.one_link is None:
-                each_ms.append([[copy_ms[kind] for kind in row] for row in places])
-            else:
-                each_ms.append([[min(copy_ms)] * len(pairs)] * len(pairs))
+        if not any(net.there_ms or net.back_ms for net in alike):
+            continue
+        copy_ms = [
+            over[a][number].there_ms + over[b][number].back_ms if a and b else inf for a, b in kinds
+        ]
+        nets.append(alike[0])
+        each_ms.append(_by_pair(copy_ms, places, problem.one_link is not None))
     return nets, each_ms
 
 
+def _by_pair(copy_ms: list[float], kinds: list[list[int]], same_links: bool) -> Times:
+    """Return the time of a copy by source and target device, from the kinds of their links."""
+    if same_links:
+        return [[min(copy_ms)] * len(kinds)] * len(kinds)
+    return [[copy_ms[kind] for kind in row] for row in kinds]
+
+
 def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]]]:
-    """By device and another one, the way there and that back."""
+    """Return, by device and another one, the way there and that back."""
     ways = [[None if link is None else _way(link) for link in row] for row in problem.links]
     return [
         list(zip(there, back, strict=True))
@@ -107,5 +122,5 @@ def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]
 
 
 def _way(link: Link) -> Way:
-    """Links that take the same time are one."""
+    """Return links that take the same time are one."""
     return link.bandwidth_bytes_per_s, link.latency_s

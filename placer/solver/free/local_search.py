@@ -1,9 +1,9 @@
-"""Local search for placements that need not be contiguous: nodes move to another device, one or a
-few together.
+"""Local search for free placements: nodes move to another device, one or a few together.
 
-A move is judged by a high norm of the loads, which falls with the busiest device's load and sees
-the others too; worse ones are taken with a chance that falls to nothing (simulated annealing),
-round after round, warmer and cooler in turn.
+A move is judged by a high norm of the loads, which falls with the busiest device's load and depends
+on the others too. Worse moves are accepted with a probability that falls to zero (simulated
+annealing), round after round, warmer and cooler in turn. It serves problems with limited numbers of
+devices or of layers per device, where ``pair_search.py`` does not apply.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983.
 """
@@ -13,52 +13,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, inf
 from random import Random
+from typing import NamedTuple
 
 from placer.solver.free.device_capacity import Room
 from placer.solver.free.loads import Loads
-from placer.solver.problem import Problem
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
 
-MOVES = 40_000
-"""How many moves a round looks at, at the most: a fraction of a second."""
 
-MOVES_AN_OPTION = 100
-"""How many a round looks at for every node and device."""
+class _Round(NamedTuple):
+    """Effort of annealing rounds.
 
-MOVES_A_LOOK = 512
-WORK = 0.05
-"""Of so many moves, in the measure of ``cpsat.Meter``."""
-
-PATIENCE = (8, 64)
-"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
-
-NORM = 16
-COOL = 4
-"""The first so many rounds of ``WARM`` begin with the best so far, as does the next, hot one; the
-others go on."""
-
-WARM = (0.03, 0.01, 0.003, 0.001, 0.3, 0.1, 0.03, 0.01)
-"""By round in turn: at first a move that makes the norm worse by this share is taken with a chance
-of 1/e."""
-
-TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
-"""How many nodes move at once: any of these, with those that they exchange values with."""
-
-
-def applies(problem: Problem) -> bool:
-    """Whether moves can be judged by loads, and by what devices may hold: transfers added, all
-    linked.
+    Attributes:
+        most_moves: the most moves, a fraction of a second.
+        moves_per_option: moves per node and device.
+        moves_per_look: moves between two looks at the clock.
+        work: work of so many moves, in the measure of ``cpsat.runner.Meter``.
+        norm: exponent of the norm of the loads.
+        cool: rounds, of each cycle of temperatures, that begin with the best so far, as does the
+            next, hot one; the others go on.
+        temperatures: by round in turn, increases of the norm first accepted with probability 1/e.
+        patience: rounds without improvement that end the search, of few nodes and of many.
     """
-    request = problem.request
-    numbers = range(len(problem.devices))
-    linked = all(problem.links[a][b] is not None for a in numbers for b in numbers if a != b)
-    return (
-        not problem.contiguous
-        and request.objective == "throughput"
-        and request.transfers == "added"
-        and linked
-        and (problem.one_link is not None or not problem.multicast)
-    )
+
+    most_moves: int = 40_000
+    moves_per_option: int = 100
+    moves_per_look: int = 512
+    work: float = 0.05
+    norm: int = 16
+    cool: int = 4
+    temperatures: tuple[float, ...] = (0.03, 0.01, 0.003, 0.001, 0.3, 0.1, 0.03, 0.01)
+    patience: tuple[int, int] = (8, 64)
+
+
+ROUND = _Round()
+
+GROUP_SIZES = (1, 1, 1, 1, 2, 3, 4, 8)
+"""Numbers of neighbouring nodes that move at once, drawn at random: mostly one."""
 
 
 def improved(
@@ -68,14 +59,14 @@ def improved(
     over: Callable[[], bool],
     enough: float = 0.0,
 ) -> list[int]:
-    """The best assignment met on the way from one.
+    """Return the best assignment found from a start.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``loads_add_up`` names.
         nodes: its layers, joined where they must be together.
         start: by layer, its device; it meets all requirements.
-        over: asked now and then; ends the search.
-        enough: a bottleneck that ends it too, as none is smaller.
+        over: asked from time to time; ends the search.
+        enough: a bottleneck that ends the search, as no smaller one exists.
 
     Returns:
         By layer, its device.
@@ -87,13 +78,15 @@ def improved(
     loads = Loads(problem, nodes)
     state = _State(problem, nodes, loads, room, list(best))
     load, idle, turn, ended = max(state.load), 0, 0, False
-    patience = min(PATIENCE[0] + len(best) // 4, PATIENCE[1])
+    patience = min(ROUND.patience[0] + len(best) // 4, ROUND.patience[1])
     while idle < patience and load > enough and not ended:
-        if turn % len(WARM) <= COOL:
+        if turn % len(ROUND.temperatures) <= ROUND.cool:
             state = _State(problem, nodes, loads, room, list(best))
-        found, found_load, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
+        found, found_load, ended = _anneal(
+            state, random, ROUND.temperatures[turn % len(ROUND.temperatures)], over
+        )
         idle, turn = idle + 1, turn + 1
-        if found_load < load * (1 - 1e-12):
+        if found_load < load * (1 - SAME):
             best, load, idle = found, found_load, 0
     return nodes.spread(best)
 
@@ -101,17 +94,17 @@ def improved(
 def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[], bool]
 ) -> tuple[list[int], float, bool]:
-    """One round: the best devices met, the busiest load there, and whether time is over."""
+    """Run one round; return the best devices, their busiest load, and whether time is over."""
     best, best_load = list(state.device), max(state.load) if state.fits() else inf
-    moves = min(MOVES, MOVES_AN_OPTION * len(state.device) * len(state.load))
+    moves = min(ROUND.most_moves, ROUND.moves_per_option * len(state.device) * len(state.load))
     for move in range(moves):
-        if move % MOVES_A_LOOK == 0 and over():
+        if move % ROUND.moves_per_look == 0 and over():
             return best, best_load, True
         node, device = state.pick(random)
         if device is None:
             continue
         before, old = state.norm(), state.device[node]
-        together = state.together(node, device, random.choice(TOGETHER))
+        together = state.together(node, device, random.choice(GROUP_SIZES))
         if not state.has_room(together, device) or not state.may_hold(together, device):
             continue
         for moved in together:
@@ -120,13 +113,13 @@ def _anneal(
         if worse > 0 and random.random() >= exp(-worse / (warm * (1 - move / moves) ** 2 + 1e-9)):
             for moved in together:
                 state.move(moved, old)
-        elif max(state.load) < best_load * (1 - 1e-12) and state.fits():
+        elif max(state.load) < best_load * (1 - SAME) and state.fits():
             best, best_load = list(state.device), max(state.load)
     return best, best_load, False
 
 
 class _State:
-    """An assignment of nodes and the loads that it makes, kept up to date move by move."""
+    """An assignment of nodes with its loads, updated move by move."""
 
     def __init__(
         self, problem: Problem, nodes: Reduction, loads: Loads, room: Room, device: list[int]
@@ -147,16 +140,16 @@ class _State:
         self._most_layers = problem.most_layers or sum(self._layers)
 
     def norm(self) -> float:
-        """A high norm of the loads."""
+        """Return a high norm of the loads."""
         top = max(self.load)
         return (
-            float(top * sum((load / top) ** NORM for load in self.load) ** (1 / NORM))
+            float(top * sum((load / top) ** ROUND.norm for load in self.load) ** (1 / ROUND.norm))
             if top > 0
             else 0.0
         )
 
     def pick(self, random: Random) -> tuple[int, int | None]:
-        """A node, and a device for it: mostly that of a node that it exchanges values with."""
+        """Return a random node and a device for it, mostly the device of a neighbour."""
         node = random.randrange(len(self.device))
         able = self._able[node]
         if self._of[node] and random.random() < 0.8:
@@ -166,9 +159,7 @@ class _State:
         return node, device if device != self.device[node] and device in able else None
 
     def together(self, node: int, device: int, most: int) -> list[int]:
-        """A node with others that are where it is, may be on a device too, and exchange values with
-        it or with them.
-        """
+        """Return a node with neighbours on its device that may be on the other device too."""
         found, old = [node], self.device[node]
         for one in found:
             for net in self._of[one] if len(found) < most else ():
@@ -179,28 +170,30 @@ class _State:
         return found
 
     def may_hold(self, nodes: Sequence[int], device: int) -> bool:
-        """Whether a device may hold some nodes of another one more, by the numbers of devices and
-        of their layers.
-        """
+        """Return whether the numbers of devices and layers allow a device some more nodes."""
         more = sum(self._layers_of[node] for node in nodes)
         opened, emptied = not self._layers[device], self._layers[self.device[nodes[0]]] == more
         used = len(self._layers) - self._layers.count(0) + opened - emptied
         return used in self._numbers and self._layers[device] + more <= self._most_layers
 
     def has_room(self, nodes: Sequence[int], device: int) -> bool:
-        """Whether a device can hold some nodes more, as far as is known."""
+        """Return whether a device has memory for some more nodes, as far as is known."""
         size_bytes = sum(self._room.size_bytes[node] for node in nodes)
-        return not self._room.limited or self._held[device] + size_bytes <= self._room.of(device)
+        return not self._room.limited or self._held[
+            device
+        ] + size_bytes <= self._room.capacity_bytes(device)
 
     def fits(self) -> bool:
-        """Whether all devices can hold what they do."""
+        """Return whether all devices have memory for their nodes."""
         if not self._room.limited:
             return True
-        known = all(held <= self._room.of(device) for device, held in enumerate(self._held))
+        known = all(
+            held <= self._room.capacity_bytes(device) for device, held in enumerate(self._held)
+        )
         return known and self._room.holds(self.device)
 
     def move(self, node: int, device: int) -> None:
-        """Bring a node to a device."""
+        """Move a node to a device."""
         for net in self._of[node]:
             self._add(net, -1.0)
         self._held[self.device[node]] -= self._room.size_bytes[node]
@@ -214,7 +207,7 @@ class _State:
             self._add(net, 1.0)
 
     def _add(self, net: int, sign: float) -> None:
-        """Count a net's transfers, or take them off."""
+        """Add a net's transfers, or subtract them."""
         source, *readers = (self.device[node] for node in self._ends[net])
         takers = {*readers} - {source}
         if not takers:

@@ -1,10 +1,10 @@
-"""Large neighbourhood search for free placements: what two or three devices hold is divided anew,
-exactly.
+"""Large neighbourhood search for free placements: a few devices redivide their nodes exactly.
 
-Of an assignment the nodes on a few devices, the busiest among them, may move among these; all
-others stay. The integer program makes the busiest of the few less busy, and keeps the others within
-the bottleneck that is known. An assignment is taken if its loads, the largest first, are smaller
-than before: so one that only frees a device that is nearly as busy as another is a step too.
+The nodes on a few devices, the busiest among them, may move among these; all others stay. The
+integer program makes the busiest of the few less busy, and keeps the others within the known
+bottleneck. An assignment is accepted if its loads, the largest first, are smaller than before. So
+freeing one of two equally busy devices is a step too. It serves problems whose loads do not add up,
+as with overlapped transfers, where ``pair_search.py`` does not apply.
 
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing
 problems", 1998.
@@ -19,6 +19,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from placer.solver import costs
+from placer.solver.answer import PROVEN_GAP
 from placer.solver.cpsat.model import PlacementModel, worth_building
 from placer.solver.cpsat.runner import Limits
 from placer.solver.problem import Problem
@@ -28,28 +29,15 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 SIZES = (2, 3)
-"""How many devices divide their nodes anew."""
+"""Numbers of devices that redivide their nodes: pairs first, as their programs are small."""
 
 WORK = 0.3
-"""Of one program, in the measure of ``cpsat.Meter``."""
-
-MANY = 500
-"""So many pairs of a node and a device are many."""
-
-BETTER = 1e-6
-"""By which share the busiest of the devices must become less busy."""
+"""Work of one program, in the measure of ``cpsat.runner.Meter``: a third of a second."""
 
 
 def applies(problem: Problem) -> bool:
-    """Whether it looks for such placements: free, and with a small bottleneck."""
+    """Return whether placements are free and their bottleneck counts."""
     return not problem.contiguous and problem.request.objective == "throughput"
-
-
-def many(problem: Problem, nodes: Reduction) -> bool:
-    """Whether it comes before the integer program of all devices, which takes long for so many
-    nodes.
-    """
-    return len(nodes.nodes) * len(problem.devices) >= MANY
 
 
 def improved(
@@ -58,12 +46,12 @@ def improved(
     limits: Callable[[float], Limits],
     over: Callable[[], bool],
 ) -> list[int]:
-    """The best assignment met on the way from one.
+    """Return the best assignment found from a start.
 
     Args:
-        problem: what is asked, by objective ``throughput``, placements free.
+        problem: the placement problem, of the kind that ``applies`` names.
         start: by layer, its device; it meets all requirements.
-        limits: for a search of so much work.
+        limits: makes the limits of a search of some work.
         over: ends the search.
 
     Returns:
@@ -76,7 +64,7 @@ def improved(
         few = next(untried, None)
         if few is None:
             break
-        found = _divided_anew(problem, best, few, loads, limits(WORK))
+        found = _redivided(problem, best, few, loads, limits(WORK))
         if found is not None and sorted(_loads(problem, found), reverse=True) < sorted(
             loads, reverse=True
         ):
@@ -86,7 +74,7 @@ def improved(
 
 
 def _choices(loads: Sequence[float], random: Random) -> Iterator[frozenset[int]]:
-    """The devices to look at together: the busiest with one other, then with two, in random order."""
+    """Yield sets of devices: the busiest with one other, then with two, in random order."""
     busiest = max(range(len(loads)), key=lambda device: loads[device])
     others = [device for device in range(len(loads)) if device != busiest]
     for size in SIZES:
@@ -96,16 +84,14 @@ def _choices(loads: Sequence[float], random: Random) -> Iterator[frozenset[int]]
             yield frozenset({busiest, *few})
 
 
-def _divided_anew(
+def _redivided(
     problem: Problem,
     best: Sequence[int],
     few: frozenset[int],
     loads: Sequence[float],
     limits: Limits,
 ) -> list[int] | None:
-    """An assignment in which the busiest of a few devices is less busy, as nodes move among them;
-    None if none.
-    """
+    """Return an assignment in which the busiest of a few devices is less busy, or None."""
     allowed = tuple(
         devices & few if here in few else frozenset({here})
         for here, devices in zip(best, problem.allowed, strict=True)
@@ -115,21 +101,20 @@ def _divided_anew(
     if not worth_building(part, nodes):
         return None
     model = _PartModel(
-        part, nodes, max(loads), few, max(loads[device] for device in few) * (1 - BETTER)
+        part, nodes, max(loads), few, max(loads[device] for device in few) * (1 - PROVEN_GAP)
     )
     return model.solve(limits).devices
 
 
 class _PartModel(PlacementModel):
-    """Placements in which some devices are less busy than so long, and the others than what is
-    known.
+    """Placements in which a few devices stay within a limit, and the others within the known one.
 
     Args:
-        problem: what is asked, with most nodes where they are.
+        problem: the placement problem, with most nodes fixed.
         nodes: its layers, joined where they must be together.
-        upper: the bottleneck that is known.
+        upper: the known bottleneck.
         few: the devices that are to be less busy.
-        most_ms: no more than this.
+        most_ms: their limit.
     """
 
     def __init__(
@@ -139,7 +124,7 @@ class _PartModel(PlacementModel):
         super().__init__(problem, nodes, upper=upper)
 
     def most_busy(self, device: int) -> cp_model.IntVar | int:
-        """What a device's load may be: the goal for the few, else what is known."""
+        """Return the most that a device's load may be: the goal for the few, else the known."""
         return self.makespan if device in self._few else self.upper
 
     def _set_goal(self) -> None:

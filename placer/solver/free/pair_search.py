@@ -1,9 +1,9 @@
-"""Local search for free placements whose step is large: two devices divide anew all that they hold.
+"""Local search for free placements with large steps: two devices redivide all their nodes.
 
-The busiest device does so with another one, so that both take less than it took, until it cannot
-with any. Then a few random pairs divide what they hold in some way, within a little more than the
-best known, and it goes on from there; far from the best it comes back. ``pair_sweep.py`` finds the
-ways.
+The busiest device redivides with another one, so that both take less than it took, until it cannot
+with any. Then a few random pairs redivide within a little more than the best known, and the search
+goes on from there. Far from the best, it returns to the best. ``pair_sweep.py`` finds the
+divisions.
 
 Source: Lourenço, Martin and Stützle, "Iterated local search", 2003.
 """
@@ -14,83 +14,86 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import cycle
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
-from placer.solver.free import local_search
+from placer.solver.answer import PROVEN_GAP
+from placer.solver.cpsat.runner import PER_WORK
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
+from placer.solver.free.set_graph import MOST_NODES
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
-MOST_NODES = 1_500
 
-LABELS, FEW_LABELS = 2_000, 500
-"""Labels at a step: where the busiest device is to take less, and where pairs are divided at
-random."""
+class _Kick(NamedTuple):
+    """Random divisions that leave a local optimum.
 
-BETTER = 1e-6
-"""By which share the busiest device must take less."""
+    Attributes:
+        worse: by round in turn, the allowed increase over the best known, relative.
+        pairs: numbers of pairs that are redivided before the busiest device follows.
+        noise: random distance from the best division, as a multiple of the allowed increase.
+        labels: labels of a sweep at one step: fewer, as the division need not be the best.
+    """
 
-WORSE = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
-"""By round in turn: by which share random pairs may take more than the best known."""
+    worse: tuple[float, ...] = (0.02, 0.02, 0.05, 0.02, 0.02, 0.2)
+    pairs: tuple[int, ...] = (1, 1, 2, 3)
+    noise: float = 2.0
+    labels: int = 500
 
-RANDOM_PAIRS = (1, 1, 2, 3)
-"""So many divide what they hold before the busiest device is looked at again."""
 
-NOISE = 2.0
-"""How far a way may be from the best by the weights of the moment: so many times what pairs may
-take more."""
+KICK = _Kick()
 
-LOOKS = 3
-"""So often a division is looked for that fits, each time knowing more of what there is room for."""
+STEP_LABELS = 2_000
+"""Labels of a sweep at one step, where the busiest device must take less."""
+
+
+MOST_DIVISIONS = 3
+"""The most divisions of a pair that are tried until one fits the memory, each better informed."""
 
 PATIENCE = (20, 150)
-"""So many rounds in a row that bring nothing better end the search, of few nodes and of many."""
+"""Rounds without improvement that end the search, of few nodes and of many."""
 
-LABELS_A_WORK, LABELS_A_WAY = 2_000_000, 20_000
-"""Labels that are looked at in a unit of work, in the measure of ``cpsat.Meter``, and what a
-division does besides."""
 
 Over = Callable[[float], bool]
-"""Told of work that was done, whether the search is to end."""
+"""Counts work and returns whether the search must end."""
 
 
 def applies(problem: Problem, nodes: Reduction) -> bool:
-    """Whether a division can be judged by loads, and by what devices have room for; whatever number
-    they hold.
-    """
+    """Return whether loads and memory alone judge a division; devices may hold any number."""
     any_number = problem.least_devices == 1 and problem.most_devices == len(problem.devices)
-    judged = local_search.applies(problem) and any_number and problem.most_layers is None
+    judged = loads_add_up(problem) and any_number and problem.most_layers is None
     return judged and len(problem.devices) > 1 and len(nodes.nodes) <= MOST_NODES
 
 
 def improved(
     problem: Problem, nodes: Reduction, start: Sequence[int], over: Over, enough: float = 0.0
 ) -> list[int] | None:
-    """The best assignment met on the way from one.
+    """Return the best assignment found from a start.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
         start: by layer, its device; it meets all requirements.
-        over: told of work; ends the search.
-        enough: a bottleneck that ends it too, as none is smaller.
+        over: counts work; ends the search.
+        enough: a bottleneck that ends the search, as no smaller one exists.
 
     Returns:
-        By layer, its device; None where two devices hold too much to tell how to divide it.
+        By layer, its device; None where two devices hold too much to redivide.
     """
     return PairSearch(problem, nodes).improved(start, over, enough)
 
 
 class PairSearch:
-    """The search, which can go on where it was stopped, with what was tried in vain.
+    """The search, which can be continued and remembers failed divisions.
 
     Args:
-        problem: what is asked, of the kind that ``applies`` names.
+        problem: the placement problem, of the kind that ``applies`` names.
         nodes: its layers, joined where they must be together.
 
     Attributes:
-        idle: how many rounds in a row brought nothing better.
+        idle: consecutive rounds without improvement.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -98,20 +101,19 @@ class PairSearch:
         self._random = Random(problem.request.seed)
         self._patience = min(PATIENCE[0] + 2 * len(nodes.nodes), PATIENCE[1])
         self._in_vain: set[tuple[int, int, frozenset[int], frozenset[int]]] = set()
-        self._worse, self.idle = cycle(WORSE), 0
+        self._worse, self.idle = cycle(KICK.worse), 0
         self._best: list[int] | None = None
 
     def improved(self, start: Sequence[int], over: Over, enough: float = 0.0) -> list[int] | None:
-        """The best assignment met on the way from one, or from where it was stopped if that was no
-        worse.
+        """Return the best assignment found from a start, or from where the search stopped.
 
         Args:
             start: by layer, its device; it meets all requirements.
-            over: told of work; ends the search.
-            enough: a bottleneck that ends it too, as none is smaller.
+            over: counts work; ends the search.
+            enough: a bottleneck that ends the search, as no smaller one exists.
 
         Returns:
-            By layer, its device; None where two devices hold too much to tell how to divide it.
+            By layer, its device; None where two devices hold too much to redivide.
         """
         self._over, self._ended = over, False
         given = [start[layers[0]] for layers in self._nodes.nodes]
@@ -125,7 +127,7 @@ class PairSearch:
         return None
 
     def _from_here(self, best: list[int], enough: float) -> list[int]:
-        """By node, its device in the best placement that is found."""
+        """Return, by node, its device in the best placement that is found."""
         best_ms = self._most_ms(best)
         while self.idle < self._patience and best_ms > enough and not self._ended:
             worse = next(self._worse)
@@ -151,36 +153,36 @@ class PairSearch:
         return devices
 
     def _less_busy(self, devices: list[int]) -> list[int] | None:
-        """A placement in which the busiest device is not as busy, nor is one in its place."""
+        """Return a placement whose busiest device is less busy, with no other in its place."""
         loads = self._pairs.loads.by_device(devices)
         busiest = max(range(len(loads)), key=lambda device: loads[device])
         others = [device for device in range(len(loads)) if device != busiest]
         self._random.shuffle(others)
-        most_ms = loads[busiest] * (1 - BETTER)
+        most_ms = loads[busiest] * (1 - PROVEN_GAP)
         if most_ms >= loads[busiest]:  # of zero there is nothing less
             return None
         for other in others:
             key = (busiest, other, _held(devices, busiest), _held(devices, other))
             if key in self._in_vain or self._ended:
                 continue
-            found = self._divided(devices, busiest, other, (most_ms, most_ms), LABELS, 0.0)
+            found = self._divided(devices, busiest, other, (most_ms, most_ms), STEP_LABELS, 0.0)
             if found is not None and max(self._pairs.loads.by_device(found)) <= loads[busiest]:
                 return found
             self._in_vain.add(key)
         return None
 
     def _kicked(self, devices: list[int], best_ms: float, worse: float) -> list[int]:
-        """A placement in which some pairs hold something else."""
-        for _ in range(self._random.choice(RANDOM_PAIRS)):
+        """Return a placement in which some pairs hold something else."""
+        for _ in range(self._random.choice(KICK.pairs)):
             loads = self._pairs.loads.by_device(devices)
             one, other = self._random.sample(range(len(loads)), 2)
             most_ms = best_ms * (1 + worse * self._random.random())
             within = (max(most_ms, loads[one]), max(most_ms, loads[other]))
-            noise_ms = NOISE * worse * best_ms
+            noise_ms = KICK.noise * worse * best_ms
             found = (
                 None
                 if self._ended
-                else self._divided(devices, one, other, within, FEW_LABELS, noise_ms)
+                else self._divided(devices, one, other, within, KICK.labels, noise_ms)
             )
             devices = devices if found is None else found
         return devices
@@ -194,10 +196,8 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """What two devices hold divided as evenly as can be; or at random, by some weights, with
-        noise.
-        """
-        for _ in range(LOOKS):
+        """Return two devices' nodes divided as evenly as possible, or at random by noisy times."""
+        for _ in range(MOST_DIVISIONS):
             found = self._division(devices, one, other, most_ms, labels, noise_ms)
             if found is None or self._pairs.room.holds(found):
                 return found
@@ -213,10 +213,10 @@ class PairSearch:
         labels: int,
         noise_ms: float,
     ) -> list[int] | None:
-        """The same, if sizes that add up were all that counts."""
+        """Return the same, if sizes that add up were all that counts."""
         ways = self._pairs.ways(devices, one, other, most_ms, labels)
         looked_at = 0 if ways is None else ways.labels
-        self._ended = self._over((looked_at + LABELS_A_WAY) / LABELS_A_WORK)
+        self._ended = self._over((looked_at + PER_WORK.labels_of_a_search) / PER_WORK.labels)
         if ways is None:
             return None
         if noise_ms:

@@ -1,15 +1,15 @@
-"""Two devices divide anew what they hold: all ways to do so that matter, gone through by a sweep.
+"""All ways in which two devices may redivide their nodes, enumerated by a sweep.
 
-The nodes are taken one by one, each to the one device or to the other. What was decided matters later by the nets that
-are open alone, as in ``sweep_orders.py``, and by the load of each device so far::
+The nodes are taken one by one, each to one device or the other. Earlier decisions matter later only
+through the nets that are open, as in ``sweep_orders.py``, and through the loads so far::
 
-    nodes taken ──▶ │ border │ ──▶ nodes to come       label: state of the border, load of the one, load of the other
+    nodes taken ──▶ │ border │ ──▶ nodes to come     label: state of the border, both loads
 
-Of two labels in the same state, one that is no less in both loads is dropped, and so is one that
-cannot end within what the devices may take: what the rest adds at the least, weighted by some
-rates, a plain dynamic program tells beforehand. Where labels are too many, one is kept of those
-that load the one device about the same. All other nodes stay where they
-are: what is found is a placement, and no proof.
+Of two labels in the same state, one that is no better in either load is dropped. So is one that
+cannot end within the devices' limits: a plain dynamic program computes beforehand the least that
+the rest adds, weighted by some rates. Where labels are too many, one is kept of those that load the
+first device about the same. All other nodes stay where they are: the result is a placement, not a
+proof.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from itertools import permutations
 
 import numpy as np
@@ -28,18 +29,27 @@ from placer.solver.free.sweep_orders import Pins, order_of
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
+
+class Pin(IntFlag):
+    """What is known of a net: which device has a pin of it, and which has its source.
+
+    The next bit after ``Pin.MADE_BY_ONE`` says that the other device has the source.
+    """
+
+    ONE = 1
+    OTHER = 2
+    MADE_BY_ONE = 4
+
+
 MOST_STATES = 1_000
-"""More states of a border than so many are too many."""
+"""The most states of a border: with more, a sweep takes too long."""
 
 RATES = np.array([0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
-"""By these the load of the one device is weighted, and by what is left of 1 that of the other."""
+"""Weights of the first device's load in the lower bounds of the rest; 1 less them of the other."""
 
-ONE, OTHER, MADE_BY_ONE = 1, 2, 4
-"""Of a net: the one device has a pin of it, the other has, the one has its source; twice the last,
-the other has."""
 
 BANNED_MS = 1e15
-"""The time of a node where it may not be."""
+"""Time of a node on a forbidden device: more than any limit, but finite for sums."""
 
 Numbers = NDArray[np.int64]
 Row = NDArray[np.float64]
@@ -52,13 +62,12 @@ class TooWide(Exception):
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to divide some nodes between two devices, none of them better in one load but worse in
-    the other.
+    """Non-dominated divisions of some nodes between two devices.
 
     Attributes:
-        one_ms: by way, the load of the one device.
-        other_ms: that of the other.
-        labels: how many were looked at.
+        one_ms: by division, the load of the first device.
+        other_ms: by division, the load of the second device.
+        labels: the number of labels of the sweep.
     """
 
     one_ms: Row
@@ -69,11 +78,11 @@ class Ways:
 
     @property
     def most_ms(self) -> Row:
-        """By way, the larger load."""
+        """The larger of the two loads, by way."""
         return np.maximum(self.one_ms, self.other_ms)
 
     def theirs(self, way: int) -> list[int]:
-        """The nodes that go to the other device."""
+        """Return the nodes that go to the other device."""
         found, label = [], way
         for node, came in zip(reversed(self._nodes), reversed(self._came), strict=True):
             label, to_other = divmod(int(came[label]), 2)
@@ -98,16 +107,16 @@ class _Step:
 
 
 class Pairs:
-    """What any two devices can divide anew, of placements that ``local.applies`` to.
+    """Divisions of any two devices, of placements for which ``loads_add_up``.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
 
     Attributes:
-        problem: what is asked.
-        loads: what nodes and nets cost.
-        room: what devices can hold.
+        problem: the placement problem.
+        loads: the costs of nodes and nets.
+        room: the capacity of devices.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction) -> None:
@@ -126,7 +135,7 @@ class Pairs:
         most_ms: tuple[float, float],
         most_labels: int,
     ) -> Ways | None:
-        """The ways to divide what two devices hold; None if none is found.
+        """Return the ways to divide what two devices hold; None if none is found.
 
         Args:
             devices: by node, where all are.
@@ -142,13 +151,17 @@ class Pairs:
         steps = self._steps(devices, nodes, one, other)
         if not steps:
             return None
-        room = [self.room.of(device) for device in (one, other)] if self.room.limited else None
+        room = (
+            [self.room.capacity_bytes(device) for device in (one, other)]
+            if self.room.limited
+            else None
+        )
         return _Search(nodes, steps, np.array(most_ms), room, most_labels).ways()
 
     def _steps(
         self, devices: Sequence[int], nodes: Sequence[int], one: int, other: int
     ) -> list[_Step]:
-        """The steps of the sweep."""
+        """Return the steps of the sweep."""
         paid = _Paid(self, devices, one, other)
         left = Counter(net for node in nodes for net in self.loads.nets_of[node])
         borders: list[Border] = [()]
@@ -202,15 +215,13 @@ class _Paid:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def bits(self, node: int, net: int, column: int) -> int:
-        """What is known of a net if a node is at the one device, or in column 1 at the other."""
+        """Return what is known of a net if a node is at the first device, or at the other."""
         one = self._loads.nets[net]
         source = one.source == node and (one.back_ms or self._by_value)
-        return (ONE | (MADE_BY_ONE if source else 0)) << column
+        return (Pin.ONE | (Pin.MADE_BY_ONE if source else 0)) << column
 
     def by(self, net: int, bits: int) -> tuple[float, float]:
-        """What a net costs each of them, from what is known of it; at the least where its source is
-        not known.
-        """
+        """Return the least cost of a net to each device, from what is known of it."""
         key = net, bits
         if key not in self._known:
             paid = self._paid(net, bits)
@@ -218,18 +229,18 @@ class _Paid:
         return self._known[key]
 
     def _paid(self, net: int, bits: int) -> tuple[float, float]:
-        has_one, has_other = bool(bits & ONE), bool(bits & OTHER)
+        has_one, has_other = bool(bits & Pin.ONE), bool(bits & Pin.OTHER)
         one, other = self._two
         source = self._devices[self._loads.nets[net].source]
         away = {self._devices[reader] for reader in self._loads.nets[net].readers}.difference(
             self._two
         )
         each_ms = self._loads.each_ms[net]
-        if source in self._two and bits & MADE_BY_ONE:
+        if source in self._two and bits & Pin.MADE_BY_ONE:
             return self._loads.sent_ms(net, one, away | {other} if has_other else away), each_ms[
                 one
             ][other] * has_other
-        if source in self._two and bits & MADE_BY_ONE << 1:
+        if source in self._two and bits & Pin.MADE_BY_ONE << 1:
             return each_ms[other][one] * has_one, self._loads.sent_ms(
                 net, other, away | {one} if has_one else away
             )
@@ -259,7 +270,7 @@ class _Search:
     most_labels: int
 
     def ways(self) -> Ways | None:
-        """What is left at the end; None if nothing."""
+        """Return the labels that are left at the end, or None without any."""
         rests = self._rests()
         rates, most = (
             RATES[:, None],
@@ -290,7 +301,7 @@ class _Search:
         return Ways(load[0], load[1], looked_at, self.nodes, came)
 
     def _rests(self) -> list[Row]:
-        """By step, rate and state behind it, the least that the rest adds."""
+        """Return, by step, rate and state behind it, the least that the rest adds."""
         rates = RATES[:, None, None]
         found = [np.zeros((len(RATES), 1))]
         for step in reversed(self.steps[1:]):
@@ -301,11 +312,11 @@ class _Search:
         return found[::-1]
 
     def _thinned(self, state: Numbers, load: Row, some: Numbers) -> Numbers:
-        """So many labels as may be: of those that load the one device about the same, that which
-        loads it most.
+        """Return as many labels as allowed, spread over the load of the first device.
 
-        It loads the other one least, as none is left that is worse in both. One of each state is
-        kept, however many.
+        Of labels that load the first device about the same, the one with the largest load is kept.
+        It loads the other device least, as no label is dominated. One label of each state is kept
+        in any case.
         """
         width = self.most_ms[0] / self.most_labels
         while len(some) > self.most_labels:
@@ -320,9 +331,7 @@ class _Search:
 
 
 def _undominated(state: Numbers, load: Row, able: Numbers) -> Numbers:
-    """Of the able labels those with none of their state that is no more in both loads; by state and
-    load of the one.
-    """
+    """Return the able labels that none of the same state dominates, by state and first load."""
     if not len(able):
         return able
     able = able[np.lexsort((load[1, able], load[0, able], state[able]))]

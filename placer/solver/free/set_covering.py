@@ -1,6 +1,4 @@
-"""The set-covering program of ``column_generation.py``: few sets that hold all nodes, with its
-duals kept in a box.
-"""
+"""The set-covering program of ``column_generation.py``, with its duals kept in a box."""
 
 from __future__ import annotations
 
@@ -9,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ortools.linear_solver import pywraplp
 
+from placer.solver.problem import ROUNDING
+
 Owned = tuple[int, frozenset[int]]
 """Whose set, and its nodes."""
 
-EDGE = 1e-9
 MOST_WIDENED = 6
+"""The most times that the box of prices is widened in a solution."""
 FIRST_HALF = 0.15
-"""Half the width of the first box, as a share of a group's mean price."""
+"""Half the width of the first box, as a part of a group's mean price."""
 
 
 class Covering:
@@ -81,12 +81,13 @@ class Covering:
             self._goal.SetCoefficient(less, self._half - price)
 
     def leans(self) -> bool:
-        """Whether some dual of the last solution is at an end of its box."""
-        return any(slack.solution_value() > EDGE for slack in (*self._more, *self._less))
+        """Return whether some dual of the last solution is at an end of its box."""
+        return any(slack.solution_value() > ROUNDING for slack in (*self._more, *self._less))
 
     def join(self, sets: Iterable[Owned]) -> bool:
-        """Add sets, each with its owner: a kind, or behind those a device that pays for no
-        transfer; if any is new.
+        """Add sets, each with its owner.
+
+        A kind, or behind those a device that pays for no transfer; if any is new.
         """
         fresh = [one for one in sets if one[1] and one not in self._known]
         for owner, nodes in fresh:
@@ -98,9 +99,7 @@ class Covering:
         return bool(fresh)
 
     def solve(self) -> tuple[float, list[float]] | None:
-        """The least number of sets, in fractions of them, and the prices that the duals make; None
-        where it fails.
-        """
+        """Return the least number of sets, in fractions, and the duals' prices; None on failure."""
         if self._solver.Solve() != self._solver.OPTIMAL:
             return None
         duals = [row.dual_value() for row in self._rows]

@@ -1,10 +1,8 @@
-"""A problem of free placements as one of sets: each device holds a set of nodes, and pays for the
-nets that it cuts.
-"""
+"""Free placement as choice of sets: each device holds a set of nodes and pays for cut nets."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -17,12 +15,13 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 MANY = 100
-"""So many pairs of a node and a device are many."""
+"""Pairs of a node and a device from which proofs by sets beat the integer program."""
 
 MOST_NODES = 1_500
+"""Nodes above which sweeps take too long."""
 
 MOST_KINDS = 4
-"""Of more kinds of devices all are taken for the best of them."""
+"""The most kinds of devices; with more, all count as the best of them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Kind:
     work_ms: list[float]
 
     def load(self, nodes: frozenset[int]) -> float:
-        """What a set loads one of them with, in milliseconds."""
+        """Return the load of a set on a device of this kind, in milliseconds."""
         cut = sum(
             cost
             for pins, cost in self.nets.items()
@@ -70,7 +69,7 @@ class SetGraph:
 
 
 def applies(problem: Problem) -> bool:
-    """Whether a device's load is what it holds and what it exchanges, as sets are reckoned."""
+    """Return whether a device's load is its work and its transfers, as for sets."""
     request = problem.request
     return (
         not problem.contiguous
@@ -80,16 +79,17 @@ def applies(problem: Problem) -> bool:
 
 
 def worth_looking(problem: Problem, nodes: Reduction) -> bool:
-    """Whether the integer program would not prove as much in no time."""
+    """Return whether the integer program would not prove as much in no time."""
     return len(nodes.nodes) * len(problem.devices) >= MANY
 
 
 def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
-    """The sets of a problem that ``applies`` names; None if there are too many nodes, or none does
-    any work.
+    """Return the sets of a problem that ``applies`` names.
+
+    The result is None if there are too many nodes, or none does any work.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
     """
     paying = [device for device in range(len(problem.devices)) if device not in problem.untaxed]
@@ -105,13 +105,7 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
-    alike: dict[tuple[Link | None, tuple[float, ...]], int] = defaultdict(int)
-    for device in paying:
-        able = (
-            time if device in may else inf
-            for time, may in zip(work[device], nodes.allowed, strict=True)
-        )
-        alike[links[device], tuple(able)] += 1
+    alike = Counter((links[device], _able_ms(nodes, work, device)) for device in paying)
     fastest = Kind(min(len(paying), problem.most_devices), *cuts[best], least)
     told_apart = len(alike) <= MOST_KINDS and len(paying) <= problem.most_devices
     kinds = [Kind(count, *cuts[link], list(able)) for (link, able), count in alike.items()]
@@ -119,8 +113,16 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     return SetGraph(kinds if told_apart else [fastest], fastest, free)
 
 
+def _able_ms(nodes: Reduction, work: list[list[float]], device: int) -> tuple[float, ...]:
+    """Return, by node, its time on a device; infinite if it may not be there."""
+    return tuple(
+        time if device in may else inf
+        for time, may in zip(work[device], nodes.allowed, strict=True)
+    )
+
+
 def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
-    """As good as any link from or to some of the devices; None if there is none."""
+    """Return a link as good as any from or to these devices, or None if there is no link."""
     links = [
         link
         for source, target in permutations(range(len(problem.devices)), 2)
@@ -133,8 +135,9 @@ def _best_link(problem: Problem, devices: Sequence[int]) -> Link | None:
 def _cuts(
     problem: Problem, nodes: Reduction, link: Link | None
 ) -> tuple[list[Step], dict[Pins, float]]:
-    """The sweep, and by pins what it costs to cut nets over a link; none where they have too many
-    states.
+    """Return the sweep, and by pins what it costs to cut nets over a link.
+
+    The result is None where they have too many states.
     """
     nets: dict[Pins, float] = defaultdict(float)
     for net in joined_nets(problem, nodes, link) if link is not None else ():

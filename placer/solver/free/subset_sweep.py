@@ -1,18 +1,18 @@
-"""The sets of nodes that a device could hold, gone through by a sweep: which is worth most, and
-which is lightest.
+"""A sweep over the sets of nodes that a device could hold: the most worthy and the lightest.
 
-    load(S)  = sum of work(n) over n in S + sum of cost(e) over nets e with a pin in S and a pin outside
+    load(S)  = sum of work(n) over n in S
+               + sum of cost(e) over nets e with a pin in S and a pin outside
     worth(S) = sum of price(n) over n in S
 
-Of two sets in the same state the one that is lighter and worth more will do: of these pairs,
-``labels``, all are kept that can still lead to a set of enough worth within the load allowed. How
-much worth the rest of the nodes can add is told by Lagrange's multipliers: worth less a rate times
-the load has a plain dynamic program. Where labels are too many, neighbours become one, with the
-lesser load and the greater worth: what is found then bounds the true answer. Loads are whole
-numbers rounded down, worths rounded up, so nothing is lost.
+A label is the load and worth of a set in a state of the sweep. Of two sets in the same state, the
+one that is lighter and worth more suffices. All labels are kept that can still lead to a set of
+enough worth within the allowed load. Lagrange multipliers bound the worth that the rest of the
+nodes can add: worth less a rate times the load has a plain dynamic program. Where labels are too
+many, neighbours become one, with the lesser load and the greater worth: the result then bounds the
+true answer. Loads are integers rounded down, worths rounded up, so nothing is lost.
 
-Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005; sets
-instead of paths.
+Source: Irnich and Desaulniers, "Shortest path problems with resource constraints", 2005, here for
+sets instead of paths.
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ from numpy.typing import NDArray
 from placer.solver.free.sweep_orders import Step
 
 LOAD_STEPS = 2**31
+"""Integer steps of the largest load: nine digits."""
 WORTH_STEPS = 2**30
+"""Integer steps of a worth of one: nine digits, and worths stay below 2**63."""
 MOST_LABELS = 6_000
+"""Labels of a sweep at one step by default."""
 FIRST_RATES = np.geomspace(0.05, 8.0, 24) * WORTH_STEPS / LOAD_STEPS
+"""Multipliers of the first search, for any slope."""
 NEAR_RATES = (0.55, 0.75, 0.87, 0.95, 1.0, 1.05, 1.15, 1.33, 1.8)
-"""Multipliers: many at first, then some near the best of the last search."""
+"""Multipliers of later searches, relative to the best ones of the last."""
 
 KEPT_RATES = 4
+"""The best multipliers that are kept for the next search."""
 
 Numbers = NDArray[np.int64]
 Row = NDArray[np.float64]
@@ -41,14 +46,13 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search through all sets says of those that are worth enough and are light enough.
+    """The sets of enough worth and small enough load, as a search over all sets found them.
 
     Attributes:
-        least_ms: none is lighter; the most load that was allowed, if there is none at all.
-        most_worth: none is worth more; the least worth that was asked for, if there is none at all.
-        nodes: the one that is worth most, if labels were not made one on the way to it; else near
-            that.
-        labels: how many were looked at.
+        least_ms: no such set is lighter; the largest allowed load without any.
+        most_worth: no such set is worth more; the least required worth without any.
+        nodes: the set of the most worth; near it if labels were joined on the way to it.
+        labels: the number of labels of the sweep.
     """
 
     least_ms: float
@@ -67,7 +71,7 @@ class Subsets:
     Args:
         steps: the sweep.
         work_ms: by node.
-        most_ms: no set of more load is looked for.
+        most_ms: the largest load of a set.
         over: ends a search.
     """
 
@@ -98,16 +102,15 @@ class Subsets:
         """Look for sets whose prices come to ``enough``.
 
         Args:
-            prices: by node; about 1 or less in all for a set of the most load, as they are rounded
-                to 2**-30.
+            prices: by node; about 1 or less in all for a set of full load, as they are rounded to
+                2**-30.
             enough: the least worth.
-            most_labels: where there are more at a step, neighbours become one.
-            real: or all of them but the one that is worth most are left out, so that a set is what
-                it seems to be, and what is said of all sets holds for those alone that were looked
-                at.
+            most_labels: the most labels at a step; above it, neighbours become one.
+            real: drop all neighbours but the most worthy instead, so that sets are real. The result
+                then holds only for the sets that were searched.
 
         Raises:
-            Stopped: it is over.
+            Stopped: the search is over.
         """
         worth = [ceil(prices[step.node] * WORTH_STEPS) for step in self._steps]
         rests = self._rests(worth)
@@ -118,9 +121,7 @@ class Subsets:
         return found or Found(self._most_ms, enough, frozenset())
 
     def _rests(self, worth: Sequence[int]) -> tuple[Row, list[Row]]:
-        """Good rates, and by step, rate and state the most that the rest can add in worth less the
-        rate times load.
-        """
+        """Return good rates, and by step, rate and state the most worth less rate * load left."""
         rates = self._rates[:, None, None]
         # more than what floats round off on the way
         rest = [np.ones((len(self._rates), 1))]
@@ -187,7 +188,7 @@ class Subsets:
             raise Stopped
 
     def _traced(self, came: Sequence[NDArray[np.int32]], label: int) -> frozenset[int]:
-        """The nodes of a label: even ways lead from inside."""
+        """Return the nodes of a label: even ways lead from inside."""
         nodes = []
         for step, way in zip(reversed(self._steps), reversed(came), strict=True):
             origin, outside = divmod(int(way[label]), 2)
@@ -198,9 +199,7 @@ class Subsets:
 
 
 def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -> Numbers:
-    """Of the able labels those with no lighter one of their state that is worth as much, by state
-    and load.
-    """
+    """Return the able labels that none of the same state dominates, by state and load."""
     if not len(able):
         return able
     place = state[able] * (LOAD_STEPS + 1) + load[able]
@@ -222,10 +221,9 @@ def _undominated(state: Numbers, load: Numbers, value: Numbers, able: Numbers) -
 def _neighbours(
     state: Numbers, load: Numbers, most: int, width: int
 ) -> tuple[Numbers, Numbers, int]:
-    """The first and the last label of each run whose loads are about the same, by state, and how
-    much the same.
+    """Return the first and last label of each run of similar loads, by state, and the runs' width.
 
-    Runs are as short as may be for so many, beginning with a width that is likely too small: most
+    Runs are as short as the number of labels allows. The first width is likely too small, as most
     labels can be of few states.
     """
     while True:

@@ -1,29 +1,40 @@
-"""Orders of the nodes in which few nets are open at a time, so that all sets of nodes can be gone
-through.
+"""Orders of the nodes with few nets open at a time, so that all sets of nodes can be enumerated.
 
-A sweep takes the nodes one by one, each into a set or out of it. Of what was decided only one thing matters later: of
-the nets with pins on both sides of the border, which have a pin inside, outside, or both. These are the states::
+A sweep takes the nodes one by one, each into a set or out of it. Earlier decisions matter later
+only through the nets with pins on both sides of the border: do they have a pin inside, outside, or
+both? These are the states::
 
-    nodes taken ──▶ │ border │ ──▶ nodes to come        a net is cut, and paid for, when it first has both
-                     nets a: inside, b: both
+    nodes taken ──▶ │ border │ ──▶ nodes to come     a net is cut, and paid for, when it first
+                     nets a: inside, b: both         has both
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-INSIDE, OUTSIDE = 1, 2
+
+class Side(IntFlag):
+    """Where a net has pins: in the set, or out of it."""
+
+    INSIDE = 1
+    OUTSIDE = 2
+
+
 STARTS = 12
+"""First nodes of greedy orders; more hardly find a better one."""
 WIDE = 40
-"""The pins of a net with more are not taken to be near one another."""
+"""Pins above which a net does not make its nodes neighbours: all would be."""
 
 MOST_STATES = 3_000
+"""The most states of a border, as labels are kept for each."""
 MOST_STATES_IN_ALL = 60_000
+"""The most states of all borders."""
 
 Pins = tuple[int, ...]
 Border = tuple[tuple[int, int], ...]
@@ -47,7 +58,7 @@ class Step:
 
 
 def sweep(count: int, nets: dict[Pins, float]) -> list[Step] | None:
-    """The steps of an order in which few nets are open; None if there are too many states.
+    """Return the steps of an order in which few nets are open; None if there are too many states.
 
     Args:
         count: of nodes.
@@ -57,7 +68,7 @@ def sweep(count: int, nets: dict[Pins, float]) -> list[Step] | None:
 
 
 def order_of(count: int, nets: dict[Pins, float]) -> list[int]:
-    """The nodes in an order in which few nets are open.
+    """Return the nodes in an order in which few nets are open.
 
     Args:
         count: of nodes.
@@ -75,7 +86,7 @@ class _Sweep:
                 self.of[node].append(net)
 
     def steps(self) -> list[Step] | None:
-        """All steps; None if there are too many states."""
+        """Return all steps; None if there are too many states."""
         order = self.order()
         place = {node: index for index, node in enumerate(order)}
         last = [max(place[node] for node in pins) for pins in self.nets]
@@ -85,7 +96,7 @@ class _Sweep:
             known: dict[Border, int] = {}
             after, cut_ms = np.zeros((len(borders), 2), np.int64), np.zeros((len(borders), 2))
             for state, border in enumerate(borders):
-                for column, side in enumerate((INSIDE, OUTSIDE)):
+                for column, side in enumerate((Side.INSIDE, Side.OUTSIDE)):
                     beyond, cut_ms[state, column] = self._crossed(border, node, side, index, last)
                     after[state, column] = known.setdefault(beyond, len(known))
             borders, total = list(known), total + len(known)
@@ -97,7 +108,7 @@ class _Sweep:
     def _crossed(
         self, border: Border, node: int, side: int, index: int, last: Sequence[int]
     ) -> tuple[Border, float]:
-        """The border behind a node that is on one side, and what is cut."""
+        """Return the border behind a node that is on one side, and what is cut."""
         sides, cost_ms = dict(border), 0.0
         for net in self.of[node]:
             before = sides.get(net, 0)
@@ -109,12 +120,12 @@ class _Sweep:
         return tuple(sorted(sides.items())), cost_ms
 
     def order(self) -> list[int]:
-        """The order with the fewest nets open of some that go on with what opens the fewest."""
+        """Return the order with the fewest open nets, of greedy orders from several first nodes."""
         starts = range(0, self.count, max(1, self.count // STARTS))
         return min((self._from(start) for start in starts), key=lambda found: found[0])[1]
 
     def _from(self, start: int) -> tuple[tuple[int, int], list[int]]:
-        """The most nets that are open at a time and their sum, and the order."""
+        """Return the most nets that are open at a time and their sum, and the order."""
         left = [len(pins) for pins in self.nets]
         near, waiting = {start}, dict.fromkeys(range(self.count))
         order: list[int] = []
@@ -135,9 +146,7 @@ class _Sweep:
         return (most, total), order
 
     def _opened(self, node: int, left: Sequence[int]) -> tuple[int, int]:
-        """How many nets a node opens less those that it closes, and how many it goes on with, less
-        than none.
-        """
+        """Return how many more nets a node opens than it closes, and minus those it continues."""
         fresh = [left[net] == self._sizes[net] for net in self.of[node]]
         closed = sum(
             left[net] == 1 for net, new in zip(self.of[node], fresh, strict=True) if not new

@@ -1,10 +1,9 @@
-"""Local search for a small latency: layers move, or swap devices, and both passes tell what that
-takes.
+"""Local search for a small latency: layers move, or swap devices, and both passes are recomputed.
 
-Half of the moves begin at a layer that the last finish waits for. Contiguous placements move layers
-with all that reads from them on their device, or all that they read from, so that devices do not
-wait for each other. Moves that take longer are taken with a chance that falls to nothing (simulated
-annealing), round after round.
+Half of the moves begin at a layer on the critical path. Contiguous placements move layers with all
+that reads from them on their device, or all that they read from, so that devices do not wait for
+each other. Moves that make the latency longer are accepted with a probability that falls to zero
+(simulated annealing), round after round.
 
 Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by simulated annealing", 1983; van Laarhoven,
 Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992, for moves on the critical
@@ -16,39 +15,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, log
 from random import Random
+from typing import NamedTuple
 
 from placer.solver import costs
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.free.device_capacity import Room
-from placer.solver.latency.makespan import Pass, Ways
+from placer.solver.free.local_search import GROUP_SIZES
+from placer.solver.latency.makespan import LinkTimes, Pass
 from placer.solver.latency.quotient_graph import Quotient
-from placer.solver.problem import Problem
+from placer.solver.problem import SAME, Problem
 from placer.solver.reduce import Reduction
 
-MOVES_AN_OPTION = 30
-"""A round looks at so many moves for every node and device, if all layers are reckoned for each."""
 
-LAYERS_A_ROUND = 1_000_000
-"""So many layers are reckoned in a round at the most: about a second."""
+class _Round(NamedTuple):
+    """Effort of one annealing round; its unit is a layer whose finish time is recomputed.
 
-LAYERS_A_MOVE = 20
-"""Beside those that it reckons a move takes as long as so many."""
+    Attributes:
+        moves_per_option: moves per node and device, if each recomputed all layers.
+        most_layers: the most layers of a round, about a second.
+        layers_per_move: the fixed cost of a move.
+        layers_per_look: layers between two looks at the clock.
+    """
 
-LAYERS_A_LOOK = 20_000
-WORK = 0.01
-"""Of so many layers, in the measure of ``cpsat.Meter``."""
+    moves_per_option: int = 30
+    most_layers: int = 1_000_000
+    layers_per_move: int = 20
+    layers_per_look: int = 20_000
 
-WARM = (0.003, 0.01, 0.001, 0.03)
-"""By round in turn: at first a move that makes the latency longer by this share is taken with a
-chance of 1/e."""
 
-TOGETHER = (1, 1, 1, 1, 2, 3, 4, 8)
-"""How many nodes move at once: any of these, with those that they exchange values with."""
+ROUND = _Round()
 
-TRACED = 32
-"""After so many moves that are taken it is looked up anew what the last finish waits for."""
 
-ROUNDING = 1e-12
-"""A latency is not shorter than another by less than this share."""
+TEMPERATURES = (0.003, 0.01, 0.001, 0.03)
+"""Initial temperature of each round in turn: relative increases accepted with probability 1/e."""
+
+MOVES_PER_TRACE = 32
+"""Accepted moves after which the critical path is traced again, as tracing costs a pass."""
 
 
 def improved(
@@ -59,15 +61,15 @@ def improved(
     enough: float = 0.0,
     patience: float = inf,
 ) -> Iterator[list[int]]:
-    """Better and better assignments met on the way from one; by layer, its device.
+    """Yield better and better assignments found from a start; by layer, its device.
 
     Args:
-        problem: what is asked, by objective ``latency``.
+        problem: the placement problem, by objective ``latency``.
         nodes: its layers, joined where they must be together.
         start: by layer, its device; it meets all requirements.
-        over: told of work now and then; ends the search.
-        enough: a latency that ends it too, as none is smaller.
-        patience: so many rounds in a row that bring nothing better end it as well.
+        over: counts work from time to time; ends the search.
+        enough: a latency that ends the search, as no smaller one exists.
+        patience: consecutive rounds without improvement that end the search.
     """
     random, room = Random(problem.request.seed), Room(problem, nodes)
     best = [start[layers[0]] for layers in nodes.nodes]
@@ -78,7 +80,7 @@ def improved(
         state = _State(problem, nodes, room, list(best))
         if state.length_ms <= enough:
             return
-        found, ended = _anneal(state, random, WARM[turn % len(WARM)], over)
+        found, ended = _anneal(state, random, TEMPERATURES[turn % len(TEMPERATURES)], over)
         idle, turn = idle + 1, turn + 1
         if found is not None:
             best, idle = found, 0
@@ -88,21 +90,22 @@ def improved(
 def _anneal(
     state: _State, random: Random, warm: float, over: Callable[[float], bool]
 ) -> tuple[list[int] | None, bool]:
-    """One round: the best devices met, by node, if they are better than the first; and whether time
-    is over.
-    """
-    best, wanted_ms = None, state.length_ms * (1 - ROUNDING)
-    most = min(LAYERS_A_ROUND, MOVES_AN_OPTION * state.options * (state.layers + LAYERS_A_MOVE))
+    """Run one round; return the best devices by node, if better, and whether time is over."""
+    best, wanted_ms = None, state.length_ms * (1 - SAME)
+    most = min(
+        ROUND.most_layers,
+        ROUND.moves_per_option * state.options * (state.layers + ROUND.layers_per_move),
+    )
     told = 0
     while state.looked_at < most:
         if state.looked_at >= told:
-            if over(WORK):
+            if over(ROUND.layers_per_look / PER_WORK.layers):
                 return best, True
-            told += LAYERS_A_LOOK
+            told += ROUND.layers_per_look
         longer = warm * (1 - state.looked_at / most) ** 2 + 1e-9
         most_ms = state.length_ms * (1 - longer * log(1 - random.random()))
         if state.move(state.pick(random), most_ms) and state.length_ms < wanted_ms and state.fits():
-            best, wanted_ms = list(state.device), state.length_ms * (1 - ROUNDING)
+            best, wanted_ms = list(state.device), state.length_ms * (1 - SAME)
     return best, False
 
 
@@ -132,7 +135,7 @@ class _State:
         # without recomputing, and with all micro-batches in flight
         self._holds = room.holds(device)
         self._least_room = [0] * len(problem.devices) if self._holds else list(self._bytes)
-        ways, layers = Ways.of(problem), nodes.spread(device)
+        ways, layers = LinkTimes.from_problem(problem), nodes.spread(device)
         self._there = Pass.forwards(problem, ways, layers)
         self._back = Pass.backwards(problem, ways, layers) if problem.training else None
         self._moves = self._taken = 0
@@ -145,15 +148,15 @@ class _State:
 
     @property
     def looked_at(self) -> int:
-        """So many layers have been reckoned, or as long was worked, until now."""
+        """The work so far, in layers that were recomputed."""
         return (
             self._there.looked_at
             + (self._back.looked_at if self._back else 0)
-            + LAYERS_A_MOVE * self._moves
+            + ROUND.layers_per_move * self._moves
         )
 
     def pick(self, random: Random) -> dict[int, int]:
-        """By node that moves, its device; none where there is no such move."""
+        """Return, by node that moves, its device; none where there is no such move."""
         layer = (
             random.choice(self._critical)
             if random.random() < 0.5
@@ -181,26 +184,27 @@ class _State:
             way = random.choice((self._quotient.before, self._quotient.after))
             moved = self._quotient.closed(node, way)
         else:
-            moved = self._together(node, random.choice(TOGETHER))
+            moved = self._together(node, random.choice(GROUP_SIZES))
         return dict.fromkeys(moved, device) if all(self._may(one, device) for one in moved) else {}
 
     def move(self, devices: Mapping[int, int], most_ms: float) -> bool:
-        """Bring nodes to devices if that meets the requirements and takes no longer; whether it
-        does.
+        """Bring nodes to devices if that meets the requirements and takes no longer.
+
+        Whether it does.
         """
         self._moves += 1
         before = {node: self.device[node] for node in devices}
         self._put(devices)
         if devices and self._is_allowed(devices.values()) and self._is_short(devices, most_ms):
             self._taken += 1
-            if self._taken % TRACED == 0:
+            if self._taken % MOVES_PER_TRACE == 0:
                 self._trace()
             return True
         self._put(before)
         return False
 
     def fits(self) -> bool:
-        """Whether all devices can hold what they do, and none recomputes that need not."""
+        """Return whether all devices can hold what they do, and none recomputes that need not."""
         if self._holds:
             return self._room.holds(self.device)
         self._moves += self.layers  # it takes as long
@@ -219,7 +223,7 @@ class _State:
         return device in self._nodes.allowed[node]
 
     def _together(self, node: int, most: int) -> list[int]:
-        """A node with others that are where it is, and exchange values with it or with them."""
+        """Return a node with neighbours on its device, up to a random number."""
         found = [node]
         for one in found:
             for other in self._near[one] if len(found) < most else ():
@@ -245,23 +249,25 @@ class _State:
             self._quotient.move(node, device)
 
     def _is_allowed(self, targets: Iterable[int]) -> bool:
-        """Whether the devices that get nodes have room, the numbers are right, and none waits for
-        itself.
-        """
+        """Return whether memory and numbers allow the moves, and no device waits for itself."""
         problem, room = self._problem, self._room
         used = len(self._layers) - self._layers.count(0)
         return (
             problem.least_devices <= used <= problem.most_devices
             and (problem.most_layers is None or max(self._layers) <= problem.most_layers)
             and all(
-                not room.limited or self._bytes[d] <= max(room.of(d), self._least_room[d])
+                not room.limited
+                or self._bytes[d] <= max(room.capacity_bytes(d), self._least_room[d])
                 for d in targets
             )
             and (not problem.contiguous or self._quotient.is_acyclic())
         )
 
     def _is_short(self, devices: Mapping[int, int], most_ms: float) -> bool:
-        """Whether both passes together take no longer with these nodes there; if so they keep that."""
+        """Return whether both passes together take no longer with these nodes there.
+
+        If so they keep that.
+        """
         layers = {
             layer: device for node, device in devices.items() for layer in self._nodes.nodes[node]
         }

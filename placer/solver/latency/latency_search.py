@@ -1,33 +1,45 @@
-"""Objective latency: the search around the integer program.
+"""The search for a small latency, around the integer program.
 
-list schedules ─▶ of few nodes, a first look of the program ─▶ local search ─▶ integer program ─▶
-local search
-                                                                               if worth building   if not
+list schedules ─▶ few nodes: a first look of the program ─▶ local search
+                                                               │
+                      integer program, if worth building ◀─────┤
+                      else more local search             ◀─────┘
 """
 
 from __future__ import annotations
 
 from math import inf
+from typing import NamedTuple
 
 from placer.solver import answer
 from placer.solver.cpsat.model import worth_building
-from placer.solver.free import free_search, neighbourhood_search
+from placer.solver.cpsat.runner import PER_WORK
+from placer.solver.free import free_search
 from placer.solver.latency import latency_moves
 from placer.solver.latency.list_schedule import list_schedules
 from placer.solver.search import Search
 
-LISTS_SHARE, MOVES_SHARE = 0.1, 0.6
-"""How much of the time, or of the work, may be over when list schedules end, and local search
-before the program."""
+
+class _Ends(NamedTuple):
+    """Shares of the time, or of the work, at which phases end.
+
+    Attributes:
+        lists: list schedules, of which one takes long for large models.
+        moves: local search before the integer program, which needs the rest for a proof.
+    """
+
+    lists: float = 0.1
+    moves: float = 0.6
+
+
+ENDS = _Ends()
+
 
 PATIENCE = 8
-"""After so many rounds of local search that brought nothing better the integer program comes."""
+"""Rounds of local search without improvement after which the integer program follows."""
 
 MOST_ENDS = 3_000_000
-"""With more ends of values times devices a list takes longer than a second to schedule."""
-
-END_WORK = 1e-6
-"""Of one of them, in the measure of ``cpsat.Meter``."""
+"""Ends of values times devices above which a list schedule would take longer than a second."""
 
 
 def start(search: Search) -> None:
@@ -38,16 +50,19 @@ def start(search: Search) -> None:
     )
     for devices in list_schedules(problem, search.nodes) if ends <= MOST_ENDS else ():
         search.offer(devices, "list schedule")
-        search.meter.done += END_WORK * ends
-        if not search.open() or search.over(LISTS_SHARE):
+        search.meter.done += ends / PER_WORK.scheduled_ends
+        if not search.open() or search.over(ENDS.lists):
             return
 
 
 def before_the_program(search: Search) -> None:
-    """Go on from the best start; to the end of the time where there is no integer program to come."""
-    if search.best is not None and not neighbourhood_search.many(search.problem, search.nodes):
+    """Go on from the best start.
+
+    To the end of the time where there is no integer program to come.
+    """
+    if search.best is not None and not free_search.has_many_nodes(search.problem, search.nodes):
         free_search.look(search)
-    _move_layers(search, MOVES_SHARE, PATIENCE)
+    _move_layers(search, ENDS.moves, PATIENCE)
     if not worth_building(search.problem, search.nodes, search.left_s()):
         _move_layers(search, 1.0)
 

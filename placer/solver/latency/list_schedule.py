@@ -1,13 +1,14 @@
-"""List schedules: one block of layers after another goes to the device on which it is done first.
+"""List schedules: one block of layers after another goes to the device that finishes it first.
 
-Blocks are nodes, rows of them without a branch, or all that hangs together. They come in the profile's order, which is
-that in which devices run them, or the one with the longest way to the end first: of blocks that wait for no other, the
-longest first. What a block takes is what it takes forwards and backwards, and so is what it waits for::
+Blocks are nodes, chains of them without a branch, or connected parts. They come in the profile's
+order, in which devices run them, or by the longest path to the end. Times and waits include both
+passes::
 
-    device 0   a a a a │ c c c │ e e      d reads b: on device 1 it may begin when that is free,
-    device 1   · · b b │ d d              on device 0 not before c is done and b's value is there
+    device 0   a a a a │ c c c │ e e     d reads b: on device 1 it may begin when the device is
+    device 1   · · b b │ d d             free, on device 0 not before c is done and b's value is
+                                         there
 
-Contiguous ones leave out devices that would wait for each other.
+Contiguous schedules leave out devices that would wait for each other.
 
 Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
 heterogeneous computing", 2002 (HEFT, without insertion); Graham, "Bounds on multiprocessing timing
@@ -23,20 +24,19 @@ from math import inf
 from placer.solver.bounds.simple_bounds import longest_paths
 from placer.solver.components import closed_groups, topological_order
 from placer.solver.free.device_capacity import Room
-from placer.solver.latency.makespan import Ways
+from placer.solver.latency.makespan import LinkTimes
 from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction, joined
 
 TRIES = 3
-"""So often a list is scheduled, each time by what the last one's devices took of memory beside
-their layers' sizes."""
+"""Lists that are scheduled in turn, each with the memory that the last one's devices needed."""
 
 
 def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
-    """By layer, its device, of some list schedules, which may break requirements.
+    """Return, by layer, its device, of some list schedules, which may break requirements.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
     """
     room = Room(problem, nodes)
@@ -55,8 +55,9 @@ def list_schedules(problem: Problem, nodes: Reduction) -> Iterator[list[int]]:
 
 
 def _numbers_of_devices(problem: Problem) -> list[int]:
-    """How many devices a schedule may use: where they must not wait for each other, what comes late
-    finds few.
+    """Return how many devices a schedule may use.
+
+    Where they must not wait for each other, what comes late finds few.
     """
     numbers = [problem.most_devices]
     while problem.contiguous and numbers[-1] // 2 >= max(2, problem.least_devices):
@@ -65,7 +66,10 @@ def _numbers_of_devices(problem: Problem) -> list[int]:
 
 
 def partitions(problem: Problem, nodes: Reduction) -> Iterator[Reduction]:
-    """The layers in blocks: nodes, rows of them, and what hangs together; each partition once."""
+    """Return the layers in blocks: nodes, rows of them, and what hangs together.
+
+    Each partition once.
+    """
     yield nodes
     arcs = nodes.arcs(
         (value.source, reader) for value in problem.values for reader in value.readers
@@ -85,7 +89,7 @@ class _Listing:
     """Blocks with what they take and wait for.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
         blocks: nodes that go together.
         room: of the devices, for nodes.
@@ -93,7 +97,7 @@ class _Listing:
 
     def __init__(self, problem: Problem, nodes: Reduction, blocks: Reduction, room: Room) -> None:
         self._problem, self._blocks, self._room = problem, blocks, room
-        self._ways = Ways.of(problem)
+        self._ways = LinkTimes.from_problem(problem)
         devices = range(len(problem.devices))
         self._work_ms = [
             [sum(problem.compute_ms(layer, d) for layer in layers) for d in devices]
@@ -106,13 +110,11 @@ class _Listing:
         self._inputs: list[list[tuple[int, int, int]]] = [[] for _ in blocks.nodes]
         for value in problem.values:
             source = blocks.node_of[value.source]
-            for reader in sorted(blocks.of(value.readers) - {source}):
+            for reader in sorted(blocks.holding(value.readers) - {source}):
                 self._inputs[reader].append((source, value.bytes, value.gradient_bytes))
 
     def longest_way_first(self) -> list[int]:
-        """The blocks by the longest way from their begin to the end, in a topological order where
-        there is one.
-        """
+        """Return the blocks by their longest path to the end, in topological order if possible."""
         work = [
             sum(row[d] for d in able) / len(able)
             for row, able in zip(self._work_ms, self._blocks.allowed, strict=True)
@@ -129,12 +131,11 @@ class _Listing:
         return topological_order(len(work), arcs, [-way for way in ways])
 
     def schedule(self, order: Sequence[int], most: int) -> list[int] | None:
-        """By block, the device on which it is done first, as they come; None if there is none for
-        one of them.
+        """Return, by block, the device on which it is done first; None if some block fits nowhere.
 
         Args:
             order: of the blocks.
-            most: so many devices it may use.
+            most: the most devices that it may use.
         """
         place = [-1] * len(order)
         free, done = [0.0] * len(self._problem.devices), [0.0] * len(order)
@@ -160,9 +161,7 @@ class _Listing:
         return place
 
     def _there_ms(self, device: int, inputs: Sequence[tuple[int, float, int, int]]) -> float:
-        """When values are on a device, by what holds each, when that is done, its bytes and those
-        that come back.
-        """
+        """Return when values are on a device, from their devices, finish times and bytes."""
         latency, byte = self._ways.latency_ms, self._ways.byte_ms
         last = 0.0
         for at, done, there, back in inputs:
@@ -179,7 +178,7 @@ class _Held:
     """What devices hold while a list is scheduled.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         room: of the devices.
     """
 
@@ -194,16 +193,16 @@ class _Held:
     def takes(
         self, device: int, sources: set[int], size_bytes: int, layers: int, most: int
     ) -> bool:
-        """Whether a device may hold a block more that reads from these devices, and be one of so
-        many.
-        """
+        """Return whether a device may take a block that reads from these devices."""
         problem, room = self._problem, self._room
         return (
             (device in self._used or len(self._used) < most)
             and (
                 problem.most_layers is None or self._layers[device] + layers <= problem.most_layers
             )
-            and (not room.limited or self._bytes[device] + size_bytes <= room.of(device))
+            and (
+                not room.limited or self._bytes[device] + size_bytes <= room.capacity_bytes(device)
+            )
             and not (problem.contiguous and sources & self._waiting[device])
         )
 

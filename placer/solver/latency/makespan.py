@@ -1,8 +1,8 @@
-"""A pass over all layers in their order, kept up to date as layers move to other devices.
+"""A pass over all layers in their order, updated as layers move to other devices.
 
-The formulas are those of ``costs.py``. What comes before the first layer that moves stays as it is;
-a move that is no good is given up as soon as a finish, and the longest way from there to the end,
-is over what is wanted.
+It implements the formulas of ``costs.py``. Everything before the first moved layer stays the same.
+A move is given up as soon as a finish, with the longest way from there to the end, exceeds the
+limit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Inputs = Sequence[Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What a transfer takes, by the devices that it passes between; infinitely long where there is
-    no link.
+class LinkTimes:
+    """What a transfer takes, by the devices that it passes between.
+
+    Infinitely long where there is no link.
 
     Attributes:
         latency_ms: whatever its size.
@@ -35,8 +36,8 @@ class Ways:
     byte_ms: list[list[float]]
 
     @classmethod
-    def of(cls, problem: Problem) -> Self:
-        """Those of a problem's links."""
+    def from_problem(cls, problem: Problem) -> Self:
+        """Return the times of a problem's links."""
         rows = list(enumerate(problem.links))
         return cls(
             [
@@ -50,7 +51,7 @@ class Ways:
         )
 
     def ms(self, device: int, other: int, size: int) -> float:
-        """What so many bytes take."""
+        """Return the time of a transfer of this many bytes."""
         return self.latency_ms[device][other] + size * self.byte_ms[device][other]
 
 
@@ -75,7 +76,7 @@ class Pass:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: LinkTimes,
         time_ms: Sequence[Sequence[float]],
         fastest_ms: Sequence[float],
         inputs: Inputs,
@@ -96,8 +97,8 @@ class Pass:
         self.finish = found
 
     @classmethod
-    def forwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
-        """That of an assignment, by layer."""
+    def forwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
+        """Return the forward pass of an assignment, given by layer."""
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
             for reader in value.readers:
@@ -107,8 +108,8 @@ class Pass:
         )
 
     @classmethod
-    def backwards(cls, problem: Problem, ways: Ways, devices: Sequence[int]) -> Self:
-        """The mirror image: the last layer has the first place."""
+    def backwards(cls, problem: Problem, ways: LinkTimes, devices: Sequence[int]) -> Self:
+        """Return the mirror image: the last layer has the first place."""
         last = len(problem.layers) - 1
         inputs: list[list[tuple[int, int]]] = [[] for _ in problem.layers]
         for value in problem.values:
@@ -123,8 +124,9 @@ class Pass:
         return max(self.finish)
 
     def moved(self, places: Mapping[int, int], most_ms: float) -> list[float] | None:
-        """By place, its finish where some go to other devices; None where the last is later than is
-        wanted.
+        """Return, by place, its finish where some go to other devices.
+
+        The result is None where the last is later than is wanted.
         """
         before = {place: self._device[place] for place in places}
         self._put(places)
@@ -133,7 +135,7 @@ class Pass:
         return finish
 
     def keep(self, places: Mapping[int, int], finish: list[float]) -> None:
-        """Have the places go there, with what ``moved`` told."""
+        """Accept the move that ``moved`` evaluated."""
         for place, device in places.items():
             held = self.held[self._device[place]]
             del held[bisect_left(held, place)]
@@ -142,7 +144,7 @@ class Pass:
         self.finish = finish
 
     def critical(self) -> list[int]:
-        """The places that the last finish waits for, one after another, from that one on."""
+        """Return the places that the last finish waits for, one after another, from that one on."""
         place = max(range(len(self.finish)), key=self.finish.__getitem__)
         found = [place]
         while True:
@@ -167,7 +169,7 @@ class Pass:
             self._device[place] = device
 
     def _run(self, first: int, most_ms: float) -> list[float] | None:
-        """By place, its finish, where those before the first stay as they are."""
+        """Return, by place, its finish; finishes before the first moved layer stay."""
         finish, devices, tails = self.finish.copy(), self._device, self._tail_ms
         latency, byte, times, inputs = (
             self._ways.latency_ms,

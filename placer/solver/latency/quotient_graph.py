@@ -1,6 +1,4 @@
-"""Which devices wait for which, kept up to date as nodes move: contiguous placements have no cycle
-of them.
-"""
+"""The graph of devices that wait for one another, updated as nodes move; it must stay acyclic."""
 
 from __future__ import annotations
 
@@ -11,16 +9,16 @@ from placer.solver.reduce import Reduction
 
 
 class Quotient:
-    """The graph over devices that an assignment makes of that over nodes.
+    """The graph over devices that an assignment of nodes induces.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers, joined where they must be together.
-        device: by node; who moves one tells of it before.
+        device: by node; callers announce each move before they make it.
 
     Attributes:
-        before: by node, those that it reads from.
-        after: by node, those that read from it.
+        before: by node, the nodes that it reads from.
+        after: by node, the nodes that read from it.
     """
 
     def __init__(self, problem: Problem, nodes: Reduction, device: list[int]) -> None:
@@ -45,7 +43,7 @@ class Quotient:
         at[node] = device
 
     def is_acyclic(self) -> bool:
-        """Whether no device waits for itself by way of others."""
+        """Return whether no device waits for itself by way of others."""
         waiting = [
             sum(1 << other for other, arcs in enumerate(row) if arcs and other != d)
             for d, row in enumerate(self._arcs)
@@ -59,7 +57,7 @@ class Quotient:
         return not left
 
     def closed(self, node: int, arcs: Sequence[Sequence[int]]) -> list[int]:
-        """A node with all that follows it by such arcs and is where it is."""
+        """Return a node with all that follows it by such arcs and is where it is."""
         found, seen = [node], {node}
         for one in found:
             for other in arcs[one]:

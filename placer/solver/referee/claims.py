@@ -7,7 +7,7 @@ from math import isclose
 from placer.errors import PlacementError
 
 RELATIVE = 1e-9
-"""Two computations of one time may differ by so much."""
+"""Relative difference of two computations of one time."""
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -22,10 +22,10 @@ def equal(what: str, claimed: object, true: object) -> None:
 
 
 def near(what: str, claimed: float, true: float, absolute: float = 0.0) -> None:
-    """The same for times, which may differ by rounding."""
+    """Return whether two times are equal up to rounding."""
     require(close(claimed, true, absolute), f"{what}: {claimed!r} is claimed, {true!r} is true")
 
 
 def close(one: float, other: float, absolute: float = 0.0) -> bool:
-    """Whether two times are the same but for rounding."""
+    """Return whether two times are the same but for rounding."""
     return isclose(one, other, rel_tol=RELATIVE, abs_tol=absolute)

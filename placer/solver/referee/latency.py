@@ -1,6 +1,4 @@
-"""The referee's own reading of latency: layers one after another, as in the docstring of
-``costs.py``.
-"""
+"""The referee's own computation of latency, as in the docstring of ``costs.py``."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ Where = Mapping[str, str]
 
 
 def latency_ms(request: PlacementRequest, where: Where) -> float:
-    """One micro-batch's way through the model, forwards and, in training, backwards, in
-    milliseconds.
-    """
+    """Return the time of one micro-batch through the model, in training also backwards."""
     links = {(link.source, link.target): link for link in request.placed_on.links}
     kinds = {device.name: device.type for device in request.devices}
     names = [layer.name for layer in request.profile.layers]

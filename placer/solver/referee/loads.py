@@ -1,7 +1,7 @@
-"""The referee's own reading of what devices do: one pass over layers, one over what crosses.
+"""The referee's own computation of loads: one pass over layers, one over crossing values.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``costs.py``,
-read a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``costs.py`` a
+second time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Times:
     receive_ms: float = 0.0
 
     def load_ms(self, request: PlacementRequest) -> float:
-        """The three as the request joins them."""
+        """Return the three as the request joins them."""
         parts = self.compute_ms, self.send_ms, self.receive_ms
         return sum(parts) if request.transfers == "added" else max(parts)
 
 
 def times_of(request: PlacementRequest, where: Where) -> dict[str, Times]:
-    """By device, what it does."""
+    """Return, by device, what it does."""
     times = {device.name: Times() for device in request.devices}
     types, links = {device.name: device.type for device in request.devices}, links_of(request)
     for layer in request.profile.layers:
@@ -54,17 +54,17 @@ def times_of(request: PlacementRequest, where: Where) -> dict[str, Times]:
 
 
 def busiest_ms(request: PlacementRequest, where: Where) -> float:
-    """The largest load of a device."""
+    """Return the largest load of a device."""
     return max(times.load_ms(request) for times in times_of(request, where).values())
 
 
 def links_of(request: PlacementRequest) -> dict[tuple[str, str], Link]:
-    """The links by source and target."""
+    """Return the links by source and target."""
     return {(link.source, link.target): link for link in request.placed_on.links}
 
 
 def crossings(request: PlacementRequest, where: Where) -> Iterator[tuple[Edge, str, str]]:
-    """Every value that leaves its device, once for each device that receives it."""
+    """Return every value that leaves its device, once for each device that receives it."""
     for edge in request.profile.edges:
         for target in sorted({where[name] for name in edge.targets} - {where[edge.source]}):
             yield edge, where[edge.source], target

@@ -1,8 +1,7 @@
-"""The referee's own reading of what devices hold: it plays one micro-batch forwards and backwards,
-device by device.
+"""The referee's own computation of memory: it plays one micro-batch forwards and backwards.
 
-Nothing here is shared with the solver; the formulas are those of the docstring of ``memory.py``,
-read a second time.
+It shares nothing with the solver, and implements the formulas in the docstring of ``memory.py`` a
+second time.
 """
 
 from __future__ import annotations
@@ -73,8 +72,9 @@ class Memory:
         return state + sum(max(self.splits(device, flight, again, backwards), key=sum))
 
     def copies(self, device: str) -> tuple[int, int]:
-        """The copies of shared parameters on a device, and their gradients. The original is with
-        the first layer.
+        """Return the copies of shared parameters on a device, and their gradients.
+
+        The original is with the first layer.
         """
         copied = []
         for tie in self._shared:
@@ -88,8 +88,9 @@ class Memory:
     def splits(
         self, device: str, flight: Flight, again: bool = False, backwards: int | None = None
     ) -> set[Split]:
-        """Return the activations and the workspace at each of the worst moments; arguments are
-        those of ``total``.
+        """Return the activations and the workspace at each of the worst moments.
+
+        It takes the arguments of ``total``.
         """
         if not self._training:
             return _largest(self._inference(device))
@@ -106,8 +107,9 @@ class Memory:
         )
 
     def _further(self, device: str, flight: Flight, again: bool) -> int:
-        """What micro-batches beside the first keep; what comes from other devices, if all else is
-        computed again.
+        """Return what each micro-batch but the first keeps.
+
+        With recomputation, that is what comes from other devices.
         """
         if again and isinstance(flight, int):
             foreign = [edge for edge in self._edges[device] if self._where[edge.source] != device]
@@ -124,14 +126,15 @@ class Memory:
         return sorted(self._order[name] for name in names if self._where[name] == device)
 
     def _edges_at(self, device: str, own: bool) -> list[Edge]:
-        """All edges of a device, or those that it makes itself."""
+        """Return all edges of a device, or those that it makes itself."""
         return [
             edge for edge in self._edges[device] if not own or self._where[edge.source] == device
         ]
 
     def _kept_at(self, device: str, own: bool = False) -> dict[int, int]:
-        """By step, what is kept from then on; of values, perhaps those alone that the device makes
-        itself.
+        """Return, by step, what is kept from then on.
+
+        Of values, perhaps those alone that the device makes itself.
         """
         kept: dict[int, int] = defaultdict(int)
         for layer in self._layers[device]:
@@ -142,11 +145,10 @@ class Memory:
         return kept
 
     def _forwards(self, device: str, own: bool = False) -> Iterator[Split]:
-        """Play the forward pass: a value arrives when it is made, and goes when it is kept or was
-        read for good.
+        """Play the forward pass.
 
-        Of recorded passes, which are told of their own values alone, one that others read as well
-        never goes.
+        A value arrives when it is made, and goes when it is kept or no longer read. In recorded
+        passes, which hold only their own values, a value that other devices read never goes.
         """
         arriving: dict[int, int] = defaultdict(int)
         leaving: dict[int, int] = defaultdict(int)
@@ -169,11 +171,11 @@ class Memory:
             yield kept + waiting, 0
 
     def _backwards(self, device: str) -> Iterator[Split]:
-        """Play the backward pass: a gradient arrives after its first reader, and goes with its
-        source or is sent.
+        """Play the backward pass.
 
-        That of the last reader may be a slice, and the rest of its storage waits with it for the
-        reader before; one of tied parameters waits from the last layer that has them to the first.
+        A gradient arrives after its first reader, and goes with its source or is sent. The last
+        reader's gradient may be a slice. The rest of its storage then waits with it for the reader
+        before. A gradient of tied parameters waits from the last layer that has them to the first.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
@@ -223,9 +225,7 @@ class Memory:
         return flight * each + backwards * self._backward_pass(device), weights + self._step(device)
 
     def _landing(self, device: str) -> int:
-        """Gradients that have a place out of the memory that backward passes share, for one
-        micro-batch.
-        """
+        """Return one micro-batch's gradients that need memory outside shared backward passes."""
         sent = [edge for edge in self._edges[device] if self._where[edge.source] != device]
         waiting = [
             edge
@@ -235,16 +235,12 @@ class Memory:
         return sum(edge.gradient_bytes for edge in (*sent, *waiting))
 
     def _waits_where_it_comes(self, edge: Edge) -> bool:
-        """Whether the gradient of a value that is sent is what a weight pass waits with, where
-        there is one reader.
-        """
+        """Return whether a sent value's gradient waits for a weight-gradient pass."""
         sent = any(self._where[name] != self._where[edge.source] for name in edge.targets)
         return sent and self._apart and edge.deferred and len(set(edge.targets)) == 1
 
     def _of_segments(self, device: str, flight: Mapping[str, int]) -> Split:
-        """The same of segments that each have passes of their own, as if they were on devices of
-        their own.
-        """
+        """Return the memory of segments with passes of their own, as if on devices of their own."""
         held = workspace = 0
         for name, layers in self._segments._layers.items():
             if self._where[layers[0].name] == device:
@@ -264,7 +260,7 @@ class Memory:
         return Memory(self._request, apart, contiguous=True)
 
     def _places(self, device: str) -> int:
-        """What arrives from other devices, values and gradients."""
+        """Return the bytes that arrive from other devices, values and gradients."""
         places = 0
         for edge in self._edges[device]:
             if self._where[edge.source] != device:
@@ -274,12 +270,13 @@ class Memory:
         return places
 
     def _step(self, device: str) -> int:
-        """What the optimizer makes and frees again."""
+        """Return the temporary bytes of the optimizer's step."""
         return sum(int(self._step_share * layer.grad_bytes) for layer in self._layers[device])
 
     def _backward_pass(self, device: str) -> int:
-        """Play a backward pass, or its input half: what that leaves stays, and so do gradients that
-        are to be sent.
+        """Play a backward pass, or its input half.
+
+        What that leaves stays, and so do gradients that are to be sent.
         """
         arriving: dict[int, int] = defaultdict(int)
         used: dict[int, int] = defaultdict(int)
@@ -328,7 +325,7 @@ class Memory:
 
 
 def _largest(moments: Iterable[Split]) -> set[Split]:
-    """Those with the largest sum; nothing where there is no moment."""
+    """Return the moment with the largest sum, or zeros without moments."""
     moments = list(moments)
     most = max(map(sum, moments), default=0)
     return {moment for moment in moments if sum(moment) == most} or {(0, 0)}

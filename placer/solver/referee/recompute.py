@@ -1,5 +1,6 @@
-"""The referee's own reading of devices that recompute: they run forwards once more before each
-backward pass.
+"""The referee's own treatment of devices that recompute.
+
+They run one more forward pass before each backward pass.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from placer.solver.referee.memory import Flight, Memory
 def repeated(
     request: PlacementRequest, where: Mapping[str, str], devices: Collection[str]
 ) -> PlacementRequest:
-    """The question as it is for a map whose layers on some devices take a forward pass more
-    backwards.
-    """
+    """Return the request whose backward passes on some devices include a forward pass."""
     if not devices:
         return request
     types = {device.name: device.type for device in request.devices}
@@ -36,7 +35,7 @@ def _slower(layer: Layer, kind: str) -> Layer:
 
 
 def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight) -> int:
-    """What a device needs at the least, in bytes, recomputed if it must or may be."""
+    """Return the least bytes of a device, recomputed if it must or may be."""
     needs = [] if must(request, device) else [memory.total(device, flight)]
     if may(request, device, flight):
         needs.append(memory.total(device, flight, again=True))
@@ -44,8 +43,9 @@ def least(request: PlacementRequest, memory: Memory, device: str, flight: Flight
 
 
 def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Flight) -> bool:
-    """Whether a device with all layers recomputes: it must, or it helps and memory is short, or all
-    that counts.
+    """Return whether a device with all layers recomputes.
+
+    It must, or it helps and memory is short, or all that counts.
     """
     if must(request, device.name):
         return True
@@ -59,19 +59,20 @@ def alone(request: PlacementRequest, memory: Memory, device: Device, flight: Fli
 
 
 def may(request: PlacementRequest, device: str, flight: Flight) -> bool:
-    """Whether a device may recompute: in training, if asked for, and where a device's stages are
-    counted as one.
+    """Return whether a device may recompute.
+
+    In training, if asked for, and where a device's stages are counted as one.
     """
     return request.is_training and rule(request, device) != "never" and isinstance(flight, int)
 
 
 def must(request: PlacementRequest, device: str) -> bool:
-    """Whether a device that holds layers recomputes in any case."""
+    """Return whether a device that holds layers recomputes in any case."""
     return request.is_training and rule(request, device) == "always"
 
 
 def rule(request: PlacementRequest, device: str) -> str:
-    """What is asked of a device: by its own name, else by that of all others."""
+    """Return the recomputation rule of a device, by its own name or the default."""
     asked = request.constraints.recompute
     if isinstance(asked, str):
         return asked

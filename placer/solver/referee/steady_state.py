@@ -1,11 +1,11 @@
-"""The referee's reading of steps in a row: the chain of events that each step repeats, the longest
-one.
+"""The referee's own computation of steady-state steps: the longest cycle of events.
 
 Events wait for others of their step, and for some of the step before. A chain of events, each of
-which waits for the next, that comes back to where it began after k steps holds each step up by a
-k-th of its time, and the longest one does so in fact. It is found by improvement: from a mean that
-some chain has, the longest ways are followed, a step forward costing that mean; where they grow for
-ever they go round a longer chain, whose mean is the next. When they do not, there is none.
+which waits for the next, that returns to its start after k steps delays each step by a k-th of its
+time. The longest such mean is the time of a step. It is found by improvement. From the mean of some
+chain, longest paths are followed, where each step forward costs the mean. If paths grow without
+limit, they go round a longer chain, whose mean is the next. If they do not, there is no longer
+chain.
 
 Source: Lawler, "Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
 """
@@ -20,15 +20,15 @@ Event = tuple[Any, ...]
 Waits = Mapping[Event, Set[Event]]
 
 ROUNDING = 1e-12
-"""Ways count as longer if they are by this share of all that there is to do in a step."""
+"""Relative increase, of all work of a step, from which a path counts as longer."""
 
 
 def longest_mean(waits: Waits, carried: Waits, duration: Callable[[Event], float]) -> float:
-    """The most time a step of all chains that repeat.
+    """Return the longest time per step of all chains that repeat.
 
     Args:
-        waits: by event, those of the same step that it waits for.
-        carried: by event, those of the step before that it waits for.
+        waits: by event, the events of the same step that it waits for.
+        carried: by event, the events of the step before that it waits for.
         duration: of an event.
     """
     search = _Search(waits, carried, duration)
@@ -53,7 +53,7 @@ class _Search:
         self._least = ROUNDING * sum(self._time.values())
 
     def longer_than(self, mean: float) -> float | None:
-        """The mean of a chain that has a larger one; None if there is none."""
+        """Return the mean of a chain with a larger mean, or None without such a chain."""
         came: dict[Event, tuple[Event, int]] = {}
         while self._extend(mean, came):
             found = self._round(came)
@@ -73,7 +73,7 @@ class _Search:
         return longer
 
     def _round(self, came: Mapping[Event, tuple[Event, int]]) -> float | None:
-        """The mean of a chain that a way goes round."""
+        """Return the mean of a chain that a way goes round."""
         seen: dict[Event, int] = {}
         for number, start in enumerate(came):
             event = start

@@ -1,10 +1,9 @@
-"""The referee's own reading of a step: every pass and transfer an event, the step the longest path
-through them.
+"""The referee's own computation of a step: passes and transfers are events on a longest path.
 
-A step in a row is the longest chain of events that each of them repeats (see ``in_a_row.py``). The
-order of passes is ``placer.schedule``'s, which is data that execution follows too; nothing else
-here is shared with the solver. The formulas are those of the docstrings of ``costs.py`` and
-``placer.schedule``, read a second time.
+A steady-state step is the longest cycle of events (see ``steady_state.py``). The order of passes
+comes from ``placer.schedule``: it is data that execution follows too. Otherwise the referee shares
+nothing with the solver, and implements the formulas in the docstrings of ``costs.py`` and
+``placer.schedule`` a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Pair = tuple[int, int]
 
 
 def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest | None:
-    """The question with what the placement chose; None if it may not choose so."""
+    """Return the question with what the placement chose; None if it may not choose so."""
     for asked in choices(request):
         same = (placement.batch_size, placement.chunks, placement.schedule, placement.contiguous)
         if same == (
@@ -42,7 +41,7 @@ def chosen(request: PlacementRequest, placement: Placement) -> PlacementRequest 
 
 
 def choices(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """The question once for every micro-batch size, schedule and kind of placement that fits it."""
+    """Return the request for every fitting micro-batch size, schedule and kind of placement."""
     whole = request.batch_size or request.chunks * request.profile.batch_size
     contiguous_too = (
         ["1f1b", "zero-bubble", "fill-drain"] if request.is_training else ["fill-drain"]
@@ -173,7 +172,7 @@ class StepReading:
         return Pipeline(places, forward, backward, weights, tuple(crossings), optimizer)
 
     def _crossings(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """By maker's and first reader's stage, how long values take, and their gradients back."""
+        """Return the times of values and of gradients, by the maker's and first reader's stages."""
         values: dict[Pair, float] = defaultdict(float)
         gradients: dict[Pair, float] = defaultdict(float)
         for edge in self._request.profile.edges:
@@ -193,28 +192,28 @@ class StepReading:
 
     @cached_property
     def flights(self) -> dict[str, int]:
-        """By layer, the micro-batches in flight at its segment."""
+        """The micro-batches in flight at a layer's segment, by layer."""
         return self.flights_of(self.plan)
 
     def flights_of(self, plan: Plan) -> dict[str, int]:
-        """The same by an order of passes."""
+        """Return the same by an order of passes."""
         return {layer: plan.in_flight[stage] for layer, stage in self.stage_of.items()}
 
     @property
     def step_ms(self) -> float:
-        """How long the whole batch takes, with the optimizer: alone or in a row, as is asked."""
+        """Return the time of the whole batch with the optimizer, isolated or in steady state."""
         return self.in_a_row_ms if self._request.steps == "in-a-row" else self.alone_ms
 
     @cached_property
     def in_a_row_ms(self) -> float:
-        """How long it takes after another."""
+        """Return the time of a steady-state step."""
         return steady_state.longest_mean(
             self._waits | self._optimizers(), self._carried(), self._duration
         )
 
     @cached_property
     def alone_ms(self) -> float:
-        """How long it takes from idle devices to idle devices."""
+        """Return the time of a step from idle to idle devices."""
         end: dict[Event, float] = {}
         for event in TopologicalSorter(self._waits).static_order():
             end[event] = max(
@@ -224,7 +223,7 @@ class StepReading:
         return last + self.optimizer_ms()
 
     def optimizer_ms(self) -> float:
-        """The device whose optimizer takes longest."""
+        """Return the device whose optimizer takes longest."""
         return max(self._optimizer_ms.values(), default=0.0)
 
     def _duration(self, event: Event) -> float:
@@ -243,7 +242,7 @@ class StepReading:
         )
 
     def _lanes(self) -> list[list[Event]]:
-        """What goes through each lane, in order."""
+        """Return the events of each lane, in order."""
         lanes: dict[Event, list[Event]] = defaultdict(list)
         for stage, phase, batch in self.plan.issue:
             for pair in sorted(pair for pair in self._values if pair[1] == stage):
@@ -256,7 +255,7 @@ class StepReading:
 
     @cached_property
     def _waits(self) -> dict[Event, set[Event]]:
-        """By event, those of its step that it waits for."""
+        """Return the events of its step that each event waits for."""
         waits: dict[Event, set[Event]] = defaultdict(set)
         before: dict[str, Event] = {}
         for stage, phase, batch in self.plan.issue:
@@ -280,19 +279,20 @@ class StepReading:
         return waits
 
     def _of_device(self) -> dict[str, list[Event]]:
-        """By device, its passes in order."""
+        """Return, by device, its passes in order."""
         passes: dict[str, list[Event]] = defaultdict(list)
         for stage, phase, batch in self.plan.issue:
             passes[self._devices[stage]].append((stage, phase, batch))
         return passes
 
     def _optimizers(self) -> dict[Event, set[Event]]:
-        """The optimizer of each device, which waits for the last of its passes."""
+        """Return the optimizer of each device, which waits for the last of its passes."""
         return {("optimizer", device): {passes[-1]} for device, passes in self._of_device().items()}
 
     def _carried(self) -> dict[Event, set[Event]]:
-        """By event, those of the step before that it waits for: its device, its lane, and what had
-        its buffer.
+        """Return, by event, the events of the step before that it waits for.
+
+        These are the last on its device, on its lane, and the previous user of its buffer.
         """
         carried: dict[Event, set[Event]] = defaultdict(set)
         for device, passes in self._of_device().items():
@@ -309,7 +309,7 @@ class StepReading:
         return carried
 
     def _room(self, stage: int, batch: int) -> set[Event]:
-        """The pass that makes room for a micro-batch."""
+        """Return the pass that makes room for a micro-batch."""
         older = batch - self.plan.in_flight[stage]
         last = "weights" if self.plan.split else "backward"
         return {(stage, last, older)} if self.plan.training and older >= 0 else set()
@@ -318,9 +318,7 @@ class StepReading:
 def possible_flights(
     request: PlacementRequest, where: Where, stages: Sequence[str]
 ) -> list[dict[str, int]]:
-    """By layer, what its segment has in flight, by each order that there is, where a device may
-    have several stages.
-    """
+    """Return, by layer, the micro-batches in flight of its segment, for each possible order."""
     reading = StepReading(request, where, stages)
     whole = reading.pipeline
     if len(set(whole.places)) == len(whole.places):
@@ -329,8 +327,9 @@ def possible_flights(
 
 
 def check_said(request: PlacementRequest, reading: StepReading, placement: Placement) -> None:
-    """Raise on what is said of a whole batch and is not so: the best of the choices, bounds of all,
-    both times.
+    """Raise on what is said of a whole batch and is not so.
+
+    The best of the choices, bounds of all, both times.
 
     Args:
         request: the question.

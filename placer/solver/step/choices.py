@@ -1,6 +1,4 @@
-"""What objective ``step`` chooses among, beside the map: micro-batch sizes, schedules and kinds of
-placements.
-"""
+"""The choices of objective ``step`` besides the map: micro-batches, schedule, kind of placement."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ LIKELY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "fill-drai
 to be longer."""
 
 INSTANT_BYTES_PER_S = 1e18
-"""Over a link of so many bytes a second, the most that a link may have, nothing takes any time to
-speak of."""
+"""The highest bandwidth of a link: transfers over it take no time."""
 
 
 @dataclass
@@ -42,12 +39,12 @@ class Choice:
     Attributes:
         problem: the question with these.
         nodes: its layers in nodes.
-        bound: no step of it is shorter, in ms.
+        bound: a lower bound on its steps, in ms.
         devices: by layer, the device in the best placement found.
         value: its step, in ms.
-        reason: why there is none, where that is proven.
-        cuts: those of a row that were not looked at yet, with their bounds; None where the model is
-            none.
+        reason: the reason if it is proven infeasible.
+        cuts: the cuts of a row of stages that are still to be tried, with their bounds; None where
+            stages form no row.
     """
 
     problem: Problem
@@ -65,14 +62,12 @@ class Choice:
 
 
 def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
-    """A question by objective ``step`` as one for a small bottleneck, which no less can be placed
-    for.
+    """Return a question of objective ``step`` as one for a small bottleneck with the same maps.
 
     Args:
-        problem: what is asked.
-        held: where micro-batches in flight are counted segment by segment, how many each is taken
-            to hold. At least one is: what cannot be with one cannot be at all. What can be with all
-            of them can be.
+        problem: the placement problem.
+        held: where micro-batches in flight are counted segment by segment, the assumed number of
+            each. With one, an infeasible result is proven. With all, a placement is feasible.
     """
     changed = {"objective": "throughput", "transfers": "overlapped", "break_ties": False}
     asked = problem.request.model_copy(update=changed)
@@ -82,16 +77,15 @@ def bottleneck_of(problem: Problem, held: int = 1) -> Problem:
 
 
 def with_few_crossings(problem: Problem) -> Problem:
-    """The same question where transfers add to the bottleneck: each delays a step, though nobody
-    works on it.
+    """Return the same question where transfers add to the bottleneck.
+
+    Each delays a step, though nobody works on it.
     """
     return replace(problem, request=problem.request.model_copy(update={"transfers": "added"}))
 
 
 def work_alone(problem: Problem) -> Problem:
-    """The same question where transfers take no time: several lanes may carry those of a device at
-    once.
-    """
+    """Return the same question without transfer times: several lanes may overlap on a device."""
     link = Link(source="any", target="other", bandwidth_bytes_per_s=INSTANT_BYTES_PER_S)
     numbers = range(len(problem.devices))
     links = tuple(
@@ -102,14 +96,12 @@ def work_alone(problem: Problem) -> Problem:
 
 
 def by_segment(problem: Problem) -> bool:
-    """Whether micro-batches in flight are counted segment by segment."""
+    """Return whether micro-batches in flight are counted segment by segment."""
     return problem.request.schedule == "interleaved" and not problem.contiguous
 
 
 def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
-    """What is asked, with one profile, number of micro-batches, schedule and kind of placement at a
-    time.
-    """
+    """Return the request once for each profile, micro-batches, schedule and kind of placement."""
     for profile, chunks in request.micro_batches():
         for contiguous, order in _kinds(request):
             yield question(request, profile, chunks, order, contiguous)
@@ -118,7 +110,7 @@ def questions(request: PlacementRequest) -> Iterator[PlacementRequest]:
 def question(
     request: PlacementRequest, profile: Profile, chunks: int, order: Schedule, contiguous: bool
 ) -> PlacementRequest:
-    """What is asked, with all that objective ``step`` chooses chosen, but the map."""
+    """Return the request with everything chosen but the map."""
     fixed = {
         "profile": profile,
         "profiles": (),
@@ -161,8 +153,7 @@ def question_of(request: PlacementRequest, placement: Placement) -> PlacementReq
 
 
 def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRequest:
-    """What is asked, with the micro-batches and the schedule chosen that make the step of a map
-    shortest.
+    """Return the request with the micro-batches and schedule that make a map's step shortest.
 
     Args:
         request: the question.
@@ -183,7 +174,7 @@ def best_for(request: PlacementRequest, where: Mapping[str, str]) -> PlacementRe
 
 
 def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
-    """Whether placements are contiguous, and the schedule."""
+    """Return whether placements are contiguous, and the schedule."""
     asked = request.schedule
     by_rule = any(
         request.constraints.recompute_on(device.name) == "always" for device in request.devices
@@ -199,13 +190,13 @@ def _kinds(request: PlacementRequest) -> Iterator[tuple[bool, Schedule]]:
 
 
 def choice_of(asked: PlacementRequest) -> Choice:
-    """A question with all chosen but the map; nothing is known of it yet."""
+    """Return a question with all chosen but the map; nothing is known of it yet."""
     problem = Problem.from_request(asked)
     return Choice(problem, reduced(problem))
 
 
 def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
-    """The choice with its first bound, as far as there is time for it.
+    """Return the choice with its first bound, as far as there is time for it.
 
     Args:
         choice: gets the bound.
@@ -217,9 +208,7 @@ def bounded(choice: Choice, over: Callable[[], bool] = lambda: False) -> Choice:
 
 
 def in_order(choices: Iterable[Choice]) -> list[Choice]:
-    """As they are searched: the micro-batches with the lowest bound first, and of their schedules
-    the likely ones.
-    """
+    """Return the choices in search order: lowest bound first, then likely schedules."""
     by_chunks: dict[int, list[Choice]] = defaultdict(list)
     for choice in sorted(choices, key=_likely):
         by_chunks[choice.problem.request.chunks].append(choice)
@@ -234,7 +223,7 @@ def _likely(choice: Choice) -> int:
 
 
 def said(choice: Choice) -> StepChoice:
-    """How it stands."""
+    """Return the state of the choice as data."""
     request = choice.problem.request
     assert request.schedule != "auto"
     found = choice.devices is not None

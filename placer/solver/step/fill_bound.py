@@ -1,27 +1,29 @@
-r"""A lower bound on the step of contiguous placements of any graph, from the time that it takes to
-fill the pipeline.
+r"""A lower bound on the step of contiguous placements of any graph: the pipeline must fill.
 
-In the topological order of the nodes some come behind all that are before them, and before all that are behind them.
-They cut the graph into blocks, whatever arcs go past them::
+In topological order some nodes come behind all nodes before them, and before all nodes behind them.
+They cut the graph into blocks, whatever arcs bypass them::
 
             .-- c --.
     a -- b -|       |-- e -- f        blocks  a | b | c d | e | f
      \      '-- d --'       /
       '--------------------'
 
-A device that holds nodes of two blocks holds all of those between, so the stages follow one another along the blocks,
-two of them sharing a block at most in part. With n micro-batches a stage that begins in block k takes::
+A device that holds nodes of two blocks holds all nodes between. So the stages follow one another
+along the blocks, and two of them share a block at most in part. With n micro-batches, a stage that
+begins in block k satisfies::
 
-    way(k) + n * work  <=  step          way(k): one micro-batch's way there and back, through what comes before block k
+    way(k) + n * work  <=  step      way(k): one micro-batch's way there and back, through what
+                                     comes before block k
 
-and, if gradients come back the same way, waits in between, for what is behind the last block that it holds any of::
+If gradients come back the same way, it also waits for what is behind the last block that it holds
+any nodes of::
 
-    way(k) + n * work + wait  <=  step                         see ``wait_ms``
+    way(k) + n * work + wait  <=  step                                         see ``wait_ms``
 
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
-hold all work, one after the other. Times are those of the fastest devices, transfers are left out.
-Passes of its own shorten a stage's
-wait: of these as many are taken as its blocks have, at their slowest.
+hold all work, one after the other. Times are those of the fastest devices, and transfers are left
+out. Passes of its own shorten a stage's wait: as many are counted as its blocks have, at their
+slowest.
 """
 
 from __future__ import annotations
@@ -35,25 +37,24 @@ from numpy.typing import NDArray
 
 from placer.schedule import in_flight
 from placer.solver.bounds.simple_bounds import fastest_ms, longest_before
-from placer.solver.problem import Problem, arcs_of
+from placer.solver.problem import HALVINGS, ROUNDING, Problem, arcs_of
 from placer.solver.reduce import Reduction
 
 Arcs = set[tuple[int, int]]
 Vector = NDArray[np.float64]
 Matrix = Sequence[Sequence[float]]
 
-HALVINGS = 40
-ROUNDING = 1e-9
 MOST_BLOCKS = 400
-"""More are joined with their neighbours: every pair of blocks is looked at."""
+"""The most blocks, as every pair of blocks is evaluated; more are joined."""
 
 
 def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """No contiguous placement's passes take less, in milliseconds; 0 where nodes are tied to others
-    behind them.
+    """Return a lower bound on the passes of every contiguous placement, in milliseconds.
+
+    It is 0 where nodes are tied to others behind them.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes, in topological order.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
@@ -79,12 +80,11 @@ def filling(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backward: Any) -> Any:
-    """How long a stage has nothing to do between its first pass of a step and its last, at the
-    least, in milliseconds.
+    """Return the least idle time of a stage between its first and last pass of a step, in ms.
 
     Args:
-        problem: what is asked.
-        stages_left: how many stages there are from this one on.
+        problem: the placement problem.
+        stages_left: the number of stages from this one on.
         behind: one micro-batch's way from the stage's end to the last layer and back.
         forward: the stage's forward pass.
         backward: its backward pass.
@@ -103,7 +103,7 @@ def wait_ms(problem: Problem, stages_left: int, behind: Any, forward: Any, backw
 
 
 def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
-    """Values that have gradients, by source and reader."""
+    """Return values that have gradients, by source and reader."""
     return [
         (value.source, reader)
         for value in problem.values
@@ -113,15 +113,16 @@ def gradient_arcs(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _has_two_ends(arcs: Arcs, count: int) -> bool:
-    """Whether each node but the first reads something, and something reads each but the last."""
+    """Return whether each node but the first reads something, and each but the last is read."""
     return {reader for _, reader in arcs} == set(range(1, count)) and {s for s, _ in arcs} == set(
         range(count - 1)
     )
 
 
 def _blocks(arcs: Arcs, count: int) -> list[int]:
-    """By node, its block; a node that comes behind all before it, and before all behind it, is one
-    of its own.
+    """Return, by node, its block.
+
+    A node that comes behind all before it, and before all behind it, is one of its own.
 
     All nodes before one lead to it if each is read by one that is no farther; of those behind it
     likewise.
@@ -142,7 +143,7 @@ def _blocks(arcs: Arcs, count: int) -> list[int]:
 
 
 def _joined(block_of: list[int]) -> list[int]:
-    """As many blocks as may be: of more, as many are joined to one each time."""
+    """Return at most the allowed number of blocks, with equally many joined to each."""
     together = -(-(block_of[-1] + 1) // MOST_BLOCKS)
     return [block // together for block in block_of]
 
@@ -156,25 +157,25 @@ def _by_block(block_of: Sequence[int], time_ms: Vector) -> Vector:
 
 
 def _before(arcs: Arcs, time_ms: Vector) -> Vector:
-    """By node, the longest path that ends right before it."""
+    """Return, by node, the longest path that ends right before it."""
     return np.array(longest_before(time_ms.tolist(), sorted(arcs)))
 
 
 def _behind(arcs: Arcs, time_ms: Vector) -> Vector:
-    """By node, the longest path that begins right behind it."""
+    """Return, by node, the longest path that begins right behind it."""
     last = len(time_ms) - 1
     return _before({(last - reader, last - source) for source, reader in arcs}, time_ms[::-1])[::-1]
 
 
 def _least_from(block_of: Sequence[int], way_ms: Vector) -> Vector:
-    """By block, the shortest way of any node of it or of a later one."""
+    """Return, by block, the shortest way of any node of it or of a later one."""
     least = np.full(block_of[-1] + 1, np.inf)
     np.minimum.at(least, np.array(block_of), way_ms)
     return np.minimum.accumulate(least[::-1])[::-1]
 
 
 def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
-    """By block, the shortest way of any node of it or of an earlier one."""
+    """Return, by block, the shortest way of any node of it or of an earlier one."""
     last = block_of[-1]
     return _least_from([last - block for block in reversed(block_of)], way_ms[::-1])[::-1]
 
@@ -182,9 +183,7 @@ def _least_to(block_of: Sequence[int], way_ms: Vector) -> Vector:
 def _waits(
     problem: Problem, nodes: Reduction, block_of: Sequence[int], behind_ms: Vector
 ) -> list[Any]:
-    """Stage by stage, by its first block and its last, how long it waits at the least for what is
-    behind it.
-    """
+    """Return the least wait of each stage for what is behind it, by its first and last block."""
 
     def of_blocks(time_ms: Matrix) -> Vector:
         slowest = [
@@ -201,7 +200,7 @@ def _waits(
 
 
 def _from_to(time_ms: Vector) -> Vector:
-    """By first block and last, the sum of all from the one to the other."""
+    """Return, by first block and last, the sum of all from the one to the other."""
     ends = np.cumsum(time_ms)
     return ends[None, :] - (ends - time_ms)[:, None]
 
@@ -214,7 +213,7 @@ class _Row:
         way_ms: by block, of a stage that begins there.
         waits: stage by stage; None if nothing is known of them, so that it is all the same where
             they end.
-        problem: what is asked.
+        problem: the placement problem.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class _Row:
             )
 
     def least_step(self) -> float:
-        """The smallest step for which the stages can hold the work of all blocks."""
+        """Return the smallest step for which the stages can hold the work of all blocks."""
         low, high = 0.0, self._chunks * float(self._ends[-1])
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -247,9 +246,7 @@ class _Row:
         return low
 
     def _reach(self, step_ms: float) -> float:
-        """How much work the stages can hold at the most: each begins where the one before ends, or
-        earlier.
-        """
+        """Return the most work of the stages, each starting where the last ends or earlier."""
         reached = 0.0
         for lost in self._lost:
             # blocks that it may begin in

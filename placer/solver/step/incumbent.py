@@ -1,9 +1,9 @@
-"""The best step so far, and what is left of the time and the work for a better one.
+"""The best step so far, and the time and work that are left for a better one.
 
-An answer is told of and checked once it is found, which takes the longer the more passes its step
-has, and the more layers and devices there are. Time for that is set aside, and a map is tried only
-where there is about as much left: of thousands of micro-batches, or of a device with hundreds of
-segments, one step may take longer than all else.
+An answer is reported and checked once it is found. This takes longer the more passes its step has,
+and the more layers and devices there are. Time for it is set aside, and a map is tried only if
+about as much time is left. With thousands of micro-batches, or a device with hundreds of segments,
+one step may take longer than everything else.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from typing import NamedTuple
 from placer.schema import PlacementRequest
 from placer.solver import costs
 from placer.solver.answer import PROVEN_GAP
-from placer.solver.cpsat.runner import Meter
-from placer.solver.enumeration.maps import EVALUATION
+from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.problem import Problem
 from placer.solver.search import Progress
 from placer.solver.step import step_answer
 from placer.solver.step.choices import Choice
 
-TOLD_S = 6e-5
-"""What each pass of a step takes to be simulated, told of and checked, in seconds."""
+REPORT_S_PER_PASS = 6e-5
+"""Seconds per pass of a step to simulate, report and check it, as measured."""
 
-SEVERAL = 2
-"""So many times as long it takes where a device has several segments: several orders of the passes
-are simulated."""
+SEGMENTS_FACTOR = 2
+"""Factor of this time where a device has several segments: several orders are simulated."""
 
-LATE_S = 1.0
-"""So much later than is asked for an answer may come, if a better one is worth it."""
+LATENESS_S = 1.0
+"""Seconds after the time limit by which a better answer may still be reported."""
 
 
 class Share(NamedTuple):
@@ -46,18 +44,18 @@ class Share(NamedTuple):
 
 @dataclass
 class BestStep:
-    """What is known of all choices.
+    """The state of the search over all choices.
 
     Attributes:
         request: the question.
-        progress: as ``solve`` takes it.
+        progress: as for ``solve``.
         stop: set it to end the search with the best so far.
-        meter: counts the work, and ends the search when all is done that may be.
-        choices: among which the answer is.
-        best: the one with the shortest step so far.
-        method: what found that.
-        told_s: what it takes to tell of it, and to check it.
-        alone_s: what it takes to look at each device alone, as is done for every answer.
+        meter: counts the work, and ends the search when its limit is reached.
+        choices: the choices that contain the answer.
+        best: the choice with the shortest step so far.
+        method: the method that found it.
+        told_s: seconds to report and check it.
+        alone_s: seconds to evaluate each device alone, which every answer includes.
     """
 
     request: PlacementRequest
@@ -72,12 +70,13 @@ class BestStep:
     alone_s: float = 0.0
 
     def _offer(self, choice: Choice, devices: list[int], method: str) -> costs.Costs | None:
-        """Keep an assignment if it meets every requirement and is better; what it costs, if it can
-        be.
+        """Keep an assignment if it meets every requirement and is better.
+
+        What it costs, if it can be.
 
         Whether it fits is looked at last, of what is better alone: it takes long to tell.
         """
-        self.meter.done += EVALUATION
+        self.meter.done += 1 / PER_WORK.maps
         result = (
             costs.evaluate(choice.problem, devices) if self._may_be_tried(choice, devices) else None
         )
@@ -98,10 +97,10 @@ class BestStep:
         return result
 
     def _step_of(self, choice: Choice) -> Callable[[list[int]], float]:
-        """What an assignment's step takes; infinite if it breaks a requirement."""
+        """Return the step of an assignment, infinite if it breaks a requirement."""
 
         def step_ms(devices: list[int]) -> float:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             result = (
                 costs.judged(choice.problem, devices)
                 if self._may_be_tried(choice, devices)
@@ -112,17 +111,15 @@ class BestStep:
         return step_ms
 
     def _may_be_tried(self, choice: Choice, devices: list[int]) -> bool:
-        """Whether it meets the plain requirements, and there is time to make an answer of it, or no
-        answer yet.
-        """
+        """Return whether it meets the plain requirements and can be answered in time."""
         has_time = (
             self.best.devices is None
-            or told_s(choice.problem, devices) <= self._until_told_s() + LATE_S
+            or told_s(choice.problem, devices) <= self._until_told_s() + LATENESS_S
         )
         return has_time and costs.allowed(choice.problem, devices)
 
     def _better(self) -> float:
-        """The step from which a placement counts as better than the best so far."""
+        """Return the step from which a placement counts as better than the best so far."""
         return self.best.value * (1 - PROVEN_GAP / 2)
 
     def _closed(self, choice: Choice) -> bool:
@@ -133,7 +130,7 @@ class BestStep:
         return spent or self._stopped() or self._closed(choice)
 
     def _share(self, part: float) -> Share:
-        """A part of the time and of the work that are left."""
+        """Return a part of the time and of the work that are left."""
         by_work = self.meter.limit < inf
         time_s = self._time_s() + self._left_s() * (1.0 if by_work else part)
         return Share(time_s, self.meter.done + part * max(0.0, self.meter.left))
@@ -148,23 +145,23 @@ class BestStep:
         return monotonic() - self.began
 
     def _left_s(self) -> float:
-        """What is left to search."""
+        """Return the time that is left for the search."""
         return max(0.0, self._until_told_s() - self.told_s)
 
     def _until_told_s(self) -> float:
-        """What is left until an answer must have been told of."""
+        """Return the time until an answer must have been reported."""
         return self.request.time_limit_s - self._time_s() - 2 * self.alone_s
 
 
 def told_s(problem: Problem, devices: list[int]) -> float:
-    """What it takes to simulate an assignment's step, to tell of it and to check it, in seconds.
+    """Return the seconds that it takes to simulate, report and check the step of an assignment.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         devices: by layer, its device.
     """
     used = len(set(devices))
     stages = used if problem.contiguous else len(list(groupby(devices)))
     passes = 1 + problem.training + (problem.request.schedule == "zero-bubble")
-    orders = SEVERAL if stages > used else 1
-    return TOLD_S * orders * passes * stages * problem.request.chunks
+    orders = SEGMENTS_FACTOR if stages > used else 1
+    return REPORT_S_PER_PASS * orders * passes * stages * problem.request.chunks

@@ -1,13 +1,14 @@
-r"""What a step takes by what one device has to do for a node: passes that have heads and tails.
+r"""A bound on the step from one device's passes for a node, which have heads and tails.
 
-A pass of a layer has a head, the longest way of a micro-batch to it, and a tail, that from it to the end, whoever does
-what is on the way. A device does the passes of a node's layers, n micro-batches each, one after another. So of any of
-these passes::
+The head of a layer's pass is the longest way of a micro-batch to it, the tail the longest way from
+it to the end, on whichever devices. A device does the passes of a node's layers, n micro-batches
+each, one after another. So any subset of these passes satisfies::
 
     the shortest head + n * their sum + the shortest tail  <=  step
 
     tied weights   F(first)           F(last) B(last)           B(first)      both on one device
-                   '---- head ----'  '-- n times both --'  '--- tail ---'     of the last layer's passes
+                   '---- head ----'  '-- n times both --'  '--- tail ---'     of the last layer's
+                                                                              passes
 
 Source: Carlier, "The one-machine sequencing problem", European Journal of Operational Research 11,
 1982.
@@ -26,8 +27,8 @@ from placer.solver.step.fill_bound import gradient_arcs
 Matrix = Sequence[Sequence[float]]
 
 MOST_TAILS = 64
-"""Of more, some are looked at, with all heads: the two shortest, which are those of all passes and
-of all but weight halves that run apart, and about so many of the others."""
+"""Tails that are combined with all heads. Of more, the two shortest count, those of all passes and
+of all but separate weight-gradient passes, and a sample of this size of the others."""
 
 
 class Ways(NamedTuple):
@@ -47,11 +48,10 @@ class Ways(NamedTuple):
 
 
 def of_nodes(problem: Problem, nodes: Reduction, awaited_ms: Matrix, ways: Ways) -> float:
-    """No step's passes take less than those of some node's device and what goes before and follows,
-    in milliseconds.
+    """Return a lower bound on every step: one node's passes with what precedes and follows, in ms.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
         ways: as ``ways_of`` tells them.
@@ -81,7 +81,7 @@ def _of_device(
 
 
 def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> float:
-    """When all passes are done at the soonest, and what follows each.
+    """Return when all passes and what follows each are done at the soonest.
 
     Args:
         passes: head, length and tail of each.
@@ -100,11 +100,10 @@ def one_machine(passes: Sequence[tuple[float, float, float]], times: int) -> flo
 
 
 def ways_of(problem: Problem, awaited_ms: Matrix) -> Ways:
-    """The longest ways to layers' passes and from them, each on the fastest devices and over no
-    link.
+    """Return the longest ways to and from the layers' passes, on the fastest devices without links.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)

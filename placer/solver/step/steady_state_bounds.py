@@ -1,21 +1,22 @@
-r"""Lower bounds on a step of many in a row, for one number of micro-batches and one schedule.
+r"""Lower bounds on a steady-state step, for one number of micro-batches and one schedule.
 
-A device begins a step after its last pass of the one before and its optimizer: a step takes at least what lies between
-a device's first pass and its last, and then the optimizer. With n micro-batches, f and b the passes of a stage, o its
-optimizer, c = f + b, and behind what a micro-batch has to go through in the stages behind it::
+A device begins a step after its last pass of the step before and its optimizer. So a step takes at
+least the time from a device's first pass to its last, and the optimizer. With n micro-batches, f
+and b the passes of a stage, o its optimizer, c = f + b, and behind what a micro-batch passes
+through in the stages behind it::
 
-    any placement       n * c + o of every device; the way from a layer that reads nothing to any other, all
-                        micro-batches through that, and the way back, after which the first one's
-                        device has its next step
+    any placement       n * c + o of every device; the way from a layer that reads nothing to any
+                        other, all micro-batches through that, and the way back, after which the
+                        first one's device has its next step
     a row of stages     n * c + o + wait, the stage's own passes
-                        before + n * c + wait, without weight halves that run apart; the whole way +
-                        (n - 1) * f, and the same with b: all of this between the first pass of the
-                        first stage and its last n * a transfer at a cut, which follow one another
-                        on a lane
+                        before + n * c + wait, without weight halves that run apart; the whole
+                        way + (n - 1) * f, and the same with b: all of this between the first
+                        pass of the first stage and its last
+                        n * a transfer at a cut, which follow one another on a lane
 
-where a stage waits as in a step alone (see ``bounds.py``): for what is behind it under fill-drain,
-wait(f) + wait(b) under 1f1b, wait(f) under zero-bubble. In inference nothing comes back, and stages
-wait for nothing.
+A stage waits as in an isolated step (see ``step_bounds.py``) for what is behind it: wait(f) +
+wait(b) under 1f1b and fill-drain, wait(f) under zero-bubble. In inference nothing comes back, and
+stages wait for nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from placer.solver.step import fill_bound
 Arcs = Sequence[tuple[int, int]]
 
 MOST_STARTS = 8
-"""Layers that read nothing, from which ways are looked at."""
+"""Layers that read nothing from which ways are computed, each a pass over the graph."""
 
 
 def any_placement(
     problem: Problem, nodes: Reduction, awaited_ms: Sequence[Sequence[float]]
 ) -> float:
-    """No step after another takes less, in milliseconds.
+    """Return a lower bound on every steady-state step, in milliseconds.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         awaited_ms: by layer and device, what others wait for of a backward pass.
     """
@@ -53,16 +54,14 @@ def any_placement(
 
 
 def _work_ms(problem: Problem, layer: int, device: int) -> float:
-    """What a layer keeps a device busy in a step."""
+    """Return the time that a layer keeps a device busy in a step."""
     return problem.request.chunks * problem.compute_ms(layer, device) + pipelines.optimizer_ms(
         problem, layer, device
     )
 
 
 def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> float:
-    """The longest way from a layer that reads nothing to another, through that with all
-    micro-batches, and back.
-    """
+    """Return the longest way to a layer, through it with all micro-batches, and back."""
     forward, awaited = fastest_ms(problem, problem.forward_ms), fastest_ms(problem, awaited_ms)
     there, back = arcs_of(problem.values), fill_bound.gradient_arcs(problem)
     read = {reader for _, reader in there}
@@ -79,8 +78,9 @@ def _way_and_back(problem: Problem, awaited_ms: Sequence[Sequence[float]]) -> fl
 
 
 def _ways_from(start: int, time_ms: Sequence[float], arcs: Arcs) -> list[float]:
-    """By layer, the longest path to it from one layer, both included; every arc runs with the
-    layers' order.
+    """Return, by layer, the longest path to it from one layer, both included.
+
+    Every arc runs with the layers' order.
     """
     way = [-inf] * len(time_ms)
     way[start] = time_ms[start]

@@ -1,6 +1,4 @@
-"""The placement that is returned under objective ``step``: the best of all choices, with what is
-known of each.
-"""
+"""The placement of objective ``step``: the best of all choices, with the state of each choice."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from placer.solver.step.choices import Choice, said
 from placer.utils.units import count_text
 
 SHORTEST_MS = 1e-9
-"""Of a shorter step it is not said how many samples it does in a second."""
+"""Length of a step below which samples per second are not reported."""
 
 
 def found(
@@ -26,15 +24,15 @@ def found(
     broken: Ties | None,
     time_s: float,
 ) -> Placement:
-    """The best as it is returned: under the whole question's name, with all choices.
+    """Return the answer: the best choice's placement under the original request, with all choices.
 
     Args:
         request: the question.
-        choices: all of it.
-        best: of these the one whose placement is returned.
-        method: how that was found.
+        choices: all choices.
+        best: the choice whose placement is returned.
+        method: the method that found it.
         broken: how far ties were broken.
-        time_s: for how long was searched.
+        time_s: the duration of the search.
     """
     assert best.devices is not None
     bound = max(0.0, min(bound_of(choices), best.value))
@@ -50,9 +48,7 @@ def found(
 def incumbent(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, method: str, time_s: float
 ) -> Incumbent:
-    """The best so far as it is told: of the choices as they are now, with ties as they happen to
-    be.
-    """
+    """Return a report of the best placement so far, with the current choices."""
     then = [replace(choice) for choice in choices]
     number = [choice is best for choice in choices].index(True)
 
@@ -65,12 +61,12 @@ def incumbent(
 
 
 def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float) -> Placement:
-    """There is none, if that is proven of every choice; else none was found.
+    """Return an answer without a placement: infeasible if proven of every choice, else unknown.
 
     Args:
         request: the question.
-        choices: all of it.
-        time_s: for how long was searched.
+        choices: all choices.
+        time_s: the duration of the search.
     """
     open_choices = [choice for choice in choices if choice.reason is None]
     told = open_choices[-1] if open_choices else min(choices, key=_distance)
@@ -82,14 +78,12 @@ def nothing(request: PlacementRequest, choices: Sequence[Choice], time_s: float)
 
 
 def bound_of(choices: Sequence[Choice]) -> float:
-    """No step of any of them is shorter, in ms."""
+    """Return a lower bound on the steps of all choices, in milliseconds."""
     return min((choice.bound for choice in choices if choice.reason is None), default=0.0)
 
 
 def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
-    """Why there is none, of the choice that comes nearest; which it is, where memory tells them
-    apart.
-    """
+    """Return the reason of the choice nearest to a placement; name the choice if it matters."""
     reason, asked = choice.reason, choice.problem.request
     if reason is None or not reason.short_bytes or len(choices) == 1:
         return reason
@@ -99,15 +93,13 @@ def _told(choice: Choice, choices: Sequence[Choice]) -> Infeasibility | None:
 
 
 def _distance(choice: Choice) -> tuple[bool, int]:
-    """How far from a placement a choice is: the bytes that are short, or farther than any number of
-    them.
-    """
+    """Return how far a choice is from a placement: its missing bytes, or more than any bytes."""
     short = choice.reason.short_bytes if choice.reason is not None else 0
     return not short, short
 
 
 def _single_device(choices: Sequence[Choice]) -> SingleDevice:
-    """The best that one device does, whatever the choice."""
+    """Return the best that one device does, whatever the choice."""
     singles = [answer.single_device(choice.problem) for choice in choices]
     return min(singles, key=lambda single: (not single.fits, single.objective_value, single.device))
 
@@ -115,7 +107,7 @@ def _single_device(choices: Sequence[Choice]) -> SingleDevice:
 def _step(
     request: PlacementRequest, choices: Sequence[Choice], best: Choice, placement: Placement
 ) -> Step:
-    """The step of the placement that is returned: what was found, on the devices as they are named."""
+    """Return the step of the placement with renamed devices."""
     problem = best.problem
     number = {device.name: index for index, device in enumerate(problem.devices)}
     devices = [number[placement.layer_devices[layer.name]] for layer in problem.layers]

@@ -1,8 +1,8 @@
 r"""Lower bounds on the step of every placement, for one number of micro-batches and one schedule.
 
-These are of a step alone; ``in_a_row.py`` says what becomes of them where steps follow one another. With n
-micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch has to go through in the
-stages before it (behind it)::
+These hold for an isolated step; ``steady_state_bounds.py`` has those of steady-state steps. With n
+micro-batches, f and b the passes of a stage, c = f + b, and before (behind) what a micro-batch
+passes through in the stages before it (behind it)::
 
     any placement       before + n * c of every device, and without weight halves that run apart
                         before + n * c + the way back; of some of a node's passes, their heads and
@@ -13,18 +13,19 @@ stages before it (behind it)::
                         halves that run apart; the whole way + (n - 1) * f, and the same with b;
                         then its weight half and optimizer
       fill-drain        the whole way + (n - 1) * c: a flow shop forwards, then one backwards
-      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here) micro-batches in flight:
-                        until the first one comes back the stage runs w - 1 further forward passes,
-                        before the last one comes back w - 1 backward passes, wait(x) = max(0,
-                        behind - (w - 1) * x). Where n <= stages from here these are one wait, the
-                        longer.
-      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for which nobody waits
+      1f1b              before + n * c + wait(f) + wait(b), with w = min(n, stages from here)
+                        micro-batches in flight: until the first one comes back the stage runs
+                        w - 1 further forward passes, before the last one comes back w - 1 backward
+                        passes, wait(x) = max(0, behind - (w - 1) * x). Where n <= stages from here
+                        these are one wait, the longer.
+      zero-bubble       before + n * c + wait(f), without the weight halves of other stages, for
+                        which nobody waits
 
-Of transfers only those at a stage's own two cuts are counted, over the fastest link; what is
-elsewhere is reckoned on its fastest device. The bound of a whole cut of a row is the largest of its
-stages', so that a dynamic program finds the cut where it is smallest (see ``optimal_cuts.py``).
-Where cuts are gone through, the first stages are known: what the first one does at the end, and the
-transfers between them, come on top.
+Only the transfers at a stage's own two cuts count, over the fastest link. Everything elsewhere
+counts on its fastest device. The bound of a whole cut of a row is the largest of its stages', so a
+dynamic program finds the cut with the smallest bound (see ``optimal_cuts.py``). In an enumeration
+of cuts the first stages are known: the end of the first stage, and the transfers between them, are
+added.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from placer.solver.bounds.simple_bounds import fastest_ms
 from placer.solver.bounds.work_sharing import least_work
 from placer.solver.chain import optimal_cuts
 from placer.solver.chain.optimal_cuts import Counts, CutTable
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.reduce import Reduction
 from placer.solver.step import fill_bound, one_machine_bound, steady_state_bounds
 
@@ -53,23 +54,19 @@ Matrix = Sequence[Sequence[float]]
 _Entry = tuple[float, int, int, "_OpenCut", int]
 
 LOOKS = 1_000
-"""Unfinished cuts that are looked at before who asks for the next one may say that it is enough."""
+"""Unfinished cuts that are expanded before the caller is asked whether to go on."""
 
 MOST_OPEN = 50_000
-"""Unfinished cuts that are kept: about 200 MB of a row of a hundred nodes."""
-
-ROUNDING = 1 - 1e-9
-"""Sums in another order round differently."""
+"""The most unfinished cuts, about 200 MB for a row of a hundred nodes."""
 
 
 def any_placement(
     problem: Problem, nodes: Reduction, over: Callable[[], bool] = lambda: False
 ) -> float:
-    """No step is shorter than the busiest device's work, nor than one micro-batch's way, in
-    milliseconds.
+    """Return a bound on every step in ms: the busiest device, or one micro-batch's way.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes; each may be on some device.
         over: asked before each part of this; where it is, the step is not shorter than what the
             parts before tell.
@@ -78,23 +75,22 @@ def any_placement(
         return 0.0
     awaited_ms = _awaited_ms(problem)
     if pipelines.in_a_row(problem):
-        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * ROUNDING
+        return steady_state_bounds.any_placement(problem, nodes, awaited_ms) * (1 - ROUNDING)
     parts = itertools.takewhile(lambda _: not over(), (_spans, fill_bound.filling))
     passes = max((part(problem, nodes, awaited_ms) for part in parts), default=0.0)
-    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * ROUNDING
+    return (passes + (0.0 if over() else least_optimizer(problem, nodes))) * (1 - ROUNDING)
 
 
 def least_optimizer(problem: Problem, nodes: Reduction) -> float:
-    """No placement's optimizer takes less, in milliseconds."""
+    """Return a lower bound on every placement's optimizer step, in milliseconds."""
     return least_work(problem, nodes, partial(pipelines.optimizer_ms, problem))
 
 
 def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
-    """What keeps a node's device, and any device, and what goes before its first pass and follows
-    its last.
+    """Return the busy time of a node's device and of any device, with what precedes and follows.
 
-    Devices hold different nodes. So before the first pass of the second one there is at least what
-    goes before some second node, and so on, and the same of what follows.
+    Devices hold different nodes. So before the first pass of the second device comes at least what
+    precedes some second node, and likewise for what follows.
     """
     chunks = problem.request.chunks
 
@@ -115,7 +111,7 @@ def _spans(problem: Problem, nodes: Reduction, awaited_ms: Matrix) -> float:
 
 
 def _awaited_ms(problem: Problem) -> Matrix:
-    """By layer and device, what others wait for of a backward pass."""
+    """Return, by layer and device, what others wait for of a backward pass."""
     if problem.request.schedule != "zero-bubble":
         return problem.backward_ms
     return [
@@ -125,9 +121,7 @@ def _awaited_ms(problem: Problem) -> Matrix:
 
 
 def is_row(problem: Problem, nodes: Reduction) -> bool:
-    """Whether every contiguous placement is a row of stages, each of which waits for its neighbours
-    both ways.
-    """
+    """Return whether every contiguous placement is a row of stages with neighbours both ways."""
     if len(nodes.nodes) > optimal_cuts.MOST_NODES or not optimal_cuts.is_only_order(problem, nodes):
         return False
     back = {
@@ -145,7 +139,7 @@ class StepTable(CutTable):
     """Lower bounds on the step by how a row is cut, with those cuts below a value.
 
     Args:
-        problem: what is asked, of a schedule and a number of micro-batches.
+        problem: the placement problem, of a schedule and a number of micro-batches.
         nodes: its layers in nodes, a row.
         bottleneck: the same question with objective ``throughput``, by whose memory cuts are
             judged.
@@ -172,7 +166,7 @@ class StepTable(CutTable):
         self._best_trip: dict[Counts, Table] = {}
 
     def _sums(self, time_ms: Matrix) -> Table:
-        """By device and node, the sum over all nodes before it."""
+        """Return, by device and node, the sum over all nodes before it."""
         devices = range(len(self.problem.devices))
         rows = [
             [sum(time_ms[layer][d] for layer in layers) for layers in self.nodes.nodes]
@@ -181,26 +175,27 @@ class StepTable(CutTable):
         return np.concatenate([np.zeros((len(rows), 1)), np.cumsum(np.array(rows), axis=1)], axis=1)
 
     def _fastest_sums(self, time_ms: Matrix) -> Table:
-        """By node, the sum over all nodes before it, each layer on its fastest device."""
+        """Return, by node, the sum over all nodes before it, each layer on its fastest device."""
         fastest = fastest_ms(self.problem, time_ms)
         return np.concatenate(
             [[0.0], np.cumsum([sum(fastest[layer] for layer in row) for row in self.nodes.nodes])]
         )
 
     def cost(self, kind: int, stages_left: int) -> Table:
-        """By first node and end, a lower bound on the step with that stage; infinite where it
-        cannot be.
+        """Return, by first node and end, a lower bound on the step with that stage.
+
+        Infinite where it cannot be.
         """
         return self._bounds_of(kind, stages_left)[0]
 
     def _bounds_of(self, kind: int, stages_left: int) -> tuple[Table, Table]:
-        """The same, and a bound on the time until the first stage has its last gradients."""
+        """Return the same, and a bound on the time until the first stage has its last gradients."""
         key = kind, stages_left
         if key not in self._by_stages_left:
             possible = np.isfinite(super().cost(kind, stages_left))
             own, trip = self._bound(self.classes[kind][0], stages_left)
             whole, until = (
-                np.where(possible, (bound + self._extra) * ROUNDING, np.inf)
+                np.where(possible, (bound + self._extra) * (1 - ROUNDING), np.inf)
                 for bound in (np.maximum(own, trip), trip)
             )
             self._by_stages_left[key] = whole, until
@@ -214,7 +209,7 @@ class StepTable(CutTable):
         return found
 
     def _least_trip(self, counts: Counts) -> Table:
-        """By first node, the least such time with the stages from there."""
+        """Return, by first node, the least such time with the stages from there."""
         trips = [
             self._trips(counts, kind, slice(None)).min(axis=-1)
             for kind in optimal_cuts.kinds_left(counts)
@@ -222,13 +217,14 @@ class StepTable(CutTable):
         return np.asarray(np.min(trips, axis=0))
 
     def _trips(self, counts: Counts, kind: int, start: slice | int) -> Table:
-        """By first node and end, such a time where a device of that class takes the stage between."""
+        """Return, by first node and end, the trip time if such a device takes the stage."""
         until = self._bounds_of(kind, sum(counts))[1][start]
         return np.asarray(np.maximum(until, self._best_trip[optimal_cuts.one_less(counts, kind)]))
 
     def _tail(self, kind: int) -> Table:
-        """By end of the first stage, what it does when it has its last gradients: a weight half,
-        and the optimizer.
+        """Return, by end of the first stage, what it does when it has its last gradients.
+
+        A weight half, and the optimizer.
         """
         device = self.classes[kind][0]
         optimizer = (
@@ -239,22 +235,21 @@ class StepTable(CutTable):
         )
 
     def _transfers(self) -> tuple[Table, Table]:
-        """By node, what a cut before it takes of one micro-batch's way, there and back, over the
-        fastest link.
-        """
+        """Return, by node, the time of one micro-batch over a cut before it, both ways."""
         there, back = (np.zeros(len(self.nodes.nodes) + 1) for _ in range(2))
         links = [link for row in self.problem.links for link in row if link is not None]
         for value in self.problem.values if links else ():
             node = self.nodes.node_of[value.source]
-            if node + 1 in self.nodes.of(value.readers):
+            if node + 1 in self.nodes.holding(value.readers):
                 there[node + 1] += min(link.transfer_ms(value.bytes) for link in links)
                 if value.gradient_bytes:
                     back[node + 1] += min(link.transfer_ms(value.gradient_bytes) for link in links)
         return there, back
 
     def _bound(self, device: int, stages_left: int) -> tuple[Any, Any]:
-        """By first node and end, bounds on a step's passes with a stage there: all, and until
-        gradients are back.
+        """Return, by first node and end, bounds on a step's passes with a stage there.
+
+        All, and until gradients are back.
         """
         chunks = self._asked.request.chunks
         forward, backward, awaited = (
@@ -280,12 +275,12 @@ class StepTable(CutTable):
         return np.maximum(own, lanes), round_trip if self._asked.training else np.zeros_like(own)
 
     def cuts(self) -> Iterator[tuple[float, list[int] | None]]:
-        """Every cut, the lowest bound first.
+        """Return every cut, the lowest bound first.
 
         Yields:
             Its bound, which is one for all that follow, and by layer its device. None instead while
-            cuts are being put together, so that whoever asks may stop; no devices at all where it
-            gives up, as too many are open.
+                cuts are being put together, so that whoever asks may stop; no devices at all where
+                it gives up, as too many are open.
         """
         if not np.isfinite(self.fill()[0]):
             return
@@ -327,7 +322,7 @@ class StepTable(CutTable):
                 )
 
     def _devices(self, stages: tuple[tuple[int, int], ...]) -> list[int]:
-        """By layer, its device, from the end and the class of each stage."""
+        """Return, by layer, its device, from the end and the class of each stage."""
         unused = [iter(members) for members in self.classes]
         devices: list[int] = []
         for stop, kind in stages:
@@ -347,10 +342,9 @@ class StepTable(CutTable):
         for kind in optimal_cuts.kinds_left(counts):
             later = self.best[optimal_cuts.one_less(counts, kind)]
             row = np.maximum(self.cost(kind, sum(counts))[start], later)
-            trips = (
-                self._trips(counts, kind, start)
-                + (self._tail(kind) if tail is None else tail) * ROUNDING
-            )
+            trips = self._trips(counts, kind, start) + (
+                self._tail(kind) if tail is None else tail
+            ) * (1 - ROUNDING)
             row = np.maximum(row, trips)
             stops = np.flatnonzero(np.isfinite(row)).astype(np.int16)
             rows.append((row[stops], stops, np.full(len(stops), kind, dtype=np.int16)))
@@ -380,10 +374,10 @@ class _OpenCut:
     Attributes:
         start: where the next stage begins.
         counts: by class, the devices that are left, all of which are used.
-        stages: the end and the class of those that are decided.
-        bound: the largest of theirs.
-        tail: what the first of them does when it has its last gradients, and transfers at cuts
-            before the last one's; None if there is none.
+        stages: the end and the class of each decided stage.
+        bound: the largest bound of these stages.
+        tail: the first stage's time after its last gradients, and transfers at cuts before
+            the last; None without a stage.
         options: for the next stage, by bound.
     """
 
@@ -396,10 +390,10 @@ class _OpenCut:
 
 
 def table(problem: Problem, nodes: Reduction, bottleneck: Problem) -> StepTable | None:
-    """The table of a row; None if the model is none, or has too many kinds of devices.
+    """Return the table of a row of stages, or None without a row or with too many kinds of devices.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         bottleneck: the same question with objective ``throughput``.
     """

@@ -1,6 +1,4 @@
-"""Assignments to try under objective ``step``: rounds through the devices, and small changes of a
-good one.
-"""
+"""Assignments to try under objective ``step``: rounds through the devices, and small changes."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from placer.solver.problem import Problem
 from placer.solver.reduce import Reduction
 
 SHIFTS = (1, 2, 4, 8, 16, 32)
-"""How many nodes may change sides between two neighbouring stages at once."""
+"""Numbers of nodes that change sides between two neighbouring stages at once."""
 
 KICKS = 3
-"""Small changes at random that a further climb starts from."""
+"""Random small changes before a further climb."""
 
 Value = Callable[[list[int]], float]
 """The step of an assignment of layers, infinite if it breaks a requirement."""
@@ -28,14 +26,13 @@ Change = Callable[[], list[int]]
 
 
 def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: int) -> list[int]:
-    """The layers in their order dealt out to the devices, so many times round, to each as much as
-    it is fast.
+    """Return the layers dealt out to the devices in several rounds, in proportion to their speed.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         devices: in the order of a round.
-        times: how many rounds.
+        times: the number of rounds.
 
     Returns:
         By layer, its device.
@@ -60,10 +57,10 @@ def rounds(problem: Problem, nodes: Reduction, devices: Sequence[int], times: in
 def climb(
     problem: Problem, nodes: Reduction, start: list[int], value: Value, over: Callable[[], bool]
 ) -> list[int]:
-    """The best assignment on a way of small changes, each of which shortens the step.
+    """Return the best assignment on a way of small changes, each of which shortens the step.
 
     Args:
-        problem: what is asked.
+        problem: the placement problem.
         nodes: its layers in nodes.
         start: by layer, its device.
         value: of an assignment.
@@ -90,7 +87,7 @@ def climb(
 def kicked(
     problem: Problem, nodes: Reduction, assignment: Sequence[int], random: Random
 ) -> list[int]:
-    """An assignment a few small changes away, whatever they cost."""
+    """Return an assignment a few small changes away, whatever they cost."""
     found = list(assignment)
     for _ in range(KICKS):
         options = list(changes(problem, nodes, found))
@@ -103,14 +100,12 @@ def kicked(
 def neighbours(
     problem: Problem, nodes: Reduction, assignment: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Assignments a small change away: some nodes on the other side of a cut, or two devices
-    swapped.
-    """
+    """Yield assignments a small change away: nodes across a cut, or two devices swapped."""
     return (change() for change in changes(problem, nodes, assignment))
 
 
 def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> Iterator[Change]:
-    """What makes each of them: there may be thousands, each as long as the model has layers."""
+    """Yield the changes that make the neighbours: copies of thousands of maps would be large."""
     device_of = [assignment[layers[0]] for layers in nodes.nodes]
     runs = _runs(problem, nodes, assignment, device_of)
     for count in SHIFTS:
@@ -126,8 +121,9 @@ def changes(problem: Problem, nodes: Reduction, assignment: Sequence[int]) -> It
 def _runs(
     problem: Problem, nodes: Reduction, assignment: Sequence[int], device_of: Sequence[int]
 ) -> list[list[int]]:
-    """The nodes stage by stage: by device in pipeline order, or, where placements are free, by
-    segment.
+    """Return the nodes stage by stage.
+
+    By device in pipeline order, or, where placements are free, by segment.
     """
     if not problem.contiguous:
         order = sorted(range(len(device_of)), key=lambda node: nodes.nodes[node])

@@ -1,16 +1,17 @@
-"""Objective ``step``: micro-batches, schedule, interleaving and map together, for the shortest
-whole batch.
+"""Objective ``step``: micro-batches, schedule, interleaving and map, for the shortest whole batch.
 
-    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound on its steps
+    for every micro-batch size, schedule and kind of placement: a choice, with a lower bound
       every map        of few that are no row: each simulated
-      hopeless         left alone if, as far as is found, memory leaves some device too much work for a better step
-      starts           cuts of the row where the bound is lowest, the best maps by bottleneck, maps of other choices
+      hopeless         skipped if known memory limits leave some device too much work
+      starts           cuts of the row with the lowest bound, the best maps by bottleneck, maps of
+                       other choices
       small changes    nodes to the other side of a cut, devices swapped, each simulated
-      cuts of a row    every cut whose bound is below the best step, simulated: what is left out is proven not better
-    of choices that are no rows, then, a bound by the work of some device, and small changes from
-    near the best again choices whose bound is not below the best step found are left alone
+      cuts of a row    every cut whose bound is below the best step, simulated: the others are
+                       proven not better
+    then, of choices that are no rows, a bound by the work of some device, and small changes from
+    near the best again; choices whose bound is not below the best step are skipped
 
-The bound of the answer is the lowest of its choices' (see ``bounds.py``).
+The bound of the answer is the lowest bound of its choices (see ``step_bounds.py``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from placer.schema import Infeasibility, Placement, Ties
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
-from placer.solver.cpsat.runner import Meter
+from placer.solver.bounds import memory_bounds
+from placer.solver.cpsat.runner import PER_WORK, Meter
 from placer.solver.enumeration import maps
-from placer.solver.enumeration.maps import EVALUATION
-from placer.solver.problem import Problem
+from placer.solver.problem import ROUNDING, Problem
 from placer.solver.step import step_answer, step_bounds, step_moves, step_ties
 from placer.solver.step.choices import (
     Choice,
@@ -42,41 +43,50 @@ from placer.solver.step.choices import (
 )
 from placer.solver.step.incumbent import BestStep, Share
 
+
+class _Shares(NamedTuple):
+    """How the search divides its time.
+
+    Attributes:
+        first_bounds: share of the time for first bounds.
+        choices: share of the remaining time that all choices together get at first.
+        maps: share of a choice's work for enumerating all maps.
+        bounds: share of the time then left for bounds by work. They gain nothing where maps are
+            free and memory binds nowhere, as work can be shared out evenly.
+        again: share of the remaining time for small changes of the best choice at the end, and
+            of the time then left for the next one.
+        bottleneck: share of a choice's time for the smallest bottleneck.
+    """
+
+    first_bounds: float = 0.3
+    choices: float = 0.5
+    maps: float = 0.5
+    bounds: float = 0.5
+    again: float = 0.6
+    bottleneck: float = 0.3
+
+
+class _Effort(NamedTuple):
+    """Limits of the local search.
+
+    Attributes:
+        rounds: the most rounds through the devices in which layers are dealt out.
+        starts: cuts of a row of stages from which small changes start.
+        patience: climbs without improvement that end the search of a choice that is no row.
+    """
+
+    rounds: int = 8
+    starts: int = 16
+    patience: int = 4
+
+
+SHARES, EFFORT = _Shares(), _Effort()
+
+
 BottleneckSearch = Callable[[Problem, Meter, float | None], Placement]
 """Answers a question with objective ``throughput``, within some work; a bottleneck that is enough
 ends the search."""
 
-MOST_ROUNDS = 8
-STARTS = 16
-"""Cuts of a row from which small changes start."""
-
-PATIENCE = 4
-"""So many climbs in a row that bring nothing better end the search of a choice that is no row."""
-
-FIRST_BOUNDS_SHARE = 0.3
-"""How much of the time first bounds may take."""
-
-FIRST_SHARE = 0.5
-"""How much of the time that is left all choices together get at first."""
-
-MAPS_SHARE = 0.5
-"""How much of a choice's work may go to trying every map."""
-
-BOUND_SHARE = 0.5
-"""How much of the time that is then left may go to bounds by work.
-
-Where maps are free and memory binds nowhere, work can be shared out so evenly that nothing is
-gained by them. """
-
-AGAIN_SHARE = 0.6
-"""How much of the time that is left small changes of the best choice get at the end, and of what is
-then left the next. """
-
-SEARCH_SHARE = 0.3
-"""How much of a choice's time the search for the smallest bottleneck may take."""
-
-LAST_DIGITS = 1e-9
-"""Sums in another order round differently."""
 
 NO_CUT = Infeasibility(
     reason="no cut of the row of layers keeps to each device's memory and to what else is required"
@@ -100,17 +110,17 @@ class StepSearch(BestStep):
     search: BottleneckSearch
 
     def answer(self) -> Placement:
-        """The best placement of the best choice; not yet checked."""
+        """Return the best placement of the best choice; not yet checked."""
         self.choices = in_order(map(choice_of, questions(self.request)))
         self.best = self.choices[0]
         self.random = Random(self.request.seed)
         self._offer_one_device()
         for number, choice in enumerate(self.choices):
-            share = self._share(FIRST_BOUNDS_SHARE / (len(self.choices) - number))
+            share = self._share(SHARES.first_bounds / (len(self.choices) - number))
             bounded(choice, partial(self._over, choice, share))
         self.choices = in_order(self.choices)
         for number, choice in enumerate(self.choices):
-            self._work(choice, self._share(FIRST_SHARE / (len(self.choices) - number)))
+            self._work(choice, self._share(SHARES.choices / (len(self.choices) - number)))
         rows = [choice for choice in self.choices if choice.cuts is not None]
         for number, choice in enumerate(rows):
             share = self._share(1 / (len(rows) - number))
@@ -122,15 +132,17 @@ class StepSearch(BestStep):
         loose = [
             choice
             for choice in others
-            if choice.problem.contiguous or memory_constraints.can_bind(choice.problem)
+            if choice.problem.contiguous or memory_bounds.can_bind(choice.problem)
         ]
         for number, choice in enumerate(loose):
-            self._bound_by_work(choice, self._share(BOUND_SHARE / (len(loose) - number)))
+            self._bound_by_work(choice, self._share(SHARES.bounds / (len(loose) - number)))
         placed = sorted(
             (one for one in others if one.devices is not None), key=lambda choice: choice.value
         )
         for choice in placed:
-            self._climb_again(choice, self._share(AGAIN_SHARE if choice is not placed[-1] else 1.0))
+            self._climb_again(
+                choice, self._share(SHARES.again if choice is not placed[-1] else 1.0)
+            )
         if self.best.devices is None:
             return step_answer.nothing(self.request, self.choices, self._time_s())
         broken = self._break_ties()
@@ -139,9 +151,7 @@ class StepSearch(BestStep):
         )
 
     def _offer_one_device(self) -> None:
-        """Try each device alone, those of a kind once: there is always an answer then, if one will
-        do.
-        """
+        """Offer each device alone, one of each kind: if one suffices, there is always an answer."""
         began = self._time_s()
         for choice in self.choices:
             kinds: dict[object, list[int]] = {}
@@ -164,7 +174,7 @@ class StepSearch(BestStep):
             return None
 
         def over() -> bool:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             return self._left_s() <= 0 or self.meter.left <= 0 or self._stopped()
 
         return step_ties.broken(self.best, over)
@@ -190,31 +200,25 @@ class StepSearch(BestStep):
         self._offer(choice, climbed, "small changes")
 
     def _climb_again(self, choice: Choice, share: Share) -> None:
-        """The same from near the best, until that has not helped for a while."""
+        """Climb again from near the best, until that has not helped for a while."""
         idle = 0
-        while choice.devices is not None and idle < PATIENCE and not self._over(choice, share):
+        while (
+            choice.devices is not None and idle < EFFORT.patience and not self._over(choice, share)
+        ):
             before = choice.value
             start = step_moves.kicked(choice.problem, choice.nodes, choice.devices, self.random)
             self._climb(choice, start, share)
             idle = 0 if choice.value < before else idle + 1
 
     def _start(self, choice: Choice, share: Share) -> None:
-        """Placements to change: maps of other choices, rounds, the lowest cuts of a row, the
-        smallest bottleneck.
-        """
-        for other in self.choices:
-            if other.devices is not None and not self._over(choice, share):
-                self._offer(choice, other.devices, "another choice's map")
-        for devices in self._rounds(choice):
-            if self._over(choice, share):
-                break
-            self._offer(choice, devices, "rounds")
+        """Try first maps: known ones, the lowest cuts of a row, the smallest bottleneck."""
+        self._offer_known_maps(choice, share)
         if self._over(choice, share):
             return
         table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
             choice.cuts = table.cuts()
-            for _ in range(STARTS):
+            for _ in range(EFFORT.starts):
                 if not self._next_cut(choice):
                     break
                 if self._over(choice, share):
@@ -227,9 +231,19 @@ class StepSearch(BestStep):
         for devices in near if choice.devices is None and choice.reason is None else ():
             self._make_room(choice, devices, share)
 
+    def _offer_known_maps(self, choice: Choice, share: Share) -> None:
+        """Offer the maps of other choices, and layers dealt out in rounds."""
+        for other in self.choices:
+            if other.devices is not None and not self._over(choice, share):
+                self._offer(choice, other.devices, "another choice's map")
+        for devices in self._rounds(choice):
+            if self._over(choice, share):
+                return
+            self._offer(choice, devices, "rounds")
+
     def _all_maps(self, choice: Choice, share: Share) -> bool:
         """Try every map, where they are so few that there is work left; whether all were."""
-        most = MAPS_SHARE * (share.work - self.meter.done) / EVALUATION
+        most = SHARES.maps * (share.work - self.meter.done) * PER_WORK.maps
         every, proven = maps.few(choice.problem, choice.nodes, most), True
         if every is None:
             return False
@@ -247,11 +261,11 @@ class StepSearch(BestStep):
         return True
 
     def _by_bottleneck(self, choice: Choice, share: Share) -> list[list[int]]:
-        """Try the map of the smallest bottleneck, or find the proof that there is none at all.
+        """Try the map of the smallest bottleneck, or find a proof of infeasibility.
 
         Returns:
-            The maps that were tried, by layer the device: none of them may be one where they were
-            taken to hold less.
+            The maps that were tried, by layer the device. None of them may be feasible where
+            segments were taken to hold less.
         """
         found = self._searched(choice, choice.bottleneck, share)
         if found and self._over(choice, share):
@@ -265,25 +279,21 @@ class StepSearch(BestStep):
         return found
 
     def _bound_by_work(self, choice: Choice, share: Share) -> None:
-        """Raise the bound by the work of some device, whatever the map that memory allows, and try
-        one that has it.
+        """Raise the bound by the work of some device, and try a map that has it.
 
-        Of a choice without a map no more is asked than whether there may be a better one. Not where
-        devices may
-        recompute: whether they must depends on the order of stages, of which the smallest
+        For a choice without a map, it only asks whether a better one may exist. It does not apply
+        where devices may recompute: that depends on the order of stages, of which the smallest
         bottleneck knows one, and a step may have another.
         """
         problem = choice.problem
-        if self._over(choice, share) or (
-            problem.may_recompute and memory_constraints.can_bind(problem)
-        ):
+        if self._over(choice, share) or (problem.may_recompute and memory_bounds.can_bind(problem)):
             return
         self._ask_for_work(
             choice, share, 1.0, self._enough(choice) if choice.devices is None else None
         )
 
     def _may_be_better(self, choice: Choice, share: Share) -> bool:
-        """Whether it is worth while to look for the smallest bottleneck.
+        """Return whether it is worth while to look for the smallest bottleneck.
 
         Not where memory binds, and with so little work on every device that the step may be better
         nothing is found.
@@ -291,37 +301,36 @@ class StepSearch(BestStep):
         enough = self._enough(choice)
         if enough is None:
             return True
-        self._ask_for_work(choice, share, SEARCH_SHARE, enough)
+        self._ask_for_work(choice, share, SHARES.bottleneck, enough)
         return choice.devices is not None and not self._closed(choice)
 
     def _ask_for_work(
         self, choice: Choice, share: Share, part: float, enough: float | None
     ) -> None:
-        """A bound by what some device has to do, and a map to try: the smallest bottleneck, or one
-        that is enough.
-        """
+        """Return a bound by the work of some device, and a map to try."""
         placement = self._smallest_bottleneck(work_alone(choice.bottleneck), share, part, enough)
         choice.reason = placement.infeasible
         busy_ms = choice.problem.request.chunks * (placement.bound or 0.0)
         choice.bound = max(
-            choice.bound, min(busy_ms * (1 - LAST_DIGITS), choice.value, self._better())
+            choice.bound, min(busy_ms * (1 - ROUNDING), choice.value, self._better())
         )
         self._try(choice, placement)
 
     def _enough(self, choice: Choice) -> float | None:
-        """The work of a device, for one micro-batch, from which no step is better; None where
-        memory sets no limit.
+        """Return the work of a device, for one micro-batch, from which no step is better.
+
+        The result is None where memory sets no limit.
         """
-        limited = choice.problem.contiguous and memory_constraints.can_bind(choice.problem)
+        limited = choice.problem.contiguous and memory_bounds.can_bind(choice.problem)
         if not limited or choice.problem.may_recompute or self.best.devices is None:
             return None
-        return self._better() / choice.problem.request.chunks * (1 + 2 * LAST_DIGITS)
+        return self._better() / choice.problem.request.chunks * (1 + 2 * ROUNDING)
 
     def _make_room(self, choice: Choice, start: list[int], share: Share) -> None:
         """Small changes that let devices lack less memory."""
 
         def short_bytes(devices: list[int]) -> float:
-            self.meter.done += EVALUATION
+            self.meter.done += 1 / PER_WORK.maps
             return maps.short_bytes(choice.problem, devices)
 
         def over() -> bool:
@@ -335,7 +344,7 @@ class StepSearch(BestStep):
 
     def _searched(self, choice: Choice, asked: Problem, share: Share) -> list[list[int]]:
         """Try the map of the smallest bottleneck of a question; it alone, or none."""
-        placement = self._smallest_bottleneck(asked, share, SEARCH_SHARE)
+        placement = self._smallest_bottleneck(asked, share, SHARES.bottleneck)
         if asked == choice.bottleneck:  # what holds more can be infeasible by that
             choice.reason = placement.infeasible
         return self._try(choice, placement)
@@ -352,7 +361,7 @@ class StepSearch(BestStep):
     def _smallest_bottleneck(
         self, asked: Problem, share: Share, part: float, enough: float | None = None
     ) -> Placement:
-        """The answer to a question for a bottleneck, in a part of the time and the work."""
+        """Return the answer to a question for a bottleneck, in a part of the time and the work."""
         allowed = Meter(part * (share.work - self.meter.done))
         by_work = self.meter.limit < inf  # then the clock must not decide
         limit_s = max(0.01, self._left_s() if by_work else part * (share.time_s - self._time_s()))
@@ -362,9 +371,7 @@ class StepSearch(BestStep):
         return placement
 
     def _rounds(self, choice: Choice) -> Iterator[list[int]]:
-        """Where a device may have several segments: the layers dealt out to the devices, round
-        after round.
-        """
+        """Yield layers dealt out in rounds, where devices may have several segments."""
         if choice.problem.contiguous:
             return
         devices = [list(range(len(choice.problem.devices)))]
@@ -376,15 +383,16 @@ class StepSearch(BestStep):
         if result is not None and list(result.stages) != devices[0]:
             devices.append(list(result.stages))
         for used in devices:
-            for times in range(1, MOST_ROUNDS + 1):
+            for times in range(1, EFFORT.rounds + 1):
                 if len(used) <= choice.problem.most_devices and len(used) * times <= len(
                     choice.nodes.nodes
                 ):
                     yield step_moves.rounds(choice.problem, choice.nodes, used, times)
 
     def _all_cuts(self, choice: Choice, share: Share) -> None:
-        """Try every cut of a row that may be better, the lowest bound first: none that follows is
-        below it.
+        """Try every cut of a row that may be better, the lowest bound first.
+
+        None that follows is below it.
         """
         while choice.cuts is not None and not self._over(choice, share):
             if not self._next_cut(choice) and choice.cuts is not None:
@@ -393,8 +401,9 @@ class StepSearch(BestStep):
                 choice.cuts = None
 
     def _next_cut(self, choice: Choice) -> bool:
-        """Try one more cut of a row, if it has come to one; whether there may be others. None are
-        left of too many.
+        """Try one more cut of a row, if it has come to one; whether there may be others.
+
+        None are left of too many.
         """
         assert choice.cuts is not None
         bound, devices = next(choice.cuts, (inf, []))

@@ -1,9 +1,8 @@
-"""Ties under objective ``step``: of the maps with as short a step the one that transfers least,
-then the best balanced.
+"""Ties under objective ``step``: the least transfer, then the best balance, with an equal step.
 
-The micro-batches and the schedule are those of the best placement. Of a row every cut whose bound
-is not above the step is simulated, which proves the rank; else small changes that keep the step are
-tried as long as they lower it.
+The micro-batches and the schedule are those of the best placement. If stages form a row, every cut
+whose bound is not above the step is simulated, which proves the rank. Otherwise small changes that
+keep the step are tried while they lower the rank.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from math import inf
 
 from placer.schema import Ties
 from placer.solver import costs, ties
+from placer.solver.problem import SAME
 from placer.solver.step import step_bounds, step_moves
 from placer.solver.step.choices import Choice
-
-SAME = 1e-12
-"""Steps that differ by no more than this share are the same."""
 
 
 def broken(choice: Choice, over: Callable[[], bool]) -> Ties:

@@ -12,8 +12,10 @@ from placer.solver.reduce import reduced
 
 @pytest.fixture(scope="session")
 def training_problem():
-    """``training_problem(random)``: a problem whose values are read by several layers, some of
-    which keep them."""
+    """``training_problem(random)``.
+
+    A problem whose values are read by several layers, some of which keep them.
+    """
     return make_training_problem
 
 
@@ -77,12 +79,15 @@ def make_training_problem(random, objective="memory", schedule="fill-drain"):
 
 @pytest.fixture
 def chain():
-    """``chain(times, devices=2, ...)``: a request for layers in a row, one value between each two."""
+    """``chain(times, devices=2, ...)``.
+
+    A request for layers in a row, one value between each two.
+    """
     return make_chain
 
 
 def make_chain(times_ms, devices=2, memory_bytes=1_000, param_bytes=0, value_bytes=0, **asked):
-    """Layers l0, l1, ... on alike devices d0, d1, ... with links of 1 byte per ms."""
+    """Return layers l0, l1, ... on alike devices d0, d1, ... with links of 1 byte per ms."""
     count = len(times_ms)
     params = param_bytes if isinstance(param_bytes, (list, tuple)) else [param_bytes] * count
     layers = [
@@ -105,8 +110,10 @@ def make_chain(times_ms, devices=2, memory_bytes=1_000, param_bytes=0, value_byt
 
 @pytest.fixture(scope="session")
 def enumerated():
-    """Problems with the nodes of each and the smallest bottleneck of all assignments, where there
-    is one above 0."""
+    """Return problems with their nodes and the smallest bottleneck of all assignments.
+
+    Only problems with a bottleneck above 0 count.
+    """
     problems = [drawn(seed) for seed in range(80)]
     found = [
         (problem, nodes, best_of(problem, nodes))

@@ -1,5 +1,7 @@
-"""The solver against trying every assignment, on thousands of random small requests with all
-features together."""
+"""The solver against every assignment, on thousands of random small requests.
+
+The requests combine all features.
+"""
 
 import pytest
 from enumeration import brute_force

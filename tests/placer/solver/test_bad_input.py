@@ -10,7 +10,10 @@ from placer.solver.solve import solve
 
 
 def question(edit=lambda asked: None, **constraints):
-    """Two layers, a value between them, two linked devices; as data, so that anything can be wrong."""
+    """Two layers, a value between them, two linked devices.
+
+    As data, so that anything can be wrong.
+    """
     layer = {"forward_ms": {"t": 1.0}, "backward_ms": {"t": 2.0}}
     asked = {
         "profile": {
@@ -32,7 +35,7 @@ def question(edit=lambda asked: None, **constraints):
 
 
 def setting(value, *path):
-    """An edit that puts a value where a path leads."""
+    """Return an edit that puts a value where a path leads."""
 
     def edit(asked):
         for key in path[:-1]:
@@ -101,7 +104,8 @@ def test_a_number_that_is_none_or_a_device_that_is_out_of_reach_is_refused(edit,
         (
             ["b", "d"],
             "b",
-            "edge from 'a': rest_until names 'b', which is no layer after the target before the last",
+            "edge from 'a': rest_until names 'b', "
+            "which is no layer after the target before the last",
         ),
         (["b", "d"], "e", "rest_until names 'e'"),
         (["b", "d"], "z", "edge from 'a': rest_until: there is no layer 'z'"),

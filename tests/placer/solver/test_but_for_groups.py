@@ -1,8 +1,8 @@
-"""Chains whose ends are tied: contiguous but for the colocated layers, and proven as soon as any
-chain is.
+"""Chains with tied ends: contiguous but for the colocated layers, and quickly proven.
 
 Before, colocation that pulled layers together made the placement free, and the search for the best
-of all maps took up to 30 seconds for maps with many changes of device."""
+of all maps took up to 30 seconds for maps with many changes of device.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = examples(400)
 
 
 def _pulling(request: PlacementRequest) -> set[str]:
-    """The colocated layers that would pull others onto their device if placements were contiguous."""
+    """Return the colocated layers that would pull others onto their device if contiguous."""
     names = [layer.name for layer in request.profile.layers]
     by_pin: dict[str, list[str]] = {}
     for layer, device in request.constraints.pinned.items():
@@ -64,8 +64,7 @@ def _pulling(request: PlacementRequest) -> set[str]:
 
 
 def _best(request: PlacementRequest, loose: set[str]) -> float | None:
-    """The smallest objective of the maps in which values between other layers never come back to a
-    device."""
+    """Return the smallest objective of maps whose other values never come back to a device."""
     every = Enumeration(request, contiguous=False)
     values = []
     for where in every.maps():
@@ -101,8 +100,10 @@ def test_no_placement_that_is_contiguous_but_for_groups_is_better(data: st.DataO
 
 
 def _tied_chain(blocks: int, devices: int, training: bool, memory_bytes: int = 2**40) -> Profile:
-    """Blocks of slightly different times that all read what is made once, between an embedding and
-    a tied head."""
+    """Return blocks of slightly different times between an embedding and a tied head.
+
+    All blocks read one value.
+    """
 
     def layer(name: str, forward_ms: float, size: int) -> Layer:
         passes = {

@@ -25,7 +25,7 @@ MEMORY = (
 
 @pytest.fixture
 def answered(chain):
-    """A request for four layers on two devices, and its answer."""
+    """Return a request for four layers on two devices, and its answer."""
     request = chain([3, 1, 1, 3], param_bytes=10, value_bytes=1)
     return request, solve(request)
 
@@ -86,7 +86,7 @@ def test_a_wrong_claim_is_caught(answered, changes):
 
 
 def test_a_free_placement_that_is_called_contiguous_is_caught(chain):
-    """Its last layer is fed by two devices that feed each other."""
+    """Return its last layer is fed by two devices that feed each other."""
     pinned = {"l0": "d0", "l1": "d1", "l2": "d0", "l3": "d2"}
     request = chain([1, 1, 1, 1], devices=3, constraints=Constraints(pinned=pinned))
     placement = solve(request)
@@ -120,7 +120,7 @@ def test_a_false_claim_of_infeasibility_is_caught(answered):
 
 
 def searched(request):
-    """The answer, without why there is none."""
+    """Return the answer, without why there is none."""
     return Portfolio(Problem.from_request(request)).answer()
 
 
@@ -142,7 +142,7 @@ def test_a_layer_moved_to_another_device_is_caught(data):
 @SETTINGS
 @given(request=small_requests())
 def test_a_placement_with_new_figures_but_a_broken_rule_is_caught(request):
-    """The answer of a laxer request, its id replaced, breaks a rule or passes."""
+    """Return the answer of a laxer request, its id replaced, breaks a rule or passes."""
     lax = request.model_copy(update={"constraints": type(request.constraints)(contiguous=False)})
     placement = searched(lax)
     rules = request.constraints

@@ -8,8 +8,10 @@ from placer.solver.problem import Problem
 
 
 def problem(training=False, transfers="added", **asked):
-    """Layers a, b, c in a row, b's value also read by d; links of 1 byte per ms one way and half of
-    that the other."""
+    """Return layers a, b, c in a row, b's value also read by d.
+
+    Links of 1 byte per ms one way and half of that the other.
+    """
     backward = {"t": 2.0} if training else {}
     held = {"saved_bytes": 5, "grad_bytes": 3, "optimizer_bytes": 7} if training else {}
     layers = [
@@ -126,8 +128,8 @@ def test_stages_that_feed_each_other_are_no_contiguous_placement():
 
 
 def test_of_two_orders_the_one_is_taken_in_which_memory_fits():
-    """Two branches that no value joins: the large one must stand last, where fewer micro-batches
-    are held."""
+    # Two branches that no value joins: the large one must stand last, where fewer micro-batches are
+    # held.
     layers = [
         Layer(name=name, forward_ms={"t": 1}, backward_ms={"t": 1}, saved_bytes=size)
         for name, size in (("large", 100), ("small", 10))

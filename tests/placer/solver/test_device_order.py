@@ -1,5 +1,4 @@
-"""Of devices that are alike the first named takes the first stage; what a pin or a link tells apart
-stays."""
+"""Naming of alike devices: the first named takes the first stage, unless rules differ."""
 
 from __future__ import annotations
 

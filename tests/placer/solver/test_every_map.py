@@ -17,8 +17,10 @@ OBJECTIVES = ["throughput", "latency", "memory", "devices"]
 
 @pytest.fixture
 def huge(chain):
-    """``huge(limit, **asked)``: five layers of 2**51 bytes or about that on three devices with such
-    a limit."""
+    """``huge(limit, **asked)``.
+
+    Five layers of 2**51 bytes or about that on three devices with such a limit.
+    """
 
     def ask(limit_bytes, objective="throughput", contiguous=True, **asked):
         return chain(
@@ -64,7 +66,7 @@ def test_the_best_of_few_maps_is_proven(huge, objective):
 
 
 def replace_objective(request):
-    """Devices are counted by the loads of objective ``throughput``."""
+    """Return devices are counted by the loads of objective ``throughput``."""
     return (
         request.model_copy(update={"objective": "throughput"})
         if request.objective == "devices"

@@ -53,7 +53,8 @@ def test_memory_can_need_more_devices_than_the_work_does(chain):
 def test_a_throughput_that_no_placement_reaches_says_how_near_one_comes(chain):
     why = solve(chain([1, 5, 1], devices=3, objective="devices", bottleneck_ms=4)).infeasible
     assert why.reason == (
-        "bottleneck_ms = 4: whatever the placement, some device is busy for 5 ms or more, 5 ms where it is shortest"
+        "bottleneck_ms = 4: whatever the placement, some device is busy for 5 ms or more, "
+        "5 ms where it is shortest"
     )
 
 
@@ -66,8 +67,8 @@ def test_a_bottleneck_is_one_of_the_requirements_that_cannot_hold_together(chain
 
 
 def test_links_that_are_missing_do_not_make_those_that_are_there_free(chain):
-    """Two devices would do if a value took no time; over their link it takes 10 ms. Two of three
-    have none."""
+    # Two devices would do if a value took no time; over their link it takes 10 ms. Two of three
+    # have none.
     request = chain([1, 1], devices=3, value_bytes=10, objective="devices", bottleneck_ms=1.5)
     links = [link for link in request.placed_on.links if {link.source, link.target} != {"d1", "d2"}]
     cluster = request.placed_on.model_copy(update={"links": tuple(links)})

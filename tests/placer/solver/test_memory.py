@@ -17,8 +17,7 @@ def memory(
     contiguous=False,
     **sizes,
 ):
-    """The memory of device x, where ``where`` says layer by layer, a, b, c, ..., which device it is
-    on."""
+    """Return the memory of device x; ``where`` gives the devices of layers a, b, c and so on."""
     names = "abcdef"[: len(where)]
     ties = {field: sizes.pop(field) for field in ("colocated", "tied") if field in sizes}
     layers = [
@@ -117,13 +116,16 @@ def test_further_micro_batches_add_what_they_keep(chunks, total):
 
 
 def apart(where, edges, chunks=1, **sizes):
-    """The same where weight passes run apart: by micro-batch, and what weight passes share."""
+    """Return the same where weight passes run apart.
+
+    By micro-batch, and what weight passes share.
+    """
     use = memory(where, edges, chunks=chunks, schedule="zero-bubble", **sizes)
     assert use.activation_bytes % chunks == 0
     return use.activation_bytes // chunks, use.workspace_bytes
 
 
-def test_where_weight_halves_run_apart_a_backward_pass_finds_no_room_where_the_forward_pass_worked():
+def test_with_separate_weight_halves_a_backward_pass_has_memory_of_its_own():
     sizes = {"saved_bytes": {"a": 5, "b": 30}, "backward_workspace_bytes": {"a": 20, "b": 1}}
     assert memory("xx", [], **sizes).total_bytes == 36
     assert apart("xx", [], **sizes) == (35 + 20, 0)
@@ -220,7 +222,7 @@ def test_with_the_room_of_1f1b_zero_bubble_takes_its_memory_but_for_what_one_wei
     ],
 )
 def test_zero_bubble_takes_the_room_for_which_there_is_memory(first, memories):
-    """For each micro-batch of the first stage 150 bytes, and for each memory of backward passes 30."""
+    """Count 150 bytes per micro-batch of the first stage, and 30 per memory of backward passes."""
     need = first * 150 + memories * 30 + 5
     room, bytes_by_stage = stages(need)
     assert (room[0], bytes_by_stage[0]) == (first, need)
@@ -252,7 +254,10 @@ def test_a_gradient_that_is_to_be_sent_is_there_until_the_backward_pass_is_over(
 
 
 def recorded(where, edges, chunks=1, **sizes):
-    """Of a contiguous placement: what all micro-batches have for themselves, and what they share."""
+    """Of a contiguous placement.
+
+    What all micro-batches have for themselves, and what they share.
+    """
     use = memory(where, edges, chunks=chunks, contiguous=True, **sizes)
     return use.activation_bytes, use.workspace_bytes
 
@@ -266,7 +271,7 @@ def test_recorded_passes_keep_the_memory_that_they_work_in():
     assert recorded("xx", [], share=2.0, grad_bytes={"a": 5}, **sizes) == (35, 20 + 10)
 
 
-def test_recorded_passes_of_several_micro_batches_hand_on_gradients_out_of_the_memory_that_they_share():
+def test_recorded_passes_of_several_micro_batches_send_gradients_from_memory_of_their_own():
     one = [Edge(source="a", targets=["b"], bytes=100, gradient_bytes=10)]
     # The value has its place; its gradient is in b's workspace, and is copied from there if others
     # work there next.

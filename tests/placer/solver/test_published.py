@@ -1,5 +1,4 @@
-"""Published graphs, against optima that two other methods found (an exact DP over ideals, and
-CP-SAT)."""
+"""Published graphs, against optima of two other methods (a DP over ideals, and CP-SAT)."""
 
 import importlib.util
 from dataclasses import replace
@@ -45,8 +44,8 @@ def test_the_known_optimum_is_found_and_proven(neurips20, name):
 
 
 def test_ideals_that_are_too_many_are_asked_for_again_a_little_below(neurips20):
-    """At 46.68 ms they are too many, at 45.84 there is none, and 46.26 is within a hundredth of the
-    first."""
+    # At 46.68 ms they are too many, at 45.84 there is none, and 46.26 is within a hundredth of the
+    # first.
     name = "layer_inceptionv3_training"
     given = neurips20.on_16(neurips20.load(name))
     placement = Portfolio(neurips20.problem(given, time_limit_s=100)).answer()
@@ -55,8 +54,8 @@ def test_ideals_that_are_too_many_are_asked_for_again_a_little_below(neurips20):
 
 
 def test_prices_that_a_known_set_is_worth_too_much_by_do_not_end_the_search_for_a_bound(neurips20):
-    """Without sets that fit in its box the covering program has no end; taken for a yes, that
-    stopped at 238.1 ms."""
+    # Without sets that fit in its box the covering program has no end; taken for a yes, that
+    # stopped at 238.1 ms.
     name = "operator_resnet50_training"
     problem = replace(neurips20.problem(neurips20.load(name), time_limit_s=100), contiguous=False)
     known, done = neurips20.BEST_WHEN_FREE[name], []
@@ -71,8 +70,8 @@ def test_prices_that_a_known_set_is_worth_too_much_by_do_not_end_the_search_for_
 
 
 def test_of_25_heavy_nodes_one_of_six_devices_holds_five_and_what_is_between_them(neurips20):
-    """Placements of 373.424072 ms are known; fractions of sets, in a minute, proved 356.13 and no
-    more."""
+    # Placements of 373.424072 ms are known; fractions of sets, in a minute, proved 356.13 and no
+    # more.
     name = "operator_bert12_training"
     problem = replace(neurips20.problem(neurips20.load(name), time_limit_s=100), contiguous=False)
     known = neurips20.BEST_WHEN_FREE[name]

@@ -89,7 +89,7 @@ class Recomputed:
         self.request, self.plain = request, Enumeration(request, True)
 
     def best(self):
-        """The smallest objective of all that fits; None if nothing does."""
+        """Return the smallest objective of all that fits; None if nothing does."""
         found = []
         for where in self.plain.maps():
             for order in itertools.permutations(sorted(set(where.values()))):
@@ -134,7 +134,7 @@ class Recomputed:
         return alone + (flight - 1) * size
 
     def time(self, where, again):
-        """The objective where layers on some devices take their forward time more backwards."""
+        """Return the objective if layers on some devices take their forward time twice."""
         kind = {device.name: device.type for device in self.plain.devices}
         layers = tuple(
             layer.model_copy(
@@ -174,8 +174,8 @@ def test_a_row_is_cut_and_recomputed_as_well_as_it_can_be(request):
 
 
 def test_few_maps_are_all_tried_where_stages_that_may_recompute_leave_a_gap():
-    """On one device it fits recomputed alone, in 2 ms, which stages do not know: bounds said 1.5
-    ms, and no more."""
+    # On one device it fits recomputed alone, in 2 ms, which stages do not know: bounds said 1.5 ms,
+    # and no more.
     rows = [
         ((0.0, 0.0), (0.0, 0.0)),
         ((0.0, 0.0), (0.5, 0.0)),
@@ -232,8 +232,10 @@ def test_nothing_is_better_than_what_recomputing_allows_and_the_bound_holds(requ
 
 
 def row(memory_bytes, recompute="auto", layers=4, devices=4, **asked):
-    """Layers in a row of 1 ms forwards and 2 backwards that save 10 bytes each; what passes between
-    them is 1 byte."""
+    """Return layers in a row of 1 ms forwards and 2 backwards that save 10 bytes each.
+
+    What passes between them is 1 byte.
+    """
     names, places = [f"l{i}" for i in range(layers)], [f"d{i}" for i in range(devices)]
     profile = Profile(
         training=True,
@@ -263,8 +265,8 @@ def test_nothing_is_recomputed_where_memory_is_ample():
 
 
 def test_what_memory_forbids_otherwise_is_recomputed():
-    """Of 8 micro-batches in flight only one is kept whole, so a layer takes 10 bytes and 7 that
-    come in, not 80."""
+    # Of 8 micro-batches in flight only one is kept whole, so a layer takes 10 bytes and 7 that come
+    # in, not 80.
     assert solve(row(30, recompute="never", schedule="fill-drain")).status == "infeasible"
     placement = solve(row(30, schedule="fill-drain"))
     assert set(placement.recompute) == set(placement.stages)
@@ -272,14 +274,17 @@ def test_what_memory_forbids_otherwise_is_recomputed():
 
 
 def test_only_the_stages_that_need_it_recompute():
-    """Under 1F1B the stages hold 4, 3, 2 and 1 micro-batches: with room for 30 bytes the first two
-    are over."""
+    # Under 1F1B the stages hold 4, 3, 2 and 1 micro-batches: with room for 30 bytes the first two
+    # are over.
     placement = solve(row(30, schedule="1f1b"))
     assert placement.recompute == ("d0", "d1") == placement.stages[:2]
 
 
 def test_a_step_takes_the_recomputed_passes_longer():
-    """4 equal stages under fill-drain: a forward, and a forward and a backward pass, 8 + 3 times."""
+    """4 equal stages under fill-drain.
+
+    A forward, and a forward and a backward pass, 8 + 3 times.
+    """
     placement = solve(row(30, objective="step", schedule="fill-drain"))
     assert placement.objective_value == pytest.approx((8 + 3) * (1 + 1 + 2))
     assert placement.recompute
@@ -341,8 +346,8 @@ def test_a_rule_for_a_device_that_is_not_there_is_refused():
 
 
 def test_what_fits_as_it_is_is_not_called_too_large_where_recomputing_takes_more():
-    """Under zero-bubble the input half works in 1 byte beside 13 forwards; recomputed, all of it in
-    5 beside 12."""
+    # Under zero-bubble the input half works in 1 byte beside 13 forwards; recomputed, all of it in
+    # 5 beside 12.
     sizes = {
         "saved_bytes": 12,
         "forward_workspace_bytes": 1,

@@ -1,4 +1,4 @@
-"""What is told of the best placement so far, while the search goes on."""
+"""Reports of the best placement so far, during the search."""
 
 import pytest
 from every_step import requests

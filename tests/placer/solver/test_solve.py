@@ -1,4 +1,4 @@
-"""What a solve returns, beside the optimum itself."""
+"""The answer of a solve, in addition to the optimum itself."""
 
 import subprocess
 import sys
@@ -171,8 +171,10 @@ def test_a_solver_import_brings_in_no_torch():
 
 @pytest.fixture
 def grid(chain):
-    """``grid(rows, devices, ...)``: pairs of parallel layers, both read by both of the next: no
-    single order."""
+    """``grid(rows, devices, ...)``: pairs of parallel layers, both read by both of the next.
+
+    No single order.
+    """
 
     def make(rows, devices, **asked):
         times = [1.0 + (7 * i * i) % 11 / 3 for i in range(2 * rows)]

@@ -20,8 +20,10 @@ SETTINGS = examples(60)
 
 
 def assert_ties_are_broken(placement, ranks):
-    """Against the ranks of all that are as good: the least transfer, then the least spread among
-    those."""
+    """Against the ranks of all that are as good.
+
+    The least transfer, then the least spread among those.
+    """
     transfer = min(ranks)[0]
     assert placement.ties.proven
     assert placement.ties.transfer_ms == pytest.approx(transfer, abs=1e-4)
@@ -55,8 +57,7 @@ def test_rounding_makes_no_transfer_less(unlike_sums):
 
 @pytest.fixture
 def unlike_sums():
-    """Three layers on three devices, one of another type, all of which must be used, for the least
-    memory."""
+    """Return three layers on three devices, one unlike, all used, for the least memory."""
     sizes = {"grad_bytes": 5, "optimizer_bytes": 3, "buffer_bytes": 5}
     layers = [
         Layer(

@@ -61,8 +61,8 @@ def test_searches_share_what_they_may_do(chain):
 
 
 def test_a_whole_batch_is_searched_for_within_the_same_work(chain):
-    """Six unlike devices and a graph that is no row, so that nothing is proven and the work is used
-    up."""
+    # Six unlike devices and a graph that is no row, so that nothing is proven and the work is used
+    # up.
 
     def ask(work):
         request = chain([5.0, 3.0, 4.0, 1.0, 6.0, 2.0, 3.5] * 3, devices=4, value_bytes=2, chunks=6)

@@ -17,7 +17,7 @@ MS = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 7.25])
 
 
 def problem_of(times_ms, **rules):
-    """A row of layers, and by device a time of each."""
+    """Return a row of layers, and by device a time of each."""
     names = [f"d{device}" for device in range(len(times_ms))]
     layers = [
         Layer(name=f"l{index}", forward_ms=dict(zip(names, times, strict=True)))
@@ -74,8 +74,8 @@ def test_each_does_what_it_is_best_at():
 
 
 def test_the_second_device_waits_for_what_the_first_does_before():
-    """18 ms of work, and 2 and 4 ms before two devices can begin: (18 + 2 + 4) / 3, or on two (18 +
-    2) / 2."""
+    # 18 ms of work, and 2 and 4 ms before two devices can begin: (18 + 2 + 4) / 3, or on two (18 +
+    # 2) / 2.
     problem = problem_of([[3.0] * 6] * 3)
     assert least_work(
         problem, reduced(problem), problem.compute_ms, [0.0, 2.0, 4.0]

@@ -15,8 +15,7 @@ SLOW = 10.0
 
 
 def on_two_hosts(chain, first_ms, then_ms, size_bytes):
-    """A row of layers on two hosts of two devices each, between which a byte takes ten times as
-    long.
+    """Return a row of layers on two hosts of two devices, with links ten times slower between.
 
     The types of the two hosts run the same layers, in other times.
     """

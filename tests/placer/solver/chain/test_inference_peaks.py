@@ -1,5 +1,4 @@
-"""Tables of the memory of intervals in inference, against the definition applied to each interval
-by itself."""
+"""Tables of the memory of intervals in inference, against each interval by itself."""
 
 from itertools import pairwise
 from random import Random
@@ -35,7 +34,7 @@ def drawn(random):
 
 
 def worst_moment(problem, here):
-    """The most that is held at a step by a device with these layers."""
+    """Return the most that is held at a step by a device with these layers."""
 
     def is_live(value, step):
         waiting = {reader for reader in value.readers if reader >= step}
@@ -49,7 +48,7 @@ def worst_moment(problem, here):
 
 
 def differing(problem, blocks):
-    """The intervals of blocks whose worst moment is not what the table has."""
+    """Return the intervals of blocks whose worst moment is not what the table has."""
     table = inference_moments(problem, blocks)
     spans = [
         (first, end) for first in range(len(blocks)) for end in range(first + 1, len(blocks) + 1)

@@ -15,8 +15,7 @@ from placer.solver.solve import Portfolio
 
 @pytest.fixture
 def branched():
-    """60 layers on two devices behind links of 1 byte per ms, each of which reads one of the first
-    ten."""
+    """Return 60 layers on two devices with slow links, each of which reads one of the first ten."""
     random = Random(1)
     layers = [
         Layer(name=f"l{index}", forward_ms={"t": random.uniform(1, 3)}) for index in range(60)
@@ -83,7 +82,7 @@ def test_orders_are_cut_until_the_search_is_over_and_each_is_counted(branched):
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """The orders that are cut."""
+    """Return the orders that are cut."""
     found, best_cut = [], optimal_cuts.best_cut
     monkeypatch.setattr(
         optimal_cuts, "best_cut", lambda *given: found.append(given) or best_cut(*given)

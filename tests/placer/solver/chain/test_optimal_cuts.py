@@ -13,7 +13,7 @@ from placer.solver.reduce import reduced
 
 
 def with_long_values(random, layers=12, devices=6):
-    """Layers in a row, each of whose values some later ones read, too; 1 byte per ms."""
+    """Return layers in a row, each of whose values some later ones read, too; 1 byte per ms."""
     names, held = (
         [f"l{index}" for index in range(layers)],
         [f"d{index}" for index in range(devices)],
@@ -41,7 +41,7 @@ def with_long_values(random, layers=12, devices=6):
 
 
 def cuts_by_number(problem, nodes):
-    """The cut that the table has for each number of devices."""
+    """Return the cut that the table has for each number of devices."""
     classes, _ = optimal_cuts.device_classes(problem)
     table = optimal_cuts.CutTable(
         problem, nodes, [[node] for node in range(len(nodes.nodes))], classes

@@ -16,8 +16,7 @@ from placer.solver.solve import solve
 
 
 def row(random, layers, devices, memory_bytes=1_000, **asked):
-    """A request for layers in a row, some with a skip, on alike devices behind links of 1 byte per
-    ms."""
+    """Return a request for layers in a row, some with a skip, with links of 1 byte per ms."""
     names = [f"l{index}" for index in range(layers)]
     skips = [
         (one, other) for one in range(layers) for other in (one + 2, one + 3) if other < layers
@@ -49,7 +48,7 @@ def row(random, layers, devices, memory_bytes=1_000, **asked):
 
 
 def best_of_all_cuts(request):
-    """The smallest bottleneck of the cuts that fit."""
+    """Return the smallest bottleneck of the cuts that fit."""
     names, held = (
         [layer.name for layer in request.profile.layers],
         [device.name for device in request.devices],

@@ -26,8 +26,10 @@ SPEEDS, LATENCIES = (1e3, 2.5e3, 1e4), (0.0, 1e-4, 1e-3)
 
 @st.composite
 def on_hosts(draw):
-    """A small request whose devices are on two hosts: alike on each, but not on both; with links of
-    four kinds."""
+    """Return a small request whose devices are on two hosts: alike on each, but not on both.
+
+    With links of four kinds.
+    """
     request = draw(small_requests(objectives=("throughput",))).model_copy(
         update={"transfers": "added"}
     )
@@ -57,7 +59,7 @@ def on_hosts(draw):
 
 
 def answers(problem, upper):
-    """By order of the classes, what is known of it."""
+    """Return, by order of the classes, what is known of it."""
     given = ClassOrders(problem, reduced(problem), upper)
     found = {order: given.best(order, lambda: False) for order in class_orders.orders(problem)}
     assert None not in found.values()
@@ -78,7 +80,7 @@ def test_no_assignment_is_below_the_bound_of_all_orders(request):
 
 @SETTINGS
 @given(request=on_hosts())
-def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_where_links_are_told_apart(
+def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it(
     request,
 ):
     problem = replace(Problem.from_request(request), contiguous=True)
@@ -103,15 +105,17 @@ def test_a_search_by_orders_keeps_its_bound_below_the_best_and_ends_with_it_wher
 
 
 def every_map(problem, nodes):
-    """Every way to place the nodes, by layer."""
+    """Return every way to place the nodes, by layer."""
     for chosen in itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes)):
         yield nodes.spread(list(chosen))
 
 
 @pytest.fixture
 def two_hosts(chain):
-    """Six layers of 4 ms on two fast devices and two that take twice as long: 1 ms inside a host, 5
-    ms between."""
+    """Six layers of 4 ms on two fast devices and two that take twice as long.
+
+    1 ms inside a host, 5 ms between.
+    """
     request = chain([4.0] * 6, value_bytes=1_000)
     layers = [
         layer.model_copy(update={"forward_ms": {"fast": 4.0, "slow": 8.0}, "backward_ms": {}})

@@ -33,7 +33,7 @@ def test_no_layers_alone_take_longer_than_all_do():
 
 
 def wide_at_the_beginning(light=20, devices=6):
-    """Four layers whose values are large, then many light ones, two at a time beside one another."""
+    """Return four layers with large values, then many light ones in parallel pairs."""
     heavy = [Layer(name=f"h{index}", forward_ms={"t": 3.0}) for index in range(4)]
     rest = [Layer(name=f"l{index}", forward_ms={"t": 0.1}) for index in range(light)]
     edges = [Edge(source=f"h{i}", targets=[f"h{i + 1}"], bytes=(1, 2, 2)[i]) for i in range(3)]
@@ -56,8 +56,7 @@ def wide_at_the_beginning(light=20, devices=6):
 
 @pytest.fixture
 def begun():
-    """A search whose best placement has two heavy layers a stage, and half of the light ones on
-    each of two more."""
+    """Return a search with heavy layers on two stages, and light ones on two more."""
     problem = wide_at_the_beginning()
     search = Search(problem)
     search.offer([0, 0, 1, 1, *[2] * 10, *[3] * 10], "by hand")
@@ -75,7 +74,7 @@ def test_parts_are_ever_more_layers_around_the_busiest_stage(begun):
 
 def test_a_part_alone_proves_what_the_work_of_all_does_not(begun):
     work_alone = (4 * 3.0 + 20 * 0.1) / 6
-    stage_search._parts_alone(begun, work=10.0)
+    stage_search._bound_by_parts(begun, work=10.0)
     four = part_of(begun.problem, range(4))
     assert begun.bound >= best_of(four, reduced(four)) * (1 - 1e-4) > work_alone
 
@@ -84,4 +83,4 @@ def test_a_part_that_can_be_placed_better_than_what_is_proven_is_not_looked_at(b
     begun.prove(begun.value * 0.995)
     monkeypatch.setattr(stage_search, "sweep", lambda *_, **__: pytest.fail("a part was looked at"))
     monkeypatch.setattr(stage_search, "few_ideals", lambda *_: pytest.fail("a part was looked at"))
-    stage_search._parts_alone(begun, work=10.0)
+    stage_search._bound_by_parts(begun, work=10.0)

@@ -1,4 +1,4 @@
-"""Neighbouring stages divided anew."""
+"""Redivision of neighbouring stages."""
 
 import random
 
@@ -18,7 +18,7 @@ SETTINGS = examples(60)
 
 
 def search_from(problem, devices):
-    """A search that knows one placement."""
+    """Return a search that knows one placement."""
     search = Portfolio(problem)
     search.request, search.nodes = problem.request, reduced(problem)
     search.offer(devices, "given")
@@ -41,7 +41,7 @@ def test_what_is_one_group_is_divided_at_best(request):
             break
     assume(search.best is not None)
     start = search.value
-    redivision.divide_anew(search, nodes, 10.0)
+    redivision.redivide(search, nodes, 10.0)
     result = costs.judged(problem, search.best)
     assert result.objective_value == search.value <= start
     if (
@@ -57,7 +57,7 @@ def test_stages_beyond_the_group_move_on_where_a_device_is_left(chain):
     request = chain([3.0, 3.0, 1.0, 1.0], devices=3, constraints=Constraints(contiguous=True))
     problem = Problem.from_request(request)
     search = search_from(problem, [0, 0, 1, 1])
-    redivision.divide_anew(search, reduced(problem), 10.0)
+    redivision.redivide(search, reduced(problem), 10.0)
     assert search.value == pytest.approx(brute_force(request, True))
 
 
@@ -67,7 +67,7 @@ def test_a_chain_of_many_stages_is_balanced_group_by_group(chain):
     )
     search = search_from(problem, [min(layer, 7) for layer in range(24)])
     before = search.value
-    redivision.divide_anew(search, reduced(problem), 10.0)
+    redivision.redivide(search, reduced(problem), 10.0)
     assert search.value < before / 3
 
 
@@ -84,7 +84,7 @@ def test_where_the_busiest_stage_alone_counts_no_group_is_without_it(chain, monk
     monkeypatch.setattr(redivision, "_quicker", told)
     for alone in (True, False):
         tried.clear()
-        redivision.divide_anew(
+        redivision.redivide(
             search_from(problem, [0, 1, 2, 3]), reduced(problem), 10.0, busiest_alone=alone
         )
         assert all(group.first <= 2 < group.end for group in tried) == alone and tried
@@ -97,5 +97,5 @@ def test_no_more_work_is_done_than_may_be(chain):
     search = search_from(problem, [min(layer, 7) for layer in range(24)])
     search.meter.limit = 0.0
     before = search.value
-    redivision.divide_anew(search, reduced(problem), 10.0)
+    redivision.redivide(search, reduced(problem), 10.0)
     assert search.value == before

@@ -1,5 +1,4 @@
-"""The memory of stages, as chains of ideals take it, against the cost model and against trying
-every assignment."""
+"""The memory of stages in chains of ideals, against the cost model and all assignments."""
 
 import itertools
 from random import Random
@@ -27,7 +26,7 @@ RULES = st.sampled_from(["never", "never", "auto", "always"])
 
 @st.composite
 def trained(draw):
-    """A contiguous training request, with limits of memory that bind more often than not."""
+    """Return a contiguous training request, with limits of memory that bind more often than not."""
     request = draw(small_requests(objectives=("throughput",)))
     assume(request.is_training)
     limit = draw(st.sampled_from([20, 30, 45, 70]))
@@ -38,7 +37,7 @@ def trained(draw):
 
 
 def placements(problem, nodes):
-    """Every way to place the nodes that runs forwards, with its order of stages."""
+    """Return every way to place the nodes that runs forwards, with its order of stages."""
     for chosen in itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes)):
         result = costs.evaluate(problem, nodes.spread(list(chosen)))
         if result is not None and costs.allowed(problem, nodes.spread(list(chosen))):
@@ -46,7 +45,7 @@ def placements(problem, nodes):
 
 
 def in_orders(request):
-    """A request's problem with its nodes, of the kind whose orders of classes are gone through."""
+    """Return a request's problem with its nodes, if the search over orders applies to it."""
     problem = Problem.from_request(request)
     nodes = reduced(problem)
     assume(class_orders.applies(problem, nodes) and all(nodes.allowed))
@@ -127,14 +126,14 @@ def test_where_no_order_has_a_chain_nothing_fits(request):
         for b, link in enumerate(row)
         if a != b
     )
-    # than chains tell of
+    # than chains account for
     asks_more = problem.least_devices > 1 or problem.most_layers is not None or not linked
     assert search.best is not None or none or asks_more
 
 
 def test_a_first_stage_that_keeps_more_micro_batches_gets_fewer_layers(chain):
-    """Of 4 stages the first has 4 micro-batches in flight: in 45 bytes it keeps 10 of one layer of
-    each."""
+    # Of 4 stages the first has 4 micro-batches in flight: in 45 bytes it keeps 10 of one layer of
+    # each.
     request = chain(
         [1.0] * 8, devices=4, memory_bytes=45, constraints=Constraints(contiguous=True), chunks=8
     )

@@ -1,5 +1,4 @@
-"""The worst moment in the integer programs: with every layer pinned, exactly what the cost model
-says."""
+"""The peaks in the integer programs: with every layer pinned, exactly the cost model's."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -18,7 +17,7 @@ from placer.solver.reduce import reduced
 
 
 def pinned(problem, random):
-    """The problem with every layer pinned to some device, and that assignment's costs, or None."""
+    """Return the problem with every layer pinned, and that assignment's costs, or None."""
     where = [random.randrange(len(problem.devices)) for _ in problem.layers]
     if problem.contiguous:
         where.sort()
@@ -82,7 +81,7 @@ def test_inference_fits_in_what_the_assignment_needs_and_not_in_a_byte_less(
 
 
 def rules_of_a_value_that_is_read_by(readers):
-    """The number of constraints of four devices for one value, in inference."""
+    """Return the number of constraints of four devices for one value, in inference."""
     names = [f"l{index}" for index in range(readers + 1)]
     layers = [Layer(name=name, forward_ms={"t": 1}) for name in names]
     edges = [Edge(source="l0", targets=names[1:], bytes=1)]
@@ -105,8 +104,8 @@ def test_rules_of_a_value_grow_as_its_readers_and_not_as_their_square():
 
 
 def test_a_step_counts_at_which_nothing_but_a_gradient_of_tied_parameters_waits():
-    """It waits while their first layer runs backwards, which needs less of its own than their last
-    one."""
+    # It waits while their first layer runs backwards, which needs less of its own than their last
+    # one.
     layers = [
         Layer(
             name=name,
@@ -131,8 +130,8 @@ def test_a_step_counts_at_which_nothing_but_a_gradient_of_tied_parameters_waits(
 
 
 def test_sizes_keep_their_bytes_though_their_multiples_have_a_common_divisor():
-    """A byte that 3 micro-batches save and a workspace of 3 bytes: in units of 3 bytes the one
-    saved would be none."""
+    # A byte that 3 micro-batches save and a workspace of 3 bytes: in units of 3 bytes the one saved
+    # would be none.
     layers = [
         Layer(
             name=name,

@@ -1,5 +1,4 @@
-"""The smallest group of requirements that cannot hold together, against all that each assignment
-meets."""
+"""The smallest conflicting set of requirements, against what each assignment meets."""
 
 import itertools
 
@@ -17,8 +16,7 @@ SETTINGS = examples(70)
 
 
 def met_sets(request, requirements, contiguous):
-    """What each assignment, in each shape and order of stages, meets: the numbers of the
-    requirements."""
+    """Return the numbers of the requirements that each assignment meets, in each shape."""
     found = set()
     for shape in [True, False] if contiguous else [False]:
         every = Enumeration(request, shape)

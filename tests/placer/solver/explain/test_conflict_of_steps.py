@@ -1,5 +1,4 @@
-"""Objective ``step``: the smallest group of requirements that no micro-batches, schedule and map
-meet together."""
+"""Objective ``step``: the smallest set of requirements that no answer meets together."""
 
 import itertools
 
@@ -22,7 +21,7 @@ SETTINGS = examples(45)
 
 @st.composite
 def hard_requests(draw):
-    """Requests whose rules are hard to meet together."""
+    """Draw requests whose rules are hard to meet together."""
     asked = draw(requests(contiguous=draw(st.sampled_from([None, True]))))
     names = [layer.name for layer in asked.profile.layers]
     devices = [device.name for device in asked.devices]
@@ -51,7 +50,7 @@ def hard_requests(draw):
 
 
 def met_sets(request, asked):
-    """What each way, assignment and order of stages meets: the numbers of the requirements."""
+    """Return the numbers of the requirements that each question, assignment and order meets."""
     steps, found = Steps(request), set()
     by_rule = any(requirement.kind == "contiguous" for requirement in asked)
     for way, own in steps.ways():
@@ -65,8 +64,10 @@ def met_sets(request, asked):
 
 
 def uses(every, where, own):
-    """Bytes by device for each order of stages; of free stages that are not the way's own, all are
-    in flight."""
+    """Return bytes by device for each order of stages.
+
+    Of free stages that are not the way's own, all are in flight.
+    """
     if every.contiguous != own:
         yield from every.uses(where)
         return

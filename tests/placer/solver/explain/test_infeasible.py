@@ -88,8 +88,8 @@ def test_pins_to_more_devices_than_allowed_name_the_number(chain):
 def test_the_text_of_a_reason_names_the_requirements_that_it_does_not_name_itself(chain):
     why = reason(chain([1, 1, 1], param_bytes=[10, 2048, 10], memory_bytes=1024))
     assert (
-        why.text
-        == f"{why.reason}; cannot hold together: 'd0' holds at most 1.0 KiB; 'd1' holds at most 1.0 KiB"
+        why.text == f"{why.reason}; cannot hold together: 'd0' holds at most 1.0 KiB; "
+        "'d1' holds at most 1.0 KiB"
     )
     why = reason(
         chain([1, 1], constraints=Constraints(pinned={"l0": "d0", "l1": "d1"}, max_devices=1))

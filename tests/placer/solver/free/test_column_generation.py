@@ -72,7 +72,7 @@ def test_seven_equal_layers_on_three_devices_are_not_shared_in_thirds(chain):
 
 
 def test_work_alone_is_shared_with_a_slow_device_before_any_set_is_looked_for(chain):
-    """Ten hours of work, of which the second device does one in the time that the first does two."""
+    """Share ten hours of work with a device that takes twice as long."""
     problem = Problem.from_request(chain([1.0] * 10, constraints=Constraints(contiguous=False)))
     slow = replace(problem, untaxed=frozenset({1}), forward_ms=tuple((1.0, 2.0) for _ in range(10)))
     found = column_generation.share_bound(slow, reduced(slow, 8.0), 8.0, 0.0, lambda work: True)
@@ -81,8 +81,8 @@ def test_work_alone_is_shared_with_a_slow_device_before_any_set_is_looked_for(ch
 
 
 def test_cutting_costs_are_in_the_share(chain):
-    """Of four layers in a row a device holds two, and pays for the value between its own and the
-    others'."""
+    # Of four layers in a row a device holds two, and pays for the value between its own and the
+    # others'.
     problem = Problem.from_request(
         chain([2.0] * 4, value_bytes=1, constraints=Constraints(contiguous=False))
     )
@@ -90,7 +90,7 @@ def test_cutting_costs_are_in_the_share(chain):
 
 
 def on_two_kinds(asked, quick, slow):
-    """The same where the latter half of the devices take other times."""
+    """Return the same where the latter half of the devices take other times."""
     problem = Problem.from_request(asked)
     half = len(problem.devices) // 2
     return replace(
@@ -111,8 +111,7 @@ def test_quick_and_slow_devices_share_work_by_their_times(chain):
 
 
 def test_devices_of_each_kind_are_priced_by_the_sets_that_they_can_hold(chain):
-    """Every other layer is quick on the one kind; cuts cost 1, so that work alone, 1.5, says
-    little."""
+    # Every other layer is quick on the one kind; cuts cost 1, so that work alone, 1.5, says little.
     asked = chain([1.0] * 6, devices=4, value_bytes=1, constraints=Constraints(contiguous=False))
     problem = on_two_kinds(asked, [1.0, 4.0] * 3, [4.0, 1.0] * 3)
     best = least_bottleneck(problem)
@@ -136,8 +135,8 @@ def test_values_that_too_many_read_are_cut_for_nothing(chain, monkeypatch):
 
 
 def test_prices_find_the_device_that_work_alone_does_not(chain):
-    """Both 3s share a device with nothing but a 1, or are on two: prices 1 for each 3 say so, work
-    says 4 is enough."""
+    # Both 3s share a device with nothing but a 1, or are on two: prices 1 for each 3 say so, work
+    # says 4 is enough.
     problem = Problem.from_request(
         chain([3.0, 3.0, 3.0, 1.0], devices=2, constraints=Constraints(contiguous=False))
     )
@@ -145,8 +144,8 @@ def test_prices_find_the_device_that_work_alone_does_not(chain):
 
 
 def test_a_set_that_is_worth_too_much_in_all_of_the_box_needs_a_wider_one():
-    """Nodes of 0.9 are at least 0.765 in the first box, so both together more than the 1 that a set
-    costs."""
+    # Nodes of 0.9 are at least 0.765 in the first box, so both together more than the 1 that a set
+    # costs.
     program = Covering([[0], [1]], [0.9, 0.9], [1], 0)
     program.join([(0, frozenset({0, 1}))])
     assert program.solve() is None
@@ -174,8 +173,10 @@ def test_a_long_row_with_dear_values_is_proven_without_the_integer_program(chain
 
 
 def attention(blocks):
-    """A request for blocks of three layers side by side and one that reads them and the block
-    before, on 4 devices."""
+    """Return blocks of three parallel layers and a layer that reads them and the block before.
+
+    There are 4 devices.
+    """
     random = Random(0)
     layers, edges, before = [Layer(name="in", forward_ms={"t": 1.0})], [], "in"
     for block in range(blocks):
@@ -204,16 +205,16 @@ def attention(blocks):
 
 
 def test_sixteen_blocks_are_proven_in_a_unit_of_work():
-    """With several sets a turn, each looked for among all that are worth little, it was 22.600 of
-    22.750 by then."""
+    # With several sets a turn, each looked for among all that are worth little, it was 22.600 of
+    # 22.750 by then.
     asked = attention(16)
     value = solve(asked).objective_value
     assert bound(Problem.from_request(asked), value * (1 - 1e-6)) == pytest.approx(value, rel=2e-6)
 
 
 def test_what_pairs_found_is_proven_before_local_search():
-    """That went on until it lost patience: 66 units of work, ten seconds, of which the proof was a
-    third of one."""
+    # That went on until it lost patience: 66 units of work, ten seconds, of which the proof was a
+    # third of one.
     meter = Meter()
     answer = Portfolio(Problem.from_request(attention(16)), meter=meter).answer()
     assert answer.status == "optimal" and meter.done < 10

@@ -1,5 +1,4 @@
-"""The bound by heavy nodes of which some device holds several, against trying every assignment, and
-closed forms."""
+"""The bound by heavy nodes, against every assignment and closed forms."""
 
 from dataclasses import replace
 
@@ -55,8 +54,8 @@ def test_of_seven_equal_layers_on_three_devices_one_device_holds_three(chain):
 
 
 def test_what_it_costs_to_cut_them_off_is_counted(chain):
-    """Two of three 4s are on one device, and with them what is between, or both its values: 4 + 1 +
-    4, and one cut."""
+    # Two of three 4s are on one device, and with them what is between, or both its values: 4 + 1 +
+    # 4, and one cut.
     problem = Problem.from_request(
         chain([4.0, 1.0, 4.0, 1.0, 4.0], value_bytes=2, constraints=FREE)
     )
@@ -64,8 +63,8 @@ def test_what_it_costs_to_cut_them_off_is_counted(chain):
 
 
 def test_a_device_that_pays_for_nothing_may_hold_some_of_them(chain):
-    """A slow third device holds one of seven layers within 4 ms, and another holds three; it holds
-    none if slower."""
+    # A slow third device holds one of seven layers within 4 ms, and another holds three; it holds
+    # none if slower.
     problem = Problem.from_request(chain([1.0] * 7, devices=3, constraints=FREE))
     slow = replace(
         problem, untaxed=frozenset({2}), forward_ms=tuple((1.0, 1.0, 2.5) for _ in range(7))

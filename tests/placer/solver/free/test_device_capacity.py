@@ -1,5 +1,4 @@
-"""What devices have room for, against the cost model, and searches where more than state takes
-memory."""
+"""The capacity of devices, against the cost model, and searches where more than state counts."""
 
 from random import Random
 
@@ -10,7 +9,7 @@ from small_requests import examples, small_requests
 
 from placer.schema import Cluster, Constraints, Device, Edge, Layer, Link, PlacementRequest, Profile
 from placer.solver import costs
-from placer.solver.free import local_search, pair_search
+from placer.solver.free import pair_search
 from placer.solver.free.device_capacity import Room
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -49,33 +48,24 @@ def test_what_fits_is_what_the_cost_model_says_fits_without_recomputing(data):
 def test_searches_from_a_placement_that_fits_find_one_that_fits_and_is_no_worse(data):
     problem = free_problem(data.draw(small_requests(objectives=("throughput",))))
     nodes, random = reduced(problem), Random(data.draw(st.integers(0, 99)))
-    assume(all(nodes.allowed) and local_search.applies(problem))
+    assume(all(nodes.allowed) and pair_search.applies(problem, nodes))
     start = nodes.spread([random.choice(sorted(allowed)) for allowed in nodes.allowed])
     known = costs.judged(problem, start)
     assume(known is not None)
     looks = []
-    found = [
-        local_search.improved(
-            problem, nodes, start, lambda: len(looks) > 20 or bool(looks.append(1))
-        )
-    ]
-    if pair_search.applies(problem, nodes):
-        found.append(
-            pair_search.improved(
-                problem, nodes, start, lambda work: len(looks) > 60 or bool(looks.append(1))
-            )
-        )
-    for devices in found:
-        result = costs.judged(problem, devices) if devices is not None else known
-        assert result is not None and result.objective_value <= known.objective_value * (1 + 1e-9)
+    devices = pair_search.improved(
+        problem, nodes, start, lambda work: len(looks) > 60 or bool(looks.append(1))
+    )
+    result = costs.judged(problem, devices) if devices is not None else known
+    assert result is not None and result.objective_value <= known.objective_value * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("training", "room_bytes"), [(False, 125), (True, 450)])
 def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activations(
     training, room_bytes
 ):
-    """That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a
-    workspace of 80 for all."""
+    # That is four of six: 10 bytes and, in training, 20 for each of four micro-batches; a workspace
+    # of 80 for all.
     layers = [
         Layer(
             name=f"l{index}",
@@ -108,10 +98,7 @@ def test_a_fast_device_gets_as_many_layers_as_it_has_room_for_beside_their_activ
     problem = Problem.from_request(asked)
     nodes, start = reduced(problem), [1, 1, 2, 2, 0, 0]
     assert costs.judged(problem, start) is not None
-    for devices in (
-        local_search.improved(problem, nodes, start, lambda: False),
-        pair_search.improved(problem, nodes, start, lambda work: False),
-    ):
-        result = costs.judged(problem, devices)
-        assert result is not None and devices.count(0) == 4
-        assert result.objective_value == pytest.approx(20 if training else 10, rel=1e-3)
+    devices = pair_search.improved(problem, nodes, start, lambda work: False)
+    result = costs.judged(problem, devices)
+    assert result is not None and devices.count(0) == 4
+    assert result.objective_value == pytest.approx(20 if training else 10, rel=1e-3)

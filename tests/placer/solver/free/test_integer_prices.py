@@ -1,4 +1,4 @@
-"""Whole prices, against all ways to share out nodes, and what they prove in the search for a bound."""
+"""Integer prices, against all ways to share out nodes, and the bounds that they prove."""
 
 import itertools
 from random import Random
@@ -63,7 +63,7 @@ def test_no_placement_is_better_than_what_they_prove(asked):
 
 
 def by_whole_prices(problem, upper):
-    """What prices prove that are rounded from work alone."""
+    """Return the bound of prices that are rounded from work alone."""
     graph = set_graph(problem, reduced(problem, upper))
     if graph is None:
         return 0.0
@@ -78,8 +78,8 @@ def test_they_prove_at_once_what_one_more_layer_than_devices_can_share_costs(cha
 
 
 def test_a_pool_of_light_sets_tells_which_prove_nothing(chain):
-    """Sets of three neighbours weigh less than what is known: no rounded prices by which one is a
-    share are tried."""
+    # Sets of three neighbours weigh less than what is known: no rounded prices by which one is a
+    # share are tried.
     problem = Problem.from_request(chain([3.0] * 7, devices=3, value_bytes=1, constraints=FREE))
     work = []
     search = column_generation._Shares(

@@ -11,7 +11,7 @@ from placer.schema import Constraints
 from placer.solver import costs
 from placer.solver.free import local_search
 from placer.solver.free.device_capacity import Room
-from placer.solver.free.loads import Loads
+from placer.solver.free.loads import Loads, loads_add_up
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 
@@ -50,8 +50,8 @@ def test_everything_on_one_device_is_shared_out(chain):
 
 
 def test_layers_go_together_where_one_alone_would_make_it_worse(chain):
-    """Two pairs that exchange much: each alone pays for the transfer, both together halve the
-    bottleneck."""
+    # Two pairs that exchange much: each alone pays for the transfer, both together halve the
+    # bottleneck.
     request = chain([1.0] * 4, devices=2, value_bytes=0, constraints=Constraints(contiguous=False))
     edges = [
         edge.model_copy(update={"bytes": 9})
@@ -73,7 +73,7 @@ def test_no_device_gets_more_than_it_can_hold(chain):
         constraints=Constraints(contiguous=False),
     )
     problem = Problem.from_request(request)
-    assert local_search.applies(problem)
+    assert loads_add_up(problem)
     devices = local_search.improved(
         problem, reduced(problem), [0, 0, 1, 1, 2, 2], over=lambda: False
     )
@@ -96,7 +96,7 @@ def test_devices_and_their_layers_are_as_many_as_is_asked(
     problem = Problem.from_request(
         chain([4, 1, 1, 1, 1], devices=3, value_bytes=value_bytes, constraints=rules)
     )
-    assert local_search.applies(problem)
+    assert loads_add_up(problem)
     devices = local_search.improved(problem, reduced(problem), start, over=lambda: False)
     assert costs.judged(problem, devices).objective_value == best_ms
 

@@ -1,5 +1,4 @@
-"""Large neighbourhood search, against trying every assignment: two or three devices are all that
-there are."""
+"""Large neighbourhood search, against every assignment of two or three devices."""
 
 import itertools
 import threading
@@ -22,7 +21,7 @@ def limits(work):
 
 
 def every_placement(problem):
-    """Each assignment that meets all requirements, and its bottleneck."""
+    """Yield each assignment that meets all requirements, with its bottleneck."""
     for devices in itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is not None and costs.fits(problem, result):

@@ -1,4 +1,4 @@
-"""The search whose step is a pair of devices that divides anew what it holds."""
+"""The search in which pairs of devices redivide their nodes."""
 
 import itertools
 
@@ -8,8 +8,8 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
-from placer.solver.free import local_search, pair_search, pair_sweep, set_graph
+from placer.solver.bounds import memory_bounds
+from placer.solver.free import pair_search, pair_sweep
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
 from placer.solver.solve import solve
@@ -18,7 +18,7 @@ FREE = Constraints(contiguous=False)
 
 
 def every_placement(problem):
-    """Each assignment that meets all requirements, and its bottleneck."""
+    """Return each assignment that meets all requirements, and its bottleneck."""
     for devices in itertools.product(range(len(problem.devices)), repeat=len(problem.layers)):
         result = costs.evaluate(problem, devices) if costs.allowed(problem, devices) else None
         if result is not None and costs.fits(problem, result):
@@ -39,9 +39,7 @@ def test_from_the_worst_placement_the_best_of_two_devices_is_found(asked):
     result = costs.evaluate(problem, found)
     assert costs.allowed(problem, found) and costs.fits(problem, result)
     assert result.objective_value <= placements[-1][0]
-    room_is_known = not memory_constraints.can_bind(
-        problem
-    ) or memory_constraints.holds_state_alone(problem)
+    room_is_known = not memory_bounds.can_bind(problem) or memory_bounds.holds_state_alone(problem)
     # else there is room for what there was at the last look
     if len(problem.devices) == 2 and room_is_known:
         assert result.objective_value == pytest.approx(placements[0][0], rel=1e-5, abs=1e-9)
@@ -54,8 +52,8 @@ def test_loads_of_five_devices_become_even(chain):
 
 
 def test_what_no_pair_makes_better_is_found_from_other_placements(chain):
-    """8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
-    come to 13."""
+    # 8 6 | 4 2 7 | 3 9: neither of the others can take anything from the first, all three together
+    # come to 13.
     problem = Problem.from_request(chain([8.0, 6, 4, 2, 7, 3, 9], devices=3, constraints=FREE))
     found = pair_search.improved(
         problem, reduced(problem), [0, 0, 1, 1, 1, 2, 2], lambda work: False
@@ -99,8 +97,8 @@ def test_the_same_is_found_twice(chain):
 
 
 def test_it_goes_on_where_it_was_stopped_until_patience_is_over(chain):
-    """Stopped at every tenth look, it takes about as many in all, and none more when it has ended
-    by itself."""
+    # Stopped at every tenth look, it takes about as many in all, and none more when it has ended by
+    # itself.
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
     problem = Problem.from_request(chain(times, devices=3, value_bytes=1, constraints=FREE))
     start, looks, stopped = [layer // 4 for layer in range(12)], [], []
@@ -125,17 +123,10 @@ def test_it_goes_on_from_a_better_placement_that_others_found(chain):
     assert costs.evaluate(problem, search.improved(even, lambda work: True)).objective_value == 4.0
 
 
-def test_where_sweeps_are_too_wide_small_moves_come_instead(chain, monkeypatch):
+def test_where_sweeps_are_too_wide_the_program_finds_the_best(chain, monkeypatch):
     monkeypatch.setattr(pair_sweep, "MOST_STATES", 0)
-    moved = []
-    improved = local_search.improved
-    monkeypatch.setattr(
-        local_search, "improved", lambda *given: moved.append(1) or improved(*given)
-    )
-    # not the integer program at first,
-    monkeypatch.setattr(set_graph, "worth_looking", lambda problem, nodes: True)
-    # nor prices: they prove it
-    monkeypatch.setattr(set_graph, "applies", lambda problem: False)
     times = [1.0 + 0.37 * (i * i % 11) for i in range(12)]
-    placement = solve(chain(times, devices=3, value_bytes=1, constraints=FREE))
-    assert moved and placement.status == "optimal"
+    asked = chain(times, devices=3, value_bytes=1, constraints=FREE)
+    problem, start = Problem.from_request(asked), [0] * 12
+    assert pair_search.improved(problem, reduced(problem), start, lambda work: False) is None
+    assert solve(asked).status == "optimal"

@@ -1,4 +1,4 @@
-"""Two devices that divide anew what they hold, against trying every assignment."""
+"""Divisions of two devices' nodes, against every assignment."""
 
 import itertools
 from dataclasses import replace
@@ -11,8 +11,9 @@ from small_requests import examples, small_requests
 
 from placer.schema import Constraints
 from placer.solver import costs
-from placer.solver.cpsat import memory_constraints
-from placer.solver.free import local_search, pair_sweep
+from placer.solver.bounds import memory_bounds
+from placer.solver.free import pair_sweep
+from placer.solver.free.loads import loads_add_up
 from placer.solver.free.pair_sweep import Pairs, TooWide
 from placer.solver.problem import Problem
 from placer.solver.reduce import reduced
@@ -21,8 +22,7 @@ SETTINGS = examples(150)
 
 
 def free_problem(data):
-    """A free placement's problem, the published rules of sending among them, that loads alone tell
-    of."""
+    """Draw a free placement's problem in which loads add up, also with published rules."""
     asked = data.draw(small_requests(objectives=("throughput",)))
     rules = asked.constraints.model_copy(update={"contiguous": False})
     problem = Problem.from_request(
@@ -30,12 +30,12 @@ def free_problem(data):
     )
     multicast, untaxed = data.draw(st.sampled_from([(False, ()), (True, ()), (True, (0,))]))
     problem = replace(problem, multicast=multicast, untaxed=frozenset(untaxed))
-    assume(local_search.applies(problem) and len(problem.devices) > 1)
+    assume(loads_add_up(problem) and len(problem.devices) > 1)
     return problem
 
 
 def placed_freely(data):
-    """A free placement's problem, its nodes, and a device that each may be on."""
+    """Return a free placement's problem, its nodes, and a device that each may be on."""
     problem = free_problem(data)
     nodes = reduced(problem)
     assume(all(nodes.allowed))
@@ -55,9 +55,7 @@ def test_loads_are_those_of_the_cost_model(data):
 @given(data=st.data())
 def test_of_all_ways_to_divide_what_two_hold_none_is_better_than_the_best_that_is_found(data):
     problem, nodes, devices = placed_freely(data)
-    assume(
-        not memory_constraints.can_bind(problem) or memory_constraints.holds_state_alone(problem)
-    )
+    assume(not memory_bounds.can_bind(problem) or memory_bounds.holds_state_alone(problem))
     held = [node for node, device in enumerate(devices) if device < 2]
     assume(held)
     room = [device.usable_bytes for device in problem.devices]

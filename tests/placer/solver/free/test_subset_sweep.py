@@ -27,7 +27,7 @@ def small(seed):
 
 
 def every_set(work, nets, prices):
-    """The load and the worth of each."""
+    """Return the load and the worth of each."""
     nodes = range(len(work))
     for size in range(len(work) + 1):
         for chosen in map(set, itertools.combinations(nodes, size)):
@@ -67,7 +67,7 @@ def test_with_neighbours_made_one_no_set_is_lighter_or_dearer_than_is_said(seed)
 
 
 def wide(seed):
-    """Nodes in no order, so that a sweep has many states."""
+    """Return nodes in no order, so that a sweep has many states."""
     random = Random(seed)
     work = [random.uniform(0.1, 1.0) for _ in range(12)]
     nets = {}
@@ -78,8 +78,8 @@ def wide(seed):
 
 
 def test_labels_are_shared_by_the_states_that_have_some():
-    """An equal part for each state left most of them unused: the worth was then 3.7% too much in
-    the mean."""
+    # An equal part for each state left most of them unused: the worth was then 3.7% too much in the
+    # mean.
     over = []
     for seed in range(20):
         work, nets, prices = wide(seed)

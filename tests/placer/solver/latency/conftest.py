@@ -10,8 +10,10 @@ from placer.solver.problem import Problem
 
 @pytest.fixture
 def rows():
-    """``rows(times, devices=..., ...)``: rows of layers, by row the time of each; nothing goes
-    between rows."""
+    """``rows(times, devices=..., ...)``: rows of layers, by row the time of each.
+
+    Nothing goes between rows.
+    """
 
     def make(times_ms, devices=2, training=False, saved_bytes=0, memory_bytes=1_000, **asked):
         layers, edges = [], []

@@ -4,6 +4,7 @@ import pytest
 
 from placer.schema import Constraints
 from placer.solver import costs
+from placer.solver.cpsat.runner import PER_WORK
 from placer.solver.latency import latency_moves
 from placer.solver.latency.quotient_graph import Quotient
 from placer.solver.reduce import reduced
@@ -43,7 +44,7 @@ def test_work_is_told_as_it_is_done(rows):
     told = []
     problem = rows([[1.0] * 10] * 4, devices=4, constraints=FREE)
     last(problem, [0] * 40, over=lambda work: bool(told.append(work)) or len(told) == 5)
-    assert told == [latency_moves.WORK] * 5
+    assert told == [latency_moves.ROUND.layers_per_look / PER_WORK.layers] * 5
 
 
 def test_devices_that_wait_for_each_other_are_seen(rows):

@@ -9,8 +9,8 @@ FREE = Constraints(contiguous=False)
 
 
 def test_parallel_rows_are_proven_to_be_as_short_as_can_be_without_a_program(rows):
-    """Eight rows of 50 layers on eight devices: by the device's time cuts of one order see none of
-    it."""
+    # Eight rows of 50 layers on eight devices: by the device's time cuts of one order see none of
+    # it.
     problem = rows([[1.0] * 50] * 8, devices=8, constraints=FREE)
     placement = solve(problem.request)
     assert (placement.status, placement.objective_value) == ("optimal", 50.0)

@@ -46,8 +46,8 @@ def test_devices_hold_no_more_than_they_may(rows):
 @examples(300)
 @given(data=st.data())
 def test_what_is_easy_to_meet_is_met_on_the_way(data):
-    """Pins, forbidden devices, groups, most devices and layers, links of what comes later, no
-    cycles."""
+    # Pins, forbidden devices, groups, most devices and layers, links of what comes later, no
+    # cycles.
     problem = Problem.from_request(data.draw(small_requests(objectives=("latency",))))
     nodes = reduced(problem)
     assume(all(nodes.allowed) and problem.least_devices == 1)

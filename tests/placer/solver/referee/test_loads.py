@@ -1,4 +1,4 @@
-"""The referee's times of all devices, against those of each device by itself."""
+"""The referee's times of all devices, against each device by itself."""
 
 import itertools
 from random import Random

@@ -1,8 +1,4 @@
-"""The solver on requests as real machines make them: nothing is better, bounds hold, and answers
-can be told.
-
-``solve`` raises where its referee finds another time than it: sums in another order, links that
-differ by direction."""
+"""The solver on requests of real machines: nothing is better, bounds hold, answers check."""
 
 import pytest
 from enumeration import brute_force
@@ -17,7 +13,7 @@ from placer.solver.solve import solve
 
 
 def told(request):
-    """The answer, after all that is done with one."""
+    """Return the answer, after all that is done with one."""
     placement = solve(request)
     again = Placement.model_validate_json(placement.to_json())
     assert again == placement
@@ -27,7 +23,7 @@ def told(request):
 
 
 def holds(placement, best):
-    """Whether an answer agrees with the best there is, however little was searched."""
+    """Return whether an answer agrees with the best there is, however little was searched."""
     if best is None:
         return not placement.layer_devices
     bounded = placement.bound is None or placement.bound <= best * (1 + 1e-9)

@@ -1,5 +1,4 @@
-"""What a step takes by one device's passes, against every order of them and every map of small
-graphs."""
+"""The bound by one device's passes, against every order of them and every map."""
 
 import itertools
 
@@ -33,8 +32,8 @@ def test_no_order_of_the_passes_ends_sooner(passes, times):
 
 
 def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too(monkeypatch):
-    """Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits
-    for, all or none."""
+    # Twice 1 there, 20 of each layer both ways, 5 back; of the weight halves, that nobody waits
+    # for, all or none.
     monkeypatch.setattr(one_machine_bound, "MOST_TAILS", 1)
     passes = [(1.0, 10.0, 50.0 + i) for i in range(9)] + [(1.0, 10.0, 5.0 + i) for i in range(9)]
     weights = [(1.0, 0.125, 0.0)] * 9
@@ -44,7 +43,7 @@ def test_of_many_passes_the_way_back_of_all_but_weight_halves_counts_too(monkeyp
 
 @st.composite
 def tied(draw):
-    """Layers of any graph, some of which must be on one device."""
+    """Return layers of any graph, some of which must be on one device."""
     count, devices = draw(st.integers(2, 5)), draw(st.integers(1, 3))
     names = [f"l{i}" for i in range(count)]
     times = st.lists(MS, min_size=count, max_size=count)
@@ -102,8 +101,8 @@ def test_no_map_takes_less_than_the_passes_of_a_node(request):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_device_of_tied_layers_waits_for_what_is_between_them_and_for_its_way_back(chunks):
-    """Free maps of a row of three whose ends are tied: 1 + 10 there, then 20 and 40 for each, and
-    10 and 2 back."""
+    # Free maps of a row of three whose ends are tied: 1 + 10 there, then 20 and 40 for each, and 10
+    # and 2 back.
     times = {"l0": (1.0, 2.0), "l1": (10.0, 10.0), "l2": (20.0, 40.0)}
     layers = [
         Layer(name=name, forward_ms={"a": f}, backward_ms={"a": b})

@@ -13,7 +13,7 @@ from placer.solver.solve import solve
 
 
 def use_bytes(every, placement, stage, room):
-    """What the device of a stage takes with so many micro-batches in flight."""
+    """Return the memory of a stage's device with this many micro-batches in flight."""
     device, where = placement.stages[stage], placement.layer_devices
     if device in placement.recompute:
         return every.recomputed_use(where, device, room)
@@ -60,8 +60,8 @@ def test_every_stage_has_the_most_room_for_which_its_device_has_memory(
 @examples(60)
 @given(request=requests(contiguous=True), steps=st.sampled_from(["alone", "in-a-row"]))
 def test_a_step_takes_what_a_clock_says_with_the_rooms_that_were_chosen(request, steps):
-    """The clock is a third reading beside the simulation and the referee, which the solver has
-    asked."""
+    # The clock is a third reading beside the simulation and the referee, which the solver has
+    # asked.
     assume(request.is_training)
     placement = solve(request.model_copy(update={"schedule": "zero-bubble", "steps": steps}))
     assume(placement.layer_devices)

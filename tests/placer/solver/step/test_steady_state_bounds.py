@@ -1,4 +1,4 @@
-"""Objective ``step`` for steps in a row: what is chosen, proven, said and checked."""
+"""Objective ``step`` for steady-state steps: choices, bounds, reports and checks."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ CONTIGUOUS = Constraints(contiguous=True)
 
 
 def in_a_row(times_ms, **asked):
-    """Steps in a row; half of what a layer takes backwards is for its weights."""
+    """Return a request for steady-state steps; half of a backward pass is for weights."""
     usual = {"grad_bytes": 1, "optimizer_ms": 0.0, "steps": "in-a-row", "constraints": CONTIGUOUS}
     return row(times_ms, **(usual | asked))
 
@@ -46,8 +46,8 @@ def test_under_1f1b_the_first_stage_ends_last_so_that_nothing_is_won():
 
 
 def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to_fill():
-    """4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96
-    and 51."""
+    # 4 of 2 ms a layer take 48 in a row and 52 alone; 8 of 1.02 ms fill in half the time: 48.96 and
+    # 51.
     small = in_a_row([1.02] * 4).profile
     chosen = {}
     for steps in ("alone", "in-a-row"):
@@ -69,8 +69,8 @@ def test_large_micro_batches_are_taken_where_only_a_step_alone_has_a_pipeline_to
     steps=st.sampled_from(["alone", "in-a-row"]),
 )
 def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, steps):
-    """Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders
-    passes otherwise."""
+    # Stages of tenths of a millisecond tie in many ways; ``solve`` raises if the referee orders
+    # passes otherwise.
     times = [tenth / 10 for tenth in tenths]
     solve(
         in_a_row(
@@ -86,8 +86,8 @@ def test_equal_times_from_other_sums_are_no_other_step(tenths, devices, chunks, 
 
 @pytest.mark.parametrize("seed", [7, 28, 32, 70, 104, 107, 126])
 def test_links_that_differ_by_direction_are_told_of_the_devices_that_are_returned(seed):
-    """In a row either device may come first, alone not; ``solve`` raises where it tells another
-    time than is true."""
+    # In a row either device may come first, alone not; ``solve`` raises where it tells another time
+    # than is true.
     chance = random.Random(seed)
     times = [chance.randint(1, 1000) / 100 for _ in range(chance.randint(4, 24))]
     chunks, schedule = chance.choice([4, 8]), chance.choice(["zero-bubble", "auto"])
@@ -160,8 +160,10 @@ def test_other_objectives_know_no_steps_in_a_row():
 
 @st.composite
 def repeated(draw):
-    """Up to 5 events: which of the same step and of the step before each waits for, and how long
-    each takes."""
+    """Up to 5 events.
+
+    Which of the same step and of the step before each waits for, and how long each takes.
+    """
     count = draw(st.integers(1, 5))
     waits = {
         (e,): {(b,) for b in draw(st.sets(st.integers(0, e - 1)))} if e else set()

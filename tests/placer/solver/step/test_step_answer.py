@@ -1,4 +1,4 @@
-"""What is told of the best of all choices."""
+"""The reported answer: the best of all choices."""
 
 import pytest
 from rows import row

@@ -29,7 +29,7 @@ def asked(
     optimizer=None,
     **options,
 ):
-    """A step of layers in a row, or with other edges; bytes take 1 ms each."""
+    """Return a step of layers in a row, or with other edges; bytes take 1 ms each."""
     names = [f"l{i}" for i in range(len(forward))]
     kinds = kinds or ["a"] * devices
     layers = [
@@ -139,8 +139,8 @@ def test_every_cut_comes_once(layers, devices):
 
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 4), (4, 8), (4, 16)])
 def test_the_bound_of_equal_stages_is_the_step_of_1f1b(devices, chunks):
-    """Without transfers equal stages take (chunks + stages - 1) passes both ways, and no cut takes
-    less."""
+    # Without transfers equal stages take (chunks + stages - 1) passes both ways, and no cut takes
+    # less.
     _, table = table_of(asked([1.0] * devices, [2.0] * devices, devices, chunks, "1f1b"))
     bound_of = {tuple(found): bound for bound, found in table.cuts()}
     # gradients of a byte, of which a stage's bound knows its own two cuts
@@ -154,8 +154,8 @@ def test_the_bound_of_equal_stages_is_the_step_of_1f1b(devices, chunks):
 
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 2), (4, 8), (8, 16)])
 def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
-    """Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K)
-    = work."""
+    # Each stage can take 1 / chunks of what its way there leaves: fine layers, X (1 - (1 - 1/n)^K)
+    # = work.
     layers = 512
     request = asked([3.0] * layers, [0.0] * layers, devices, chunks, "1f1b", training=False)
     choice = bounded(choice_of(request))
@@ -167,8 +167,8 @@ def test_filling_takes_what_the_geometric_sum_says(devices, chunks):
 @pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.98), ("fill-drain", 0.995)])
 @pytest.mark.parametrize(("layers", "devices", "chunks"), [(96, 4, 8), (96, 4, 16), (128, 8, 16)])
 def test_filling_knows_how_long_stages_wait(layers, devices, chunks, schedule, share):
-    """Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share
-    by both schedules."""
+    # Fine layers without transfers take (chunks + stages - 1) passes both ways of an equal share by
+    # both schedules.
     choice = bounded(choice_of(asked([1.0] * layers, [2.0] * layers, devices, chunks, schedule)))
     found = fill_bound.filling(choice.problem, choice.nodes, choice.problem.backward_ms)
     equal = 3 * (chunks + devices - 1) * layers / devices
@@ -201,7 +201,7 @@ def test_a_layer_waits_for_the_way_to_it_with_all_micro_batches_and_then_for_the
 
 @st.composite
 def graphs(draw):
-    """Layers of any graph, with several starts and ends, or of two branches."""
+    """Return layers of any graph, with several starts and ends, or of two branches."""
     count, devices = draw(st.integers(2, 8)), draw(st.integers(1, 3))
     devices = min(devices, 2) if count > 6 else devices
     times = st.lists(MS, min_size=count, max_size=count)
@@ -253,7 +253,7 @@ def test_branches_are_one_block_between_the_layers_that_every_path_passes():
 
 
 def test_what_goes_past_layers_joins_no_blocks():
-    """A residual around 1 and 2, and a table that 0 makes for all others."""
+    """Return a residual around 1 and 2, and a table that 0 makes for all others."""
     arcs = {(0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (3, 4), (0, 4)}
     assert fill_bound._blocks(arcs, 5) == [0, 1, 2, 3, 4]
 
@@ -285,11 +285,11 @@ def test_under_zero_bubble_a_stage_waits_with_room_for_two_micro_batches_a_stage
 
 
 @pytest.mark.parametrize("steps", ["alone", "in-a-row"])
-def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and_its_optimizer_to_do(
+def test_after_its_last_gradients_the_first_stage_has_a_weight_half_and_its_optimizer(
     steps,
 ):
-    """Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3
-    on the first."""
+    # Three stages, the middle one busiest: 1 + 4 * (4 + 4) there, 1 for gradients, then 1, 1 and 3
+    # on the first.
     choice, table = table_of(
         asked(
             [1.0, 4.0, 1.0],
@@ -308,8 +308,8 @@ def test_when_its_last_gradients_are_there_the_first_stage_has_a_weight_half_and
 
 
 def test_transfers_at_cuts_that_are_known_come_on_top():
-    """Four stages of which the last is busiest: its own cut is counted for any cut, those before as
-    they are."""
+    # Four stages of which the last is busiest: its own cut is counted for any cut, those before as
+    # they are.
     request = asked(
         [1.0] * 4,
         [1.0, 1.0, 1.0, 9.0],

@@ -1,5 +1,4 @@
-"""Objective ``step`` against trying every micro-batch size, schedule and assignment, each played by
-a clock."""
+"""Objective ``step`` against every micro-batch size, schedule and assignment, on a clock."""
 
 import math
 from unittest.mock import patch
@@ -65,8 +64,7 @@ def test_nothing_is_better_where_devices_must_may_or_must_not_recompute(request,
 @SETTINGS
 @given(request=requests(row=True, contiguous=True), most=st.integers(0, 6))
 def test_what_is_said_of_a_row_holds_where_too_many_cuts_are_open(request, most):
-    """There were so many of a GPT-2 with untied embeddings that they took all memory of the
-    machine."""
+    # There were so many of a GPT-2 with untied embeddings that they took all memory of the machine.
     with patch.object(step_bounds, "MOST_OPEN", most), patch.object(step_bounds, "LOOKS", 1):
         hold_against_every_answer(request, solve(request))
 
@@ -195,8 +193,8 @@ def test_1f1b_is_taken_where_memory_forbids_what_one_weight_pass_waits_with():
 
 
 def test_layers_without_parameters_to_train_have_no_half_to_put_off():
-    """Two equal stages, 4 micro-batches: the halves fill the bubble; without them zero-bubble is
-    1F1B."""
+    # Two equal stages, 4 micro-batches: the halves fill the bubble; without them zero-bubble is
+    # 1F1B.
     asked = {
         "devices": 2,
         "chunks": 4,
@@ -212,7 +210,10 @@ def test_layers_without_parameters_to_train_have_no_half_to_put_off():
 
 
 def two_rows(saved_bytes, memory_bytes, schedule):
-    """Two rows of 7 layers of 1 ms on two devices, of which one has little memory; 4 micro-batches."""
+    """Two rows of 7 layers of 1 ms on two devices, of which one has little memory.
+
+    4 micro-batches.
+    """
     names = [f"{side}{index}" for index in range(7) for side in "ab"]
     times = {"forward_ms": {"t": 0.5}, "backward_ms": {"t": 0.5}}
     layers = [Layer(name=name, param_bytes=10, saved_bytes=saved_bytes, **times) for name in names]
@@ -246,8 +247,8 @@ def test_where_memory_lets_a_device_hold_few_layers_the_work_of_others_is_the_bo
 
 
 def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
-    """Half the layers fit twice, as 1F1B and zero-bubble may hold them: under fill-drain a device
-    does 9 of 14 ms."""
+    # Half the layers fit twice, as 1F1B and zero-bubble may hold them: under fill-drain a device
+    # does 9 of 14 ms.
     placement = solve(two_rows(saved_bytes=4, memory_bytes=130, schedule="auto"))
     assert placement.schedule != "fill-drain" and placement.objective_value < 4 * 9
     (slow,) = (choice for choice in placement.step.choices if choice.schedule == "fill-drain")
@@ -256,7 +257,7 @@ def test_schedules_that_memory_makes_too_slow_are_proven_to_be():
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_that_no_bottleneck_is_enough_is_proven_whatever_is_known(is_known):
-    """A device of 66 bytes holds 5 of 14 layers: the other does 9 ms."""
+    """Return a device of 66 bytes holds 5 of 14 layers: the other does 9 ms."""
     problem = choice_of(
         next(questions(two_rows(saved_bytes=1, memory_bytes=66, schedule="1f1b")))
     ).bottleneck
@@ -299,8 +300,8 @@ def test_what_no_choice_can_hold_is_infeasible():
 
 @pytest.mark.parametrize("work_limit", [0.001, 0.01, None])
 def test_what_no_cut_of_a_row_can_hold_is_infeasible_however_little_is_searched(work_limit):
-    """Three layers of 3 bytes on two devices of 5: together they fit, and each alone, but two on
-    one device do not."""
+    # Three layers of 3 bytes on two devices of 5: together they fit, and each alone, but two on one
+    # device do not.
     asked = {
         "saved_bytes": 3,
         "memory_bytes": 5,
@@ -312,7 +313,10 @@ def test_what_no_cut_of_a_row_can_hold_is_infeasible_however_little_is_searched(
 
 
 def test_no_free_map_holds_two_micro_batches_where_memory_is_for_one():
-    """Each device could hold its half of one; the first of several segments has two in flight."""
+    """Return each device could hold its half of one.
+
+    The first of several segments has two in flight.
+    """
     asked = {
         "saved_bytes": 10,
         "memory_bytes": 24,
@@ -323,8 +327,8 @@ def test_no_free_map_holds_two_micro_batches_where_memory_is_for_one():
 
 
 def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
-    """The first layer and the last share a device, so no cut of a row will do, and one micro-batch
-    is not the most."""
+    # The first layer and the last share a device, so no cut of a row will do, and one micro-batch
+    # is not the most.
     rules = Constraints(colocated=(("l0", "l13"),))
     asked = {
         "saved_bytes": 10,
@@ -339,8 +343,8 @@ def test_a_free_map_with_room_for_micro_batches_in_flight_is_found():
 
 @pytest.mark.parametrize(("memory_bytes", "held", "step_ms"), [(10_000, 6, 237.0), (100, 4, 239.0)])
 def test_a_free_map_holds_as_many_micro_batches_as_it_has_memory_for(memory_bytes, held, step_ms):
-    """The first layer and the last share a device; with room for all micro-batches at once that one
-    hardly waits."""
+    # The first layer and the last share a device; with room for all micro-batches at once that one
+    # hardly waits.
     rules = Constraints(colocated=(("l0", "l3"),), pinned={"l0": "d0", "l1": "d1", "l2": "d2"})
     asked = {
         "saved_bytes": 10,
@@ -469,8 +473,8 @@ def test_inference_is_a_flow_shop():
 
 
 def test_the_referee_plans_the_step_of_each_map_once():
-    """It did so for each device anew: of 500 layers on 8 devices that took three times as long as
-    all else of it."""
+    # It did so for each device anew: of 500 layers on 8 devices that took three times as long as
+    # all else of it.
     request = row(
         [1.0] * 12,
         devices=4,
@@ -489,7 +493,7 @@ def test_the_referee_plans_the_step_of_each_map_once():
 
 
 def test_more_micro_batches_than_can_be_simulated_are_refused_with_the_way_out():
-    """A million of three layers took longer than 300 s, whatever the time limit."""
+    """Return a million of three layers took longer than 300 s, whatever the time limit."""
     row([1.0] * 3, chunks=10_000, schedule="auto")
     with pytest.raises(
         InputError, match=r"10,001 micro-batches of 1 sample, stages x 10,001 .* give larger"
@@ -506,7 +510,7 @@ def test_many_small_micro_batches_of_one_of_several_profiles_are_refused_too():
 
 
 def searching(request):
-    """The search of a request, as it begins, and what looks at the maps that it evaluates."""
+    """Return the search of a request at its beginning, and a list of the maps that it evaluates."""
 
     def no_bottleneck(problem, *_):
         raise AssertionError("there is no time to look for one")
@@ -518,8 +522,8 @@ def searching(request):
 
 
 def test_when_the_time_is_over_no_further_choice_is_begun():
-    """Each choice was: of the maps of the others, of the smallest bottleneck and of all rounds,
-    seconds each."""
+    # Each choice was: of the maps of the others, of the smallest bottleneck and of all rounds,
+    # seconds each.
     search, _ = searching(row([1.0] * 12, devices=4, chunks=4, schedule="auto", time_limit_s=1e-9))
     placement = search.answer()
     assert (placement.method, placement.schedule, placement.bound) == ("one device", "1f1b", 0.0)
@@ -536,8 +540,8 @@ def test_alike_devices_are_tried_once_alone():
 
 
 def test_no_map_is_simulated_that_there_is_no_time_to_tell_of():
-    """Of 10,000 micro-batches a map of twelve segments alone takes seconds to be simulated, told of
-    and checked."""
+    # Of 10,000 micro-batches a map of twelve segments alone takes seconds to be simulated, told of
+    # and checked.
     search, watched = searching(
         row([1.0] * 12, chunks=10_000, schedule="interleaved", time_limit_s=10.0)
     )

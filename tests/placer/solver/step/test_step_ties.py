@@ -1,5 +1,4 @@
-"""Of maps with as short a step: less transfer, then better balance, against trying every
-assignment."""
+"""Ties of equal steps: less transfer, then better balance, against every assignment."""
 
 import pytest
 from every_step import Steps, requests
@@ -15,8 +14,7 @@ SETTINGS = examples(45)
 
 
 def ranks_as_good(request, placement):
-    """Transfer and spread of every map with the placement's micro-batches and schedule whose step
-    is as short."""
+    """Return transfer and spread of every map with the placement's choices and an equal step."""
     steps = Steps(request)
     for every, where in steps.maps():
         taken = every.request.profile.batch_size, every.request.schedule, every.contiguous
