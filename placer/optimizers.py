@@ -35,9 +35,9 @@ makes one from a list of parameters."""
 _SMALL, _LARGE = 2, 3
 # parameters, and elements of each, with which temporaries are counted
 _FEW, _TRIED = 4, 4096
+# Optimizers that step parameters one by one on a GPU too, unless ``foreach=True``: they exist to
+# save memory.
 _ONE_BY_ONE = (torch.optim.Adafactor,)
-"""Optimizers that step parameters one by one on a GPU too, unless ``foreach=True``: they exist to
-save memory."""
 
 # 2 ** 5 trial steps; further dimensions are folded into the first
 _MAX_DIMENSIONS = 5

@@ -36,9 +36,9 @@ with extra("torch"):
 __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
+# Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device
+# as a bare ``cpu``, so it joins what it meets.
 _ANYWHERE = -2
-"""Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device
-as a bare ``cpu``, so it joins what it meets."""
 _INDEXING = {
     "aten::index",
     "aten::index_put",
@@ -53,8 +53,8 @@ _BETWEEN_DEVICES = {
     "aten::_copy_from",
     "aten::_has_compatible_shallow_copy_type",
 }
+# Which argument of these is on the host, on GPUs too.
 _LENGTHS = {"aten::_pack_padded_sequence": 1, "aten::_pack_padded_sequence_backward": 2}
-"""Which argument of these is on the host, on GPUs too."""
 _PLAIN = frozenset(
     {
         int,

@@ -11,8 +11,8 @@ import torch
 from placer.devices.lanes import Mark
 from placer.devices.names import synchronise
 
+# At a device's time, some 20 us each.
 _LOOKS = 10
-"""At a device's time, some 20 us each."""
 
 
 class _Look(NamedTuple):

@@ -16,8 +16,8 @@ from placer.devices.names import synchronise
 from placer.devices.recording import record
 
 _CYCLES_PER_MS = 2e6  # about the clock of current GPUs
+# Rounds that are issued before the first of them is over.
 _AHEAD = 3
-"""Rounds that are issued before the first of them is over."""
 
 
 def queued_ms(

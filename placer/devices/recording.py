@@ -19,9 +19,9 @@ from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
 from placer.utils.error_translation import ErrorTranslation
 
+# What breaks a recording off: what its own thread may not do. Others go on, such as one that pins
+# batches.
 _ERRORS = "thread_local"
-"""What breaks a recording off: what its own thread may not do. Others go on, such as one that pins
-batches."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def record(
         ]
 
 
+# So often a pass that shares its memory is recorded there to see what those like it take: the first
+# leaves pieces in another order than it found them.
 _TURNS = 2
-"""So often a pass that shares its memory is recorded there to see what those like it take: the
-first leaves pieces in another order than it found them."""
 
 
 def fitting_rooms(

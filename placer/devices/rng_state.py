@@ -13,10 +13,10 @@ import torch
 from placer.devices.recording import recording
 
 _MASK = (1 << 63) - 1
+# By how much a generator's offset grows at least when numbers are drawn.
 _DRAWN = 4
-"""By how much a generator's offset grows at least when numbers are drawn."""
+# An odd number whose multiples spread over all of 64 bits (the golden ratio's).
 _APART = 0x9E3779B97F4A7C15
-"""An odd number whose multiples spread over all of 64 bits (the golden ratio's)."""
 
 
 @contextmanager

@@ -29,8 +29,8 @@ LASTING_S = 2.0
 SLOWER = 1.03
 """Work that takes so much longer once the clocks are lowered keeps a device at its power limit."""
 
+# Until when clocks are full, and from when until when they are lowered and do not swing yet.
 _FULL_S, _LOWERED_S, _SWINGING_S = 0.03, 0.2, 0.6
-"""Until when clocks are full, and from when until when they are lowered and do not swing yet."""
 
 _REST_S = 0.3
 _SIDE, _PRODUCTS = 4096, 16

@@ -38,8 +38,8 @@ _NUMBERS = frozenset(
 )
 MAX_DEPTH = 4
 """Objects and containers inside one another that are searched for attached tensors."""
+# Larger containers are no state of a weight.
 _MAX_ITEMS = 1_000
-"""Larger containers are no state of a weight."""
 
 
 def is_plain(tensor: Tensor) -> bool:

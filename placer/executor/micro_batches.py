@@ -23,8 +23,8 @@ from placer.executor.model_captures import Program
 from placer.executor.output_joining import Joining
 from placer.schema import BatchOptions
 
+# Samples, more than there are micro-batches in a batch.
 _MANY = 1 << 20
-"""Samples, more than there are micro-batches in a batch."""
 
 
 class Compared(Protocol):

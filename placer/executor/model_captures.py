@@ -34,13 +34,13 @@ _FEW_CALLS = 10
 _OFTEN = 3
 _KNOWN_SHAPES = 1000
 _KEPT_CAPTURES = 200
+# How many times as long as the first capture one with open sizes may take; the first is taken to
+# last a second.
 _PATIENCE = 5.0
-"""How many times as long as the first capture one with open sizes may take; the first is taken to
-last a second."""
+# So many calls in a row may each have the model captured.
 _IN_VAIN = 4
-"""So many calls in a row may each have the model captured."""
+# What a capture takes for each module, as long as none was made.
 _CAPTURE_S = 0.008
-"""What a capture takes for each module, as long as none was made."""
 
 
 @dataclass(eq=False)

@@ -24,8 +24,8 @@ from placer.errors import InputError
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Join, rule_for
 
+# A mean in which samples count alike, where the loss weighs them.
 _SAMPLES_MEAN: Any = "mean over samples"
-"""A mean in which samples count alike, where the loss weighs them."""
 
 CHUNKS_1 = "call the flow with chunks=1"
 

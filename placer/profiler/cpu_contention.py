@@ -19,9 +19,9 @@ MOST = 0.4
 """Of the time that a thread could have run; three processes that share two cores fairly wait for a
 third of it."""
 
+# A thread that could run no longer than this says nothing: a few slices of another program's may
+# fall on it.
 _LEAST_NS = 1e8
-"""A thread that could run no longer than this says nothing: a few slices of another program's may
-fall on it."""
 
 _TASKS = Path("/proc/self/task")
 

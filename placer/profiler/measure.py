@@ -28,8 +28,8 @@ from placer.utils.units import bytes_text
 
 __all__ = ["Measurement", "measure_layers", "measure_trial", "ran_out"]
 
+# How often an optimizer's step is timed: it makes no choices that depend on the data.
 _STEPS = 3
-"""How often an optimizer's step is timed: it makes no choices that depend on the data."""
 
 
 def measure_layers(

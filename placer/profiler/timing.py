@@ -32,12 +32,12 @@ from placer.devices.tensor_parts import has_own_memory
 from placer.profiler.backward_split.concurrent_passes import measure_share
 from placer.profiler.trial import Trial
 
+# A layer that has taken so long on a CPU is not timed again: its noise is small beside it.
 _ENOUGH_S = 0.5
-"""A layer that has taken so long on a CPU is not timed again: its noise is small beside it."""
 
 _LAUNCHES = 3
+# How long a device works on a layer before it is timed, so that its clocks are those of work.
 _WARM_S = 0.1
-"""How long a device works on a layer before it is timed, so that its clocks are those of work."""
 
 
 @dataclass(frozen=True)

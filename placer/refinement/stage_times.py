@@ -37,8 +37,8 @@ Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
 """From passes that run one after another, their device and a number of repeats to the time of each,
 in ms."""
 
+# So long a device works before it is timed: one at its power limit lowers its clocks.
 _WARM_S = 0.2
-"""So long a device works before it is timed: one at its power limit lowers its clocks."""
 
 
 class Stages:

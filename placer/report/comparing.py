@@ -19,9 +19,8 @@ __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "com
 
 _WHICH = ("first", "second")
 
+# A change by a larger share than this is marked, if it is also larger than the timings' own spread.
 _NOTABLE = 0.05
-"""A change by a larger share than this is marked, if it is also larger than the timings' own
-spread."""
 
 _SETTINGS = (
     "model",

@@ -15,9 +15,9 @@ from placer.schema import Cluster
 
 __all__ = ["Island", "islands"]
 
+# Bandwidths further apart than this are those of different ways: two lanes or one, a switch or the
+# host's bus.
 _GAP = 2.0
-"""Bandwidths further apart than this are those of different ways: two lanes or one, a switch or the
-host's bus."""
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,18 @@ from pydantic_core import ErrorDetails
 
 MAX_TEXT = 400
 
+# So many known names are told where none is like the given one.
 _HINTS = 8
-"""So many known names are told where none is like the given one."""
 
+# So many known names are compared with one; a request may have fifty times as many.
 _COMPARED = 2_000
-"""So many known names are compared with one; a request may have fifty times as many."""
 
 Place = tuple[int | str, ...]
 """Names of fields and numbers of elements, from the outermost on."""
 
 
+# Pydantic's last part of the location of a dictionary's key.
 _KEY = "[key]"
-"""Pydantic's last part of the location of a dictionary's key."""
 
 
 class FieldFault(NamedTuple):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 __all__ = ["write_whole"]
 
+# Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or
+# there is no folder, which then is told of the file itself.
 _NOT_MOVED_THERE = (
     errno.EACCES,
     errno.EPERM,
@@ -19,8 +21,6 @@ _NOT_MOVED_THERE = (
     errno.ENOENT,
     errno.ENOTDIR,
 )
-"""Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or
-there is no folder, which then is told of the file itself."""
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 
 _MIB = 2**20
 _UNIT_BYTES = 512
+# Requests up to this size have pieces of their own.
 _SMALL_BYTES = _MIB
-"""Requests up to this size have pieces of their own."""
 _SMALL_PIECE_BYTES = 2 * _MIB
+# Larger ones below this size share pieces of one size; a larger one has a piece as large as it is.
 _MEDIUM_BYTES = 10 * _MIB
-"""Larger ones below this size share pieces of one size; a larger one has a piece as large as it is.
-"""
 _MEDIUM_PIECE_BYTES = 20 * _MIB
 PIECE_UNIT_BYTES = 2 * _MIB
 LEAST_ROOM_BYTES = _MEDIUM_BYTES

@@ -33,31 +33,31 @@ LEAST_SHARE = 0.4
 WORTH_BYTES = 24 * 2**20
 """What takes less is left as it is."""
 
+# Small tensors always lie beside the piece, so that so much of it beside it does not tell that it
+# is too small.
 _BESIDE_SHARE = 0.02
-"""Small tensors always lie beside the piece, so that so much of it beside it does not tell that it
-is too small."""
 
+# Further off, what was computed was computed by rules that do not hold.
 _OFF_SHARE = 0.02
-"""Further off, what was computed was computed by rules that do not hold."""
 
+# More gained nothing more on Inception-v3, ResNet-101 and a U-Net.
 _MOST_ROOMS = 2
-"""More gained nothing more on Inception-v3, ResNet-101 and a U-Net."""
 
 _DRAWN = 60
+# So many choices of pieces are drawn, and so many are computed in all, for each number of them.
 _COMPUTED = 300
-"""So many choices of pieces are drawn, and so many are computed in all, for each number of them."""
 
+# So many sizes of tensors, the largest, are tried beside what is there else.
 _LIKELY = 30
-"""So many sizes of tensors, the largest, are tried beside what is there else."""
 
+# And so many beside each other.
 _PAIRED = 5
-"""And so many beside each other."""
 
+# After so many that were no better no more are computed.
 _IN_VAIN = 100
-"""After so many that were no better no more are computed."""
 
+# So many requests are gone through at the most for each number of pieces.
 _MOST_REQUESTS = 300_000
-"""So many requests are gone through at the most for each number of pieces."""
 
 _ENOUGH_SHARE = 0.002
 

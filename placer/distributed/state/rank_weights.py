@@ -26,9 +26,9 @@ from placer.distributed.stage_line import Line
 from placer.errors import InputError, PlacementError
 from placer.executor.state.state_moves import relocate
 
+# Of models that pipelines were built of: the global rank of the process that each tensor belongs
+# to.
 _owners: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-"""Of models that pipelines were built of: the global rank of the process that each tensor belongs
-to."""
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:

@@ -48,13 +48,13 @@ Weights = Callable[[int], Tensor | None]
 """From the number of samples in a batch to the weight of each, shape ``(N,)``; None if all weigh
 alike."""
 
+# Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single
+# sample apart.
 _SLICE = 2
-"""Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single
-sample apart."""
 _KNOWN = 1000
+# Batches that are compared where results of the first ones, such as zeros, leave several rules
+# open.
 _LOOKS = 3
-"""Batches that are compared where results of the first ones, such as zeros, leave several rules
-open."""
 
 
 @dataclass

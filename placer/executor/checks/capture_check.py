@@ -24,8 +24,8 @@ from placer.capture.pytrees import flatten
 from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.training.stages.weight_aliases import has_hooks
 
+# Of a graph whose batch size is open so many samples are enough.
 _SAMPLES = 2
-"""Of a graph whose batch size is open so many samples are enough."""
 
 Run = Callable[[Call], tuple[Any, Any]]
 """Runs a call; gives the result, and the arguments as forward left them."""

@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from placer import devices
 from placer.capture.batch_dims.batch_layout import BatchLayout
 
+# Entries of the largest tensor that is read in every step: about a millisecond.
 _LARGEST = 1 << 20
-"""Entries of the largest tensor that is read in every step: about a millisecond."""
 
+# Types of labels, of flags that say which count, and of weights.
 _READ = (
     torch.bool,
     torch.int8,
@@ -40,7 +41,6 @@ _READ = (
     torch.float32,
     torch.float64,
 )
-"""Types of labels, of flags that say which count, and of weights."""
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
@@ -159,8 +159,8 @@ class LateCounts:
             self._found[one.key] = before | uneven(one.copies, one.layout, one.sizes, left_out)
 
 
+# Batches whose labels are on their way at once: a host that is further ahead skips some.
 _MOST_SENT = 4
-"""Batches whose labels are on their way at once: a host that is further ahead skips some."""
 
 _MOST_KINDS = 1000
 
@@ -236,8 +236,8 @@ class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+# The place of ``reduction`` among the arguments of these operations.
 _REDUCTION = 3
-"""The place of ``reduction`` among the arguments of these operations."""
 
 
 def unlike_counts(
@@ -260,5 +260,5 @@ def unlike_counts(
     return None
 
 
+# Of sums of class weights in float32.
 _ROUNDING = 1e-5
-"""Of sums of class weights in float32."""

@@ -28,15 +28,15 @@ TOLERANCES: dict[torch.dtype, float] = {
 }
 """Relative tolerance by the coarsest type that takes part: some thousand roundings of it."""
 
+# For types of 8 bits and fewer.
 _COARSEST = 0.1
-"""For types of 8 bits and fewer."""
 
+# Values are not told apart from zero below the tolerance times this.
 _FLOOR = 1e-2
-"""Values are not told apart from zero below the tolerance times this."""
 
+# Of whole numbers, such as indices of largest values, this times the tolerance may differ: ties
+# fall either way.
 _INDICES = 10
-"""Of whole numbers, such as indices of largest values, this times the tolerance may differ: ties
-fall either way."""
 
 
 @dataclass(frozen=True)

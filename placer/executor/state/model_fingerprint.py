@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from placer.capture.python_state.module_hooks import has_global_hooks, module_modes
 
+# What a module holds, each a dict that may be written to, or be another one, at any time.
 _TABLES = (
     "_modules",
     "_parameters",
@@ -27,12 +28,11 @@ _TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""What a module holds, each a dict that may be written to, or be another one, at any time."""
 
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, tuple, dict, set)
+# What is in larger ones is not looked at: every call does.
 _MOST_ITEMS = 1_000
-"""What is in larger ones is not looked at: every call does."""
 
 _Holder = TypeVar("_Holder")
 

@@ -21,8 +21,8 @@ from placer import devices
 _VERSION = attrgetter("_version")
 
 _clock = count(1)
+# Of all steps that were taken in this process, the latest of each optimizer.
 _latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""Of all steps that were taken in this process, the latest of each optimizer."""
 
 
 def _note(optimizer: Optimizer, *_: Any) -> None:

@@ -30,8 +30,8 @@ LANES = 2
 SHORT, LONG = 1, 4
 """The rounds of the two rows."""
 
+# Between two uses of a copy so many times the cache's size is used.
 _CACHES = 3
-"""Between two uses of a copy so many times the cache's size is used."""
 
 
 class _Copy(GradientQueue):

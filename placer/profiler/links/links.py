@@ -35,9 +35,9 @@ _LOADS: dict[str, dict[str, bool]] = {
     "computing": {"computing": True},
     "both_ways_computing": {"both_ways": True, "computing": True},
 }
+# Measured again, on machines that others use too, a transfer of so many bytes takes up to this
+# share more or less.
 _NOISE = {2**16: 0.5, 2**26: 0.25}
-"""Measured again, on machines that others use too, a transfer of so many bytes takes up to this
-share more or less."""
 
 Fields = dict[str, Any]
 _log = logging.getLogger(__name__)

@@ -35,9 +35,9 @@ from placer.executor.training.training_batch import Batch
 from placer.utils.user_warnings import warn
 
 _KNOWN = 1000
+# Results are taken to be of this size at least, where gradients are asked whether they matter: some
+# begin at zero.
 _FLOOR = 1e-2
-"""Results are taken to be of this size at least, where gradients are asked whether they matter:
-some begin at zero."""
 
 
 class LossChecks:

@@ -32,8 +32,8 @@ from placer.schema import BatchOptions
 from placer.schema.batch_options import Weigh
 from placer.utils.user_warnings import warn
 
+# The label that torch's losses leave out by default.
 _LEFT_OUT = -100
-"""The label that torch's losses leave out by default."""
 
 
 class Weighed(NamedTuple):

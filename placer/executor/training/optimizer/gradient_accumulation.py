@@ -14,8 +14,8 @@ from torch import Tensor
 
 from placer.executor.engine.weak_methods import weakly
 
+# Of gradients that wait to be added: what a pass takes beside what autograd would.
 _MOST_BYTES = 8 * 2**20
-"""Of gradients that wait to be added: what a pass takes beside what autograd would."""
 
 
 class Accumulation:

@@ -17,8 +17,8 @@ from placer.schema.placement import DeviceLoad
 from placer.utils.units import bytes_text, count_text
 from placer.utils.user_warnings import warn
 
+# Share of the larger one that needed and assumed memory may differ by.
 _TOLERANCE = 0.05
-"""Share of the larger one that needed and assumed memory may differ by."""
 
 
 def warn_of_other_memory(

@@ -17,8 +17,8 @@ from placer.capture.argument_checks import optimizer_list, refuse_closures
 from placer.errors import InputError, PlacerError, kind_of
 from placer.utils.error_translation import ErrorTranslation
 
+# What is asked of a gradient scaler.
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
-"""What is asked of a gradient scaler."""
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -16,8 +16,8 @@ from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.stages.weight_aliases import Keep
 from placer.executor.training.training_pipeline import TrainingPipeline
 
+# The flows whose gradients have waited for a step.
 _waiting: WeakSet[Any] = WeakSet()
-"""The flows whose gradients have waited for a step."""
 
 _noting = Lock()
 
