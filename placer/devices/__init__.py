@@ -1,7 +1,7 @@
-"""The one place that knows CUDA from CPU: names, streams, events, graphs, memory figures, copies.
+"""The only code that distinguishes CUDA from CPU: streams, events, graphs, memory, copies.
 
-A CPU stand-in is ``cpu:0``, ``cpu:1``, ...: the same memory and cores as every other, a device by
-name alone, until ``placer.testing.logical_devices`` makes it behave like one.
+The CPU stand-ins ``cpu:0``, ``cpu:1``, ... share the memory and cores of one machine. They differ
+by name only, until ``placer.testing.logical_devices`` keeps their tensors apart.
 """
 
 from placer.devices.allocator.packing import Rooms

@@ -1,4 +1,4 @@
-"""One axis of time for marks in the lanes of several devices."""
+"""One time axis for the events of several devices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 from placer.devices.lanes import Mark
 from placer.devices.names import synchronise
 
-# At a device's time, some 20 us each.
+# Attempts to relate a device's time to the host's, about 20 us each.
 _LOOKS = 10
 
 
 class _Look(NamedTuple):
-    """An event, when the host takes it to have been reached, and between its looks at the time
-    before and after.
+    """An event, the host time in ms at which it was reached, and the uncertainty in ms.
+
+    The host reads its clock before recording the event and after waiting for it:
+
+        host    before ──────── record ─ reached ──────── after
+                                at_ms = middle, doubt_ms = after - before
     """
 
     event: Any
@@ -26,11 +30,11 @@ class _Look(NamedTuple):
 
 
 class Clock:
-    """Tells when marks were reached, in milliseconds from when the clock was made; it waits for
-    idle devices first.
+    """A clock in milliseconds since its creation, valid for marks of all its devices.
 
-    Events of two devices cannot be compared: each device has one of its own, whose time the host
-    sees when it comes.
+    CUDA can only compare events of the same device. So the clock records one reference event on
+    each device and relates it to the host's clock. Creating the clock waits until the devices are
+    idle.
 
     Args:
         places: the devices.
@@ -47,10 +51,10 @@ class Clock:
                 self._references[place] = self._reference(place)
 
     def ms(self, mark: Mark, place: torch.device) -> float:
-        """When a mark was reached.
+        """Return the time of a mark in milliseconds since the clock was made.
 
         Args:
-            mark: from a lane, asked for with its time; the device has reached it.
+            mark: a timed mark from a lane, already reached.
             place: the lane's device.
         """
         if isinstance(mark, float):
@@ -59,11 +63,10 @@ class Clock:
         return at_ms + float(reference.elapsed_time(mark))
 
     def _reference(self, place: torch.device) -> tuple[Any, float]:
-        """An event and when it was reached: of several the one about which the host is the least in
-        doubt.
+        """Return an event and its time, from the attempt with the least uncertainty.
 
-        Between its two looks at the time the host may have been put aside, or the device may have
-        worked for others.
+        The operating system may suspend the host between its two clock reads, and other work may
+        delay the device.
         """
         with torch.cuda.device(place):
             return min((self._look() for _ in range(_LOOKS)), key=lambda look: look.doubt_ms)[:2]

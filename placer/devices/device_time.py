@@ -1,4 +1,4 @@
-"""Device time: how long work keeps a GPU busy, whatever it takes the host to issue it."""
+"""Device time: how long work keeps a GPU busy, without the host's launch overhead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from placer.devices.names import synchronise
 from placer.devices.recording import record
 
-_CYCLES_PER_MS = 2e6  # about the clock of current GPUs
-# Rounds that are issued before the first of them is over.
+_CYCLES_PER_MS = 2e6  # about the clock rate of current GPUs
+# Rounds in flight: the queue never runs empty, and the host never runs far ahead.
 _AHEAD = 3
 
 
@@ -26,16 +26,21 @@ def queued_ms(
     repeats: int,
     before: Sequence[Callable[[], Any]] = (),
 ) -> list[list[float]]:
-    """Device time of each pass, by events in a queue that is full before the device begins.
+    """Return the device time of each pass, measured by events in a queue that fills first.
+
+        host    pause | launch launch launch ...
+        device  ───── pause ─────|mark pass mark|mark pass mark| ...
+
+    The device starts only when its queue is full, so launch overhead does not show.
 
     Args:
         passes: run in this order, ``repeats`` times over.
         device: a CUDA device.
-        repeats: how often.
-        before: for each pass, work that runs before it each time and is not timed; none if empty.
+        repeats: number of rounds.
+        before: for each pass, untimed work that precedes it in every round; empty for none.
 
     Returns:
-        For each pass its ``repeats`` times in milliseconds.
+        For each pass, its ``repeats`` times in milliseconds.
     """
     before = before or [_nothing] * len(passes)
     work = list(zip(before, passes, strict=True))
@@ -48,6 +53,7 @@ def queued_ms(
         launch_s = time.perf_counter() - began
         synchronise(device)
         marks = [[(_timing_event(), _timing_event()) for _ in passes] for _ in range(repeats)]
+        # long enough for the host to launch all rounds, at most 0.2 s
         pause(device, 1e3 * min(0.2, 1.5 * repeats * launch_s + 1e-4))
         for row in marks:
             for (prepare, run), (began_mark, ended_mark) in zip(work, row, strict=True):
@@ -64,16 +70,16 @@ def queued_ms(
 def lasting_ms(
     passes: Sequence[Callable[[], Any]], device: torch.device, seconds: float
 ) -> list[list[float]]:
-    """Device time of each pass when they run one after another for so long, without a rest.
+    """Return the device times of passes that run back to back for ``seconds``.
 
     Args:
-        passes: recorded ones: what the host takes longer to issue than the device to run counts,
-            too.
+        passes: recorded passes; if the host launches one slower than the device runs it, the launch
+            time shows.
         device: a CUDA device.
-        seconds: how long, at least; each runs at least once.
+        seconds: minimum duration; each pass runs at least once.
 
     Returns:
-        For each pass its times in milliseconds, in order.
+        For each pass, its times in milliseconds, in order.
     """
     rounds: list[list[float]] = []
     waiting: deque[list[torch.cuda.Event]] = deque()
@@ -100,7 +106,7 @@ def _between(marks: Sequence[torch.cuda.Event]) -> list[float]:
 
 
 def pause(device: torch.device, lasting_ms: float) -> None:
-    """Let the current queue of a CUDA device wait for about so long."""
+    """Make the current stream of a CUDA device wait for about ``lasting_ms``."""
     with torch.cuda.device(device):
         torch.cuda._sleep(int(_CYCLES_PER_MS * lasting_ms))  # type: ignore[no-untyped-call]
 
@@ -111,10 +117,10 @@ def _nothing() -> None:
 
 @cache
 def replay_ms(device: torch.device) -> float:
-    """The time that the replay of a graph takes beyond its kernels, in milliseconds; 0 but on CUDA.
+    """Return the launch time of a CUDA graph in ms, beyond its kernels; 0 on other devices.
 
-    Inside a larger graph, a layer's kernels follow those of the layer before without it. It is what
-    a line through the times of graphs of one and of eleven equal kernels leaves for none.
+    Inside a larger graph, a layer's kernels follow the previous layer's without this time. It is
+    the intercept of a line through the times of graphs with 1 and with 11 equal kernels.
     """
     if device.type != "cuda":
         return 0.0

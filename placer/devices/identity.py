@@ -1,4 +1,4 @@
-"""What one device is, beyond its type: what its speed depends on, and which it is among its like."""
+"""The identity of a device: the properties that its speed depends on, and its UUID."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 
 def speed_facts(device: torch.device) -> dict[str, str]:
-    """What the speed of a device depends on, beside what runs there.
+    """Return the properties of a device that its speed depends on.
 
-    Of a CUDA device: its type, size and driver, and its power limit where ``nvidia-ml-py`` is
-    installed. Of the CPU: the processor, its cores, and the threads that torch uses. What cannot be
-    asked is not among them: clocks that were locked, heat, and what other programs do at the time.
+    For a CUDA device: name, memory, multiprocessors, driver, and the power limit if
+    ``nvidia-ml-py`` is installed. For the CPU: processor, cores, torch's threads and vector
+    extensions. Locked clocks, temperature and other programs cannot be queried and are not
+    included.
     """
     if device.type != "cuda":
         return {
@@ -36,8 +37,9 @@ def speed_facts(device: torch.device) -> dict[str, str]:
 
 
 def place(device: torch.device) -> str:
-    """Which device of this machine it is, also after a restart under another index; all CPU
-    stand-ins are one.
+    """Return an identifier of the device that survives restarts and reindexing.
+
+    A CUDA device has its UUID; all CPU stand-ins share one identifier.
     """
     if device.type != "cuda":
         return device.type
@@ -45,12 +47,12 @@ def place(device: torch.device) -> str:
 
 
 def host_name() -> str:
-    """The name of this machine."""
+    """Return the name of this machine."""
     return platform.node()
 
 
 def boot_id() -> str:
-    """The same until this machine starts again; empty where that cannot be told."""
+    """Return an identifier that changes when the machine restarts; empty if unknown."""
     return _first_line("/proc/sys/kernel/random/boot_id")
 
 
@@ -72,13 +74,13 @@ def _power_limit_mw(device: torch.device) -> str:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{place(device).removeprefix('GPU-')}")
         return str(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle))
     except Exception:
-        # not installed, no right to ask, or a device that does not tell
+        # the package is missing, permission is denied, or the device does not report it
         return "unknown"
 
 
 @cache
 def _management() -> Any:
-    """NVIDIA's management library, begun once."""
+    """Return NVIDIA's management library, initialised once."""
     import pynvml
 
     pynvml.nvmlInit()

@@ -1,9 +1,16 @@
-"""Queues of work on a device, and marks in them that other queues wait for; on a CPU stand-in, work
-is done at once.
+"""Queues of work on a device, and marks that order them; a CPU stand-in works synchronously.
 
-lane.wait(mark)            what follows in this lane starts after the mark's lane got there
-with lane: ...             what is issued inside goes into this lane
-mark = lane.mark()         stands for all that was issued so far
+lane.wait(mark)            later work in this lane starts after the mark was reached
+with lane: ...             work issued inside goes into this lane
+mark = lane.mark()         represents all work issued to the lane so far
+
+A step with two devices and a courier between them:
+
+    cuda:0           [forward]─mark
+                              ╲ wait
+    copy lane                  [copy]─mark
+                                     ╲ wait
+    cuda:1                            [forward]
 """
 
 from __future__ import annotations
@@ -24,15 +31,15 @@ from placer.devices.streams import stream_of_lane
 from placer.devices.tensor_moves import location
 
 Mark = Any
-"""A point in a lane; on a CPU stand-in, where what was issued is done: None, or the time in s if
-that is asked for."""
+"""A point in a lane: a CUDA event. On a CPU stand-in the work is already done: None, or the host
+time in seconds if the mark is timed."""
 
 
 class _Before(threading.local):
-    """Where a thread was when it entered a lane, as threads may share one.
+    """The device and stream that a thread had before it entered a lane, per thread.
 
     Attributes:
-        entered: its device and stream then, the last one last.
+        entered: a stack of (device index, stream).
     """
 
     def __init__(self) -> None:
@@ -40,12 +47,11 @@ class _Before(threading.local):
 
 
 class Lane:
-    """One queue of work on one device; a CUDA stream, or nothing.
+    """A queue of work on one device: a CUDA stream, or nothing on a CPU stand-in.
 
     Args:
         device: where the work runs.
-        caller: whether this is the lane that the calling code already issues to, rather than a new
-            one.
+        caller: use the caller's current stream instead of a new one.
     """
 
     def __init__(self, device: torch.device, caller: bool = False) -> None:
@@ -58,7 +64,7 @@ class Lane:
         self._before = _Before()
 
     def __enter__(self) -> Lane:
-        # As torch.cuda.stream does it, at a fifth of the host's time: a step enters lanes hundreds
+        # Equivalent to torch.cuda.stream at a fifth of its host time: a step enters lanes hundreds
         # of times.
         if self._stream is not None:
             self._before.entered.append(
@@ -79,9 +85,7 @@ class Lane:
             torch.cuda.set_device(device)
 
     def wait(self, *marks: Mark) -> None:
-        """Let what follows start after these marks; on a CPU stand-in the caller itself waits for a
-        GPU's.
-        """
+        """Make later work wait for these marks; on a CPU stand-in, block the caller."""
         for mark in marks:
             if not isinstance(mark, torch.cuda.Event):
                 continue
@@ -91,10 +95,10 @@ class Lane:
                 self._stream.wait_event(mark)
 
     def mark(self, timed: bool = False) -> Mark:
-        """A mark behind all that was issued to this lane so far.
+        """Return a mark after all work issued to this lane so far.
 
         Args:
-            timed: whether the time between two marks will be asked for.
+            timed: whether the time between two marks will be read.
         """
         if self._stream is None:
             return perf_counter() if timed else None
@@ -105,24 +109,24 @@ class Lane:
 
 @cache
 def shared_lane(device: torch.device) -> Lane:
-    """The one lane of a device for recordings of unlike owners, which never run at the same time
-    then.
+    """Return the one lane of a device for recordings of different owners.
 
-    Recordings share what libraries keep for the stream that they were recorded on.
+    Libraries keep a workspace per recording stream, so recordings on one stream share it. Their
+    replays must not overlap in time.
     """
     return Lane(device)
 
 
 class Delivery(NamedTuple):
-    """One copy, or all that went with it, as it was issued, between two marks in its lane.
+    """One traced copy, or a batch of copies issued together, between two marks of a lane.
 
     Attributes:
-        source: the device that it left.
-        target: the device that it came to.
-        began: when it did.
-        ended: when it was done.
-        clock: the device in whose lane both were marked.
-        label: what the sender said of it.
+        source: the device that was read.
+        target: the device that was written.
+        began: the mark before the copy.
+        ended: the mark after the copy.
+        clock: the device whose lane holds both marks.
+        label: the sender's description.
     """
 
     source: torch.device
@@ -134,13 +138,13 @@ class Delivery(NamedTuple):
 
 
 class Courier:
-    """Copies tensors between devices beside their computations.
+    """A sender of tensors between devices, in parallel with computations.
 
-    Every channel between two devices has lanes of its own: a copy that waits for room holds nothing
-    else back.
+    Every channel between two devices has its own lanes, so a copy that waits for its target buffer
+    does not delay the copies of other channels.
 
     Attributes:
-        trace: a list that collects every copy; None, as it is at first, to collect none.
+        trace: a list that collects a ``Delivery`` for every copy; None (default) collects nothing.
     """
 
     def __init__(self) -> None:
@@ -151,16 +155,15 @@ class Courier:
         self._summands: dict[tuple[Lane, int, torch.Size, torch.dtype], Tensor] = {}
 
     def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:
-        """Memory on a device for a tensor like this one, the same for the same key again.
+        """Return a receive buffer for a tensor; the same buffer for the same key.
 
-        The courier keeps it: memory that were let go while copies into it are under way could be
-        given back to the device, by an allocator that runs short or by
-        ``torch.cuda.empty_cache()``, and they would fail.
+        The courier keeps the buffer alive. Otherwise the allocator, or
+        ``torch.cuda.empty_cache()``, could return the memory to the device while a copy into it is
+        in flight, and the copy would fail.
 
         Args:
-            key: what the tensor is to the caller, who uses the memory again only when all have read
-                it.
-            like: of this shape, type and strides.
+            key: identifies the buffer; the caller reuses it only after all readers are done.
+            like: a tensor with the shape, dtype and strides of the buffer.
             place: the device.
         """
         known = self._landings.get((key, place))
@@ -181,14 +184,14 @@ class Courier:
 
         Args:
             source: the data.
-            ready: when it is there.
+            ready: the mark after which the data are complete.
             target: a tensor of the same shape, on any device.
-            free: when it may be overwritten; a sequence of marks where it takes several.
-            channel: copies of one channel between the same two devices follow one another.
-            label: what a trace is to say of the copy.
+            free: the mark, or marks, after which the target may be overwritten.
+            channel: copies of one channel between the same two devices run in order.
+            label: a description for the trace.
 
         Returns:
-            When the copy is done, for both sides.
+            The mark of the completed copy, valid for both devices.
         """
         return self.send_all([source], ready, [target], free, channel, label)
 
@@ -203,24 +206,25 @@ class Courier:
         label: Any = None,
         adds: Sequence[bool] = (),
     ) -> Mark:
-        """Copy all that goes from one device to another at one time, as ``send`` does; the host
-        waits and marks once.
+        """Copy several tensors from one device to another; the host waits and marks once.
 
         Args:
-            sources: at least one, on one device.
-            ready: when all of them are there.
-            targets: one for each source, on one device.
-            free: when all of them may be overwritten.
+            sources: at least one tensor, all on one device.
+            ready: the mark after which all of them are complete.
+            targets: one tensor for each source, all on one device.
+            free: the mark, or marks, after which all targets may be overwritten.
             channel: as for ``send``.
-            label: as for ``send``; a trace has them as one.
-            adds: for each target, whether to add to what is there, which came from elsewhere, in
-                place of writing over it; empty for none.
+            label: as for ``send``; the trace records one delivery.
+            adds: for each target, whether to add to its value instead of overwriting it; empty for
+                none.
 
         Returns:
-            When all copies are done, for both sides.
+            The mark of the completed copies, valid for both devices.
         """
         here, there = location(sources[0]), location(targets[0])
         outgoing, incoming = self._pair(here, there, channel)
+        # Both lanes wait: the copy runs in the current stream of one device, and torch orders it
+        # with the current stream of the other.
         outgoing.wait(ready)
         incoming.wait(ready, *(free if isinstance(free, Sequence) else (free,)))
         timed = self.trace is not None
@@ -241,11 +245,11 @@ class Courier:
         return ended
 
     def mark(self, source: torch.device, target: torch.device, channel: str) -> Mark:
-        """A mark behind all copies of a channel so far.
+        """Return a mark after all copies of a channel so far.
 
         Args:
-            source: the device that they leave.
-            target: the device that they come to.
+            source: the device that is read.
+            target: the device that is written.
             channel: as for ``send``.
         """
         return self._pair(source, target, channel)[1].mark()
@@ -253,8 +257,9 @@ class Courier:
     def _places(
         self, targets: Sequence[Tensor], adds: Sequence[bool], incoming: Lane
     ) -> list[Tensor]:
-        """Where copies go: what is added comes beside its target, where the next one is behind this
-        in the lane.
+        """Return where the copies go: into the targets, or into summand buffers to be added.
+
+        The buffers are reused: the next copy is behind this addition in the same lane.
         """
         places = []
         for number, (target, is_added) in enumerate(zip(targets, adds, strict=True)):
@@ -272,9 +277,9 @@ class Courier:
         incoming: Lane,
         there: torch.device,
     ) -> None:
-        """Add what came beside its target."""
+        """Add the received summands to their targets."""
         adding = incoming
-        # a copy to the host was in the lane of the GPU that it left
+        # a copy to the host runs in the source GPU's lane; adding on the host must wait for it
         if incoming.device != there:
             adding = Lane(there)
             adding.wait(incoming.mark())
@@ -286,9 +291,7 @@ class Courier:
     def _send_through_host(
         self, source: Tensor, target: Tensor, outgoing: Lane, incoming: Lane
     ) -> None:
-        """Copy to the host's memory and on; the buffer there is used again once what was in it has
-        left.
-        """
+        """Copy by way of a host buffer, which is reused once its content has left."""
         key = (incoming, source.shape, source.dtype)
         buffer, left = self._stopovers.get(key) or (_host_like(source), None)
         outgoing.wait(left)
@@ -303,7 +306,7 @@ class Courier:
         if (here, there, channel) not in self._lanes:
             incoming = Lane(there)
             outgoing = Lane(here) if here.type == "cuda" and here != there else incoming
-            # a copy to the host is in the lane of the GPU that it leaves
+            # a copy to the host runs in the lane of the source GPU
             if there.type == "cpu":
                 incoming = outgoing
             self._lanes[here, there, channel] = (outgoing, incoming)
@@ -311,18 +314,18 @@ class Courier:
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    """A tensor of that shape in the host's memory, pinned where a GPU is to fill it."""
+    """Return a host tensor of the same shape; pinned if a GPU fills it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 def start_reading(tensor: Tensor) -> tuple[Tensor, Mark]:
-    """Start to copy a tensor into the host's memory, behind what the caller issued to its device.
+    """Start copying a tensor to the host, after the caller's work on its device.
 
     Args:
         tensor: on any device.
 
     Returns:
-        The copy, and the mark behind which it holds the values; see ``has_passed``.
+        The copy, and the mark after which it holds the values; see ``has_passed``.
     """
     landing = _host_like(tensor)
     landing.copy_(tensor.detach(), non_blocking=True)
@@ -330,5 +333,5 @@ def start_reading(tensor: Tensor) -> tuple[Tensor, Mark]:
 
 
 def has_passed(mark: Mark) -> bool:
-    """Return whether a device has got to a mark, without waiting for it."""
+    """Return whether a device has reached a mark, without waiting."""
     return not isinstance(mark, torch.cuda.Event) or bool(mark.query())  # type: ignore[no-untyped-call]

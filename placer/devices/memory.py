@@ -1,4 +1,4 @@
-"""How much memory devices have, and how much of it work takes."""
+"""The memory of devices, and the memory that work takes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def counts_bytes(device: torch.device) -> bool:
-    """Whether an allocator counts what the device holds."""
+    """Return whether an allocator counts the memory held on the device."""
     return device.type == "cuda"
 
 
 def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
-    """The most memory that ``run`` held beyond what was held before it, in bytes; None where no
-    allocator counts it.
+    """Return the peak memory of ``run`` in bytes, beyond what was held before.
+
+    None if no allocator counts it.
     """
     if not counts_bytes(device):
         run()
@@ -46,11 +47,11 @@ def peak_bytes(device: torch.device, run: Callable[[], Any]) -> int | None:
 
 
 def fragmented_bytes(device: torch.device) -> int:
-    """The most memory that stood empty beside tensors since ``peak_bytes`` last began, in bytes; 0
-    where nobody counts.
+    """Return the peak of unusable free memory since ``peak_bytes`` last began, in bytes.
 
-    Torch's allocator takes memory in segments, of 2, 20 or more MiB. What is left of one that holds
-    a tensor it cannot give back, and larger tensors do not fit there.
+    Torch's allocator takes memory in segments of 2, 20 or more MiB. The free rest of a segment that
+    still holds a tensor cannot go back to the device, and larger tensors do not fit into it. 0 if
+    no allocator counts.
     """
     if not counts_bytes(device):
         return 0
@@ -58,8 +59,9 @@ def fragmented_bytes(device: torch.device) -> int:
 
 
 def context_bytes(device: torch.device) -> int:
-    """What the device holds that torch's allocator does not count, in bytes: contexts, kernels,
-    other programs.
+    """Return the used device memory outside torch's allocator, in bytes.
+
+    This covers CUDA contexts, kernels and other programs.
     """
     if device.type != "cuda":
         return 0
@@ -69,23 +71,20 @@ def context_bytes(device: torch.device) -> int:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The bytes of the cache that all of a device's cores share (L2 on CUDA); 0 where it is not
-    known.
-    """
+    """Return the size of the device's last-level cache in bytes (L2 on CUDA); 0 if unknown."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
 def library_bytes(device: torch.device) -> int:
-    """What libraries keep of torch's memory once they have run on the streams of recordings, in
-    bytes.
-    """
+    """Return the bytes that libraries keep for the recording streams (workspaces)."""
     return recorder(device).library_bytes if device.type == "cuda" else 0
 
 
 def release_cache() -> None:
-    """Give cached, unused device memory back."""
+    """Return cached, unused memory to the devices."""
     if torch.cuda.is_available():
+        # freeing device memory would break a recording of another thread off
         with RECORDING:
             torch.cuda.empty_cache()

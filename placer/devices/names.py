@@ -1,4 +1,4 @@
-"""Devices by name: what a user may write, what there is, and of which type it is."""
+"""Device names: parsing, availability and types."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from placer.devices.stand_ins import registries, stand_ins
 from placer.errors import InputError
 
 RECORDING = threading.RLock()
-"""Held while CUDA graphs are recorded, on one stream a device.
+"""A lock held while CUDA graphs are recorded, on one stream per device.
 
-Meanwhile no thread may wait for the whole of a device, or give memory back: that fails, and breaks
-the recording off. """
+Until it is released, no thread may synchronise a whole device or free device memory: CUDA refuses
+both and invalidates the recording."""
 
 DeviceLike = int | str | torch.device
 
@@ -24,18 +24,19 @@ DeviceLike = int | str | torch.device
 CPU = "cpu"
 
 LAST_INDEX = 127
-"""torch keeps indices in a byte; ``torch.device("cpu:300")`` is cpu:44 without a word."""
+"""Largest device index; torch stores it in a byte, so ``torch.device("cpu:300")`` silently becomes
+cpu:44."""
 
 
 def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
-    """A device from an index, a string or a ``torch.device``, always with an index.
+    """Return the ``torch.device``, always with an index, that an index or a string names.
 
     Args:
         device: ``1``, ``"1"``, ``"cuda:1"``, ``"cpu:2"`` or ``torch.device("cuda", 1)``.
-        kind: ``"cuda"`` or ``"cpu"``: what a bare index means; CUDA where there is any, if None.
+        kind: type of a bare index, ``"cuda"`` or ``"cpu"``; None (default) for CUDA if present.
 
     Raises:
-        InputError: it names no device.
+        InputError: if it names no device.
     """
     if isinstance(device, str) and device.isdecimal():
         device = int(device)
@@ -66,18 +67,20 @@ def parse(device: DeviceLike, kind: str | None = None) -> torch.device:
 
 def _too_many(device: int | str) -> InputError:
     return InputError(
-        f"device {device!r} is beyond what torch can name: its devices of a kind are 0 to {LAST_INDEX}"
+        f"device {device!r} is beyond what torch can name: "
+        f"its devices of a kind are 0 to {LAST_INDEX}"
     )
 
 
 def default_kind() -> str:
-    """The kind of device that a bare index means: ``cuda`` where there is any, else ``cpu``."""
+    """Return the device type of a bare index: ``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else CPU
 
 
 def available() -> list[torch.device]:
-    """Every CUDA device, or, without any, one CPU stand-in (as many as ``logical_devices`` was
-    given, inside it).
+    """Return every CUDA device, or the CPU stand-ins if there is none.
+
+    There is one stand-in; inside ``logical_devices``, as many as it was given.
     """
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -85,11 +88,13 @@ def available() -> list[torch.device]:
 
 
 def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
-    """The devices that a user named: a count, a list of devices, or None for all that are
-    available.
+    """Return the devices that a user named.
+
+    Args:
+        devices: a count, a list of devices, or None for all available devices.
 
     Raises:
-        InputError: none, one named twice, or one that is not there.
+        InputError: if the list is empty, names a device twice, or names a missing device.
     """
     if devices is None:
         return available()
@@ -113,7 +118,7 @@ def resolve(devices: int | Sequence[DeviceLike] | None) -> list[torch.device]:
 
 
 def require(device: torch.device) -> None:
-    """Raise an InputError if the device is not there, or of a kind that nothing here runs on."""
+    """Raise an InputError unless the device exists and is a CUDA device or the CPU."""
     if device.type not in ("cuda", CPU):
         raise InputError(
             f"Placer runs on GPUs by CUDA and on the CPU, not on {device}; give 'cuda:0' or 'cpu:0'"
@@ -124,13 +129,15 @@ def require(device: torch.device) -> None:
         )
     if stand_ins and device.type == CPU and (device.index or 0) >= stand_ins[-1]:
         raise InputError(
-            f"there is no {device}; logical_devices({stand_ins[-1]}) made cpu:0 to cpu:{stand_ins[-1] - 1}"
+            f"there is no {device}; "
+            f"logical_devices({stand_ins[-1]}) made cpu:0 to cpu:{stand_ins[-1] - 1}"
         )
 
 
 def type_name(device: torch.device) -> str:
-    """The device type as a profile names it: ``NVIDIA H200``, or ``cpu`` with the processor's
-    architecture.
+    """Return the device type as profiles name it.
+
+    ``NVIDIA H200``, say, or ``cpu`` with the processor's architecture.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -138,7 +145,7 @@ def type_name(device: torch.device) -> str:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it, by whichever thread."""
+    """Wait until the device has finished all work, issued by any thread."""
     if device.type == "cuda":
         with RECORDING:
             torch.cuda.synchronize(device)
@@ -146,7 +153,7 @@ def synchronise(device: torch.device) -> None:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make the device the current one."""
+    """Make the device the current one inside the block."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield

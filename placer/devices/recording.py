@@ -1,4 +1,4 @@
-"""Work recorded as CUDA graphs."""
+"""Recording of work as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from placer.devices.names import RECORDING, synchronise
 from placer.devices.streams import stream_of_recordings
 from placer.utils.error_translation import ErrorTranslation
 
-# What breaks a recording off: what its own thread may not do. Others go on, such as one that pins
-# batches.
+# Capture error mode: only forbidden calls of the recording thread break a recording off. Other
+# threads may go on, for example a data loader that pins batches.
 _ERRORS = "thread_local"
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """Streams to record on, and what libraries took for them: cuBLAS keeps a workspace for each
-    stream and thread.
+    """The streams to record on, and the memory that libraries keep for them.
+
+    cuBLAS keeps a workspace for each stream and thread.
 
     Attributes:
-        stream: for recordings.
-        beside: for their second branches, see ``side_by_side``.
-        library_bytes: what libraries took.
+        stream: the stream of recordings.
+        beside: the stream of their second branch, see ``side_by_side``.
+        library_bytes: bytes that libraries keep for both.
     """
 
     stream: torch.cuda.Stream
@@ -42,7 +43,7 @@ class Recorder:
 
 @cache
 def recorder(device: torch.device) -> Recorder:
-    """One for each device: every further stream would cost another workspace."""
+    """Return the device's recorder; there is one, because each stream costs a workspace."""
     with torch.cuda.device(device):
         stream, beside = (stream_of_recordings(device) for _ in range(2))
         synchronise(device)
@@ -54,11 +55,10 @@ def recorder(device: torch.device) -> Recorder:
 
 
 def warm_libraries(device: torch.device) -> None:
-    """Let libraries take what they keep, on the stream in use and those of recordings, before
-    anything is cached.
+    """Let libraries allocate their workspaces, before anything is cached.
 
-    Later they would take it of a larger piece that is free just then, which could not be given back
-    any more.
+    This covers the current stream and the recording streams. Allocated later, a workspace would lie
+    in a larger free segment, which could then never be returned to the device.
     """
     if device.type == "cuda":
         _use_libraries(device, torch.cuda.current_stream(device))
@@ -66,7 +66,7 @@ def warm_libraries(device: torch.device) -> None:
 
 
 def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Run what takes a workspace on a stream, forwards and backwards."""
+    """Run a forward and a backward pass that need a workspace, on a stream."""
     with torch.cuda.stream(stream), torch.enable_grad():
         square = torch.ones(256, 256, device=device, requires_grad=True)
         product = torch.nn.functional.linear(square, square, square[0])
@@ -74,11 +74,14 @@ def _use_libraries(device: torch.device, stream: torch.cuda.Stream) -> None:
 
 
 class NotRecordable(Exception):
-    """The work synchronises with the host or does what a CUDA graph cannot hold."""
+    """The work synchronises with the host or does something that a CUDA graph cannot hold."""
 
 
 def memory_pool(device: torch.device) -> Any:
-    """Memory for recordings that share it; each must leave nothing there that is read after it."""
+    """Return a memory pool for recordings that share it.
+
+    A recording must leave no result in a shared pool that is read after the next replay.
+    """
     with torch.cuda.device(device):
         return torch.cuda.graph_pool_handle()
 
@@ -92,29 +95,28 @@ def record(
     rooms: Sequence[Rooms] = (),
     warm: bool = False,
 ) -> list[Callable[[], None]]:
-    """Record each pass as a CUDA graph; graphs that share memory replay only in order, one after
-    another.
+    """Record each pass as a CUDA graph and return the functions that replay them.
 
-    What a pass leaves may lie where an earlier one of the same memory works, or any other that was
-    recorded there: it must be used before that one is replayed again. Passes whose results are used
-    later have memory of their own.
+    Graphs that share a pool may replay only in order, one after another. The results of a pass lie
+    in memory that later recordings of the same pool use: read them before those replay. Passes
+    whose results are needed longer get a pool of their own.
 
     Args:
-        passes: work on static tensors, the later on results of the earlier.
+        passes: work on static tensors; later passes may read results of earlier ones.
         device: where they run.
-        pools: by pass, the memory that it takes, from ``memory_pool``; one for all of them, and
-            theirs alone, if None.
-        generators: by pass, those that it draws random numbers from beside the device's.
-        rooms: by pass, the pieces of memory that it takes first and works in; see
-            ``fitting_rooms``. Without any it takes piece by piece.
-        warm: passes like these have run before, and did nothing that cannot be recorded; else they
-            run thrice first.
+        pools: for each pass, a pool from ``memory_pool``; None for one new pool for all of them.
+        generators: for each pass, the random number generators that it uses in addition to the
+            device's.
+        rooms: for each pass, the pieces of memory to reserve first; see ``fitting_rooms``. Empty to
+            let memory grow as needed.
+        warm: the passes ran before and did nothing that cannot be recorded. Otherwise they run
+            three times first.
 
     Returns:
-        What replays each.
+        For each pass, a function that replays it.
 
     Raises:
-        NotRecordable: a pass cannot be recorded.
+        NotRecordable: if a pass cannot be recorded.
     """
     pools = [memory_pool(device)] * len(passes) if pools is None else pools
     with ErrorTranslation(_not_recordable), _recordable(device) as stream:
@@ -133,32 +135,29 @@ def record(
         ]
 
 
-# So often a pass that shares its memory is recorded there to see what those like it take: the first
-# leaves pieces in another order than it found them.
+# Recordings of a pass in its shared pool before it is measured: the first one leaves the free
+# pieces in a different order, so the second is typical.
 _TURNS = 2
 
 
 def fitting_rooms(
     passes: Sequence[Callable[[], Any]], device: torch.device, shared: Collection[int] = ()
 ) -> list[Rooms]:
-    """By pass, the pieces of memory from which it takes the least in all; none: it does best piece
-    by piece.
+    """Return for each pass the initial pieces with which it reserves the least memory.
 
-    The passes are warm then, see ``record``.
-
-    Piece by piece, what is freed in a pass serves only what is no larger, and a small tensor in it
-    spoils it for the next large one: gaps stay that take up to half of the memory. Blocks that lie
-    side by side in a piece are joined when they are free. Which pieces are best follows from what
-    the passes ask for; see ``placer.devices.allocator.packing``.
+    Empty pieces mean that growing as needed is best. Without pieces, freed memory of a pass serves
+    only requests that are no larger, and a small tensor in it blocks the next large one. The gaps
+    take up to half of the memory. In one large piece, adjacent free blocks merge.
+    ``placer.devices.allocator.packing`` finds the best pieces from the passes' requests. Afterwards
+    the passes are warm, see ``record``.
 
     Args:
-        passes: as for ``record``; each is to have memory of its own, or to share it with others as
-            large.
+        passes: as for ``record``; each with its own pool, or sharing one with passes of equal size.
         device: where they run.
-        shared: the places of those that share it.
+        shared: the indices of the passes that share a pool.
 
     Raises:
-        NotRecordable: a pass cannot be recorded.
+        NotRecordable: if a pass cannot be recorded.
     """
     with ErrorTranslation(_not_recordable), _recordable(device) as stream:
         _warm_up(passes, stream)
@@ -167,10 +166,11 @@ def fitting_rooms(
 
         def taken(rooms: Sequence[Rooms], histories: Sequence[_History] = ()) -> list[int]:
             pools, sizes = [memory_pool(device) for _ in passes], [0] * len(passes)
-            graphs = []  # keep the memory that the next turn shares
+            graphs = []  # references keep the pools alive for the next turn
             for turn in range(max(turns)):
                 for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
-                    # else it only runs for those behind it
+                    # otherwise it runs only because later passes read its results
+                    # a pass that no longer counts still runs, because later passes read its results
                     counts = turn < turns[place]
                     pool = pools[place] if counts else memory_pool(device)
                     with (
@@ -188,7 +188,7 @@ def fitting_rooms(
         asked: list[_History] = [[] for _ in passes]
         first = taken([()] * len(passes), asked)
         torch.cuda.empty_cache()
-        # a trial may take more than it will save
+        # a trial may reserve more than it will save
         scarce = 2 * sum(first) > torch.cuda.mem_get_info(device)[0]
         if scarce:
             return [()] * len(passes)
@@ -205,7 +205,10 @@ _History = list[Mapping[str, Any]]
 
 @contextmanager
 def _noting(history: _History, device: torch.device) -> Iterator[None]:
-    """Note what torch's allocator does; nothing where its history cannot be had, or is a user's."""
+    """Record the actions of torch's allocator in ``history``.
+
+    Record nothing if torch has no such history or the user already records one.
+    """
     try:
         mine = not torch._C._cuda_isHistoryEnabled()
         if mine:
@@ -213,7 +216,7 @@ def _noting(history: _History, device: torch.device) -> Iterator[None]:
                 "all", context=None, stacks="python", clear_history=True
             )
     except (AttributeError, TypeError):
-        # these functions are torch's own, and may change
+        # private functions of torch, which may change
         mine = False
     try:
         yield
@@ -238,16 +241,14 @@ def _captured(
     drawn_from: Sequence[torch.Generator],
     rooms: Rooms,
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The graph of a pass, and what it took of the device's memory beyond what its pool had, in
-    bytes.
-    """
+    """Return the graph of a pass and the bytes that it reserved beyond its pool."""
     graph = torch.cuda.CUDAGraph()
     for generator in drawn_from:
         graph.register_generator_state(generator)
     try:
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=_ERRORS)
         with _uncollected(), warnings.catch_warnings(), recording:
-            # a layer of views alone
+            # a pass of views only has no kernels
             warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
             before = torch.cuda.memory_reserved(stream.device)
             _take_rooms(stream, rooms)
@@ -260,13 +261,13 @@ def _captured(
 
 
 def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
-    """Take the pieces of each stream and free them at once: they are the pool's from now on."""
+    """Allocate and free the pieces of each stream, which reserves them for the pool."""
     beside = recorder(stream.device).beside
     for one, pieces in zip((stream, beside), rooms, strict=False):
         if not pieces:
             continue
         if one is beside:
-            beside.wait_stream(stream)  # else it is not of the recording
+            beside.wait_stream(stream)  # makes this stream part of the recording
         with torch.cuda.stream(one):
             held = [torch.empty(piece, dtype=torch.uint8, device=stream.device) for piece in pieces]
             del held
@@ -276,8 +277,9 @@ def _take_rooms(stream: torch.cuda.Stream, rooms: Rooms) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No collection by Python: what one would let go, graphs and memory of several streams, breaks
-    a recording off.
+    """Suspend Python's garbage collector.
+
+    A collection could destroy graphs, or memory of several streams, and break the recording off.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -289,23 +291,22 @@ def _uncollected() -> Iterator[None]:
 
 
 def _end_allocating(device: torch.device, pool: Any) -> None:
-    """Let a pool go whose recording failed.
+    """Release the pool of a failed recording.
 
-    Where a recording is broken off by what it may not do, torch never tells its allocator that it
-    is over: the pool would stay, and memory that several streams used would not be given back on
-    this device any more.
+    If a forbidden call breaks a recording off, torch does not notify its allocator. The pool would
+    stay, and memory that several streams used could never be freed on this device.
     """
     try:
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
     except RuntimeError:
-        # the recording ended as it should: the graph itself lets its pool go
+        # the recording ended normally: the graph itself releases its pool
         return
     torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 @contextmanager
 def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Give the stream to record on; a failure leaves the device as it was."""
+    """Yield the stream to record on; restore the device's state after a failure."""
     # a capture fails while another device is current
     with RECORDING, torch.cuda.device(device):
         stream, before = recorder(device).stream, torch.cuda.current_stream(device)
@@ -314,9 +315,9 @@ def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            # a recording that fails may leave its own stream current
+            # a failed recording may leave its own stream current
             torch.cuda.set_stream(before)
-            # and random numbers expecting a recording
+            # and the random number generator in capture mode
             generator = torch.cuda.default_generators[device.index or 0]
             generator.graphsafe_set_state(generator.clone_state())
             synchronise(device)
@@ -324,7 +325,7 @@ def _recordable(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def _not_recordable(error: BaseException) -> BaseException:
-    """Say of whatever fails in a recording, but for want of memory, that it cannot be recorded."""
+    """Return a NotRecordable for every exception except out-of-memory errors."""
     if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
         return error
     found = NotRecordable(str(error))
@@ -333,18 +334,21 @@ def _not_recordable(error: BaseException) -> BaseException:
 
 
 def recording() -> bool:
-    """Whether what is issued now is recorded."""
+    """Return whether the current stream is being recorded."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> None:
-    """Issue two pieces of work, of which neither reads what the other writes.
+    """Issue two pieces of work that do not read each other's results.
 
-    Where they are recorded they are branches of the CUDA graph, so that kernels of one run where
-    those of the other leave the device idle; else they run one after the other.
+    In a recording they become parallel branches of the CUDA graph, so kernels of one run where the
+    other leaves the device idle. Otherwise they run one after the other.
+
+        stream         ──┬── first ───┬──
+        second stream    └── second ──┘
 
     Args:
-        works: two at the most.
+        works: at most two.
         device: where they run.
     """
     if len(works) < 2 or device.type != "cuda" or not recording():
@@ -361,11 +365,11 @@ def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> N
 
 
 def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> None:
-    """Run the passes three times on the stream that records; the last refuses what would spoil a
-    recording.
+    """Run the passes three times on the recording stream.
 
-    It would refuse that to other threads, too, who may wait for devices: where there are some, the
-    recording tells.
+    The last run raises on a synchronisation, which a recording does not allow. This setting is
+    process-wide and would fail other threads that synchronise, so it is used only if there are
+    none. Otherwise the recording itself fails.
     """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     mode = torch.cuda.get_sync_debug_mode()
@@ -384,6 +388,6 @@ def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
-        # torch tells that the mode does not detect everything: neither must it
+        # torch warns that the mode misses some synchronisations, which is acceptable here
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)

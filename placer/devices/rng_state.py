@@ -1,6 +1,4 @@
-"""The state of random number generators: given back afterwards, or set so that a second pass draws
-the same again.
-"""
+"""State of random number generators: restored after a block, or replayed for a second pass."""
 
 from __future__ import annotations
 
@@ -13,28 +11,28 @@ import torch
 from placer.devices.recording import recording
 
 _MASK = (1 << 63) - 1
-# By how much a generator's offset grows at least when numbers are drawn.
+# Minimum step of a generator's offset when numbers are drawn.
 _DRAWN = 4
-# An odd number whose multiples spread over all of 64 bits (the golden ratio's).
+# Odd multiplier whose multiples spread over 64 bits (golden ratio).
 _APART = 0x9E3779B97F4A7C15
 
 
 @contextmanager
 def keep_random_state(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Give the random number generators of host and devices their states back afterwards."""
+    """Restore the random number generators of host and devices after the block."""
     indices = [device.index or 0 for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=indices, device_type="cuda"):
         yield
 
 
 class Repeated:
-    """The random numbers of a pass, for another that is to draw the same.
+    """The random numbers of one pass, replayed for a second pass.
 
         with repeated.first(): ...     # draws
-        with repeated.again(): ...     # draws the same numbers; what is drawn afterwards knows nothing of it
+        with repeated.again(): ...     # draws the same numbers; later draws are unaffected
 
-    A recorded pass cannot set a generator back. So the two passes are recorded with generators of
-    their own, which are given the same seed before each batch and then draw in step.
+    A recorded pass cannot set a generator back. So the two passes are recorded with two generators,
+    which receive the same seed before each batch and then advance in step.
 
     Args:
         device: where the passes run; numbers drawn on the host repeat too.
@@ -50,13 +48,12 @@ class Repeated:
             self.generators = [self._default.clone_state(), self._default.clone_state()]
 
     def seed(self) -> None:
-        """Let a batch that is replayed draw numbers of its own, which follow from the device's
-        generator.
-        """
+        """Seed both generators for a new batch, derived from the device's generator."""
         if self._default is None:
             return
         state = self._default.get_state()
         seed, offset = state.view(torch.int64).tolist()
+        # advance the device's generator as a draw would, so that batches get different seeds
         state.view(torch.int64)[1] = offset + _DRAWN
         self._default.set_state(state)
         mixed = (seed + _APART * (offset + 1)) & _MASK
@@ -65,7 +62,7 @@ class Repeated:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """The pass that draws."""
+        """Run the pass that draws."""
         if self._recorded():
             with self._with(self.generators[0]):
                 yield
@@ -75,7 +72,7 @@ class Repeated:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The pass that draws the same."""
+        """Run the pass that draws the same numbers."""
         if self._recorded():
             with self._with(self.generators[1]):
                 yield

@@ -1,12 +1,10 @@
-"""Which way bytes go between two devices: straight, or, where a link corrupts them, through the
-host's memory.
+"""Routes of copies between devices: direct, or through the host where a link corrupts data.
 
-    cuda:0 ──────────────────────────▶ cuda:1      straight: peer to peer
-    cuda:0 ────▶ the host's memory ──▶ cuda:1      a detour
+    cuda:0 ──────────────────────────▶ cuda:1      direct: peer to peer
+    cuda:0 ────▶ the host's memory ──▶ cuda:1      detour
 
-Some machines corrupt copies between peers silently. A profile finds such links, and a placement
-made with it tells
-which: this process then copies over none of them.
+Some machines corrupt peer-to-peer copies silently. A profile finds such links, and a placement made
+with it lists them. This process then copies over none of them.
 """
 
 from __future__ import annotations
@@ -19,22 +17,21 @@ from placer.devices.names import parse
 from placer.errors import InputError
 
 HOST = torch.device("cpu")
-"""The host's memory, and no stand-in."""
+"""The host's memory, which is not a stand-in."""
 
 _detours: set[tuple[torch.device, torch.device]] = set()
 
 
 def detour(source: torch.device, target: torch.device) -> None:
-    """From now on, let what goes from ``source`` to ``target`` go through the host's memory."""
+    """Route later copies from ``source`` to ``target`` through the host."""
     _detours.add((source, target))
 
 
 def take_detours(links: Iterable[tuple[str, str]]) -> None:
-    """Let what goes over these links go through the host's memory.
+    """Route later copies over these links through the host.
 
     Args:
-        links: names of sources and targets, as in a placement; those of devices elsewhere make no
-            difference here.
+        links: names of sources and targets, as in a placement; unknown devices are skipped.
     """
     for source, target in links:
         try:
@@ -44,15 +41,15 @@ def take_detours(links: Iterable[tuple[str, str]]) -> None:
 
 
 def detours() -> frozenset[tuple[torch.device, torch.device]]:
-    """Return the links over which copies go through the host's memory."""
+    """Return the links whose copies go through the host."""
     return frozenset(_detours)
 
 
 def set_detours(links: Iterable[tuple[torch.device, torch.device]]) -> None:
-    """Let copies over these links, and over no others, go through the host's memory.
+    """Route copies over these links, and over no others, through the host.
 
     Args:
-        links: as ``detours()`` returned them.
+        links: as returned by ``detours()``.
     """
     wanted = set(links)
     _detours.intersection_update(wanted)
@@ -60,10 +57,10 @@ def set_detours(links: Iterable[tuple[torch.device, torch.device]]) -> None:
 
 
 def straight(source: torch.device, target: torch.device) -> None:
-    """From now on, let it go straight again."""
+    """Route later copies from ``source`` to ``target`` directly again."""
     _detours.discard((source, target))
 
 
 def has_detour(source: torch.device, target: torch.device) -> bool:
-    """Whether what goes from ``source`` to ``target`` goes through the host's memory."""
+    """Return whether copies from ``source`` to ``target`` go through the host."""
     return bool(_detours) and (source, target) in _detours

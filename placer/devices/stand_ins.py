@@ -1,5 +1,6 @@
-"""What ``placer.testing.logical_devices`` is told, and what it tells: where tensors are on CPU
-stand-ins.
+"""The interface between this package and ``placer.testing.logical_devices``.
+
+It records which CPU stand-in holds each tensor.
 """
 
 from __future__ import annotations
@@ -13,35 +14,35 @@ from torch import Tensor
 
 
 class Registry(Protocol):
-    """Knows which stand-in each tensor is on."""
+    """A record of the stand-in that holds each tensor."""
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where the tensor is."""
+        """Return the tensor's stand-in."""
 
     def land(self, tensor: Tensor, device: torch.device) -> None:
         """Note that the tensor was copied to the device."""
 
     def expect(self, tensor: Tensor, device: torch.device) -> None:
-        """Raise a MixedDevicesError if the tensor, a gradient, is not there."""
+        """Raise a MixedDevicesError if the tensor, a gradient, is on another stand-in."""
 
     def only(self, device: torch.device) -> AbstractContextManager[None]:
-        """Raise a MixedDevicesError if an operation inside meets tensors of another device."""
+        """Raise a MixedDevicesError if an operation inside reads tensors of another device."""
 
     def answering(self) -> AbstractContextManager[None]:
-        """In it ``tensor.device`` is where the tensor is also in backward passes, where torch
-        leaves that to nobody.
+        """Report stand-ins from ``tensor.device`` in backward passes, too.
+
+        Torch does not dispatch that attribute there.
         """
 
 
 class Onlooker:
-    """A hook on a parameter that looks at its gradient and changes nothing, so that no work has to
-    be left out for it.
+    """A gradient hook that only reads, so that optimisations may skip it safely.
 
-    The user's own hooks may do anything, and run where autograd adds to the parameter itself.
+    User hooks may do anything; they run where autograd accumulates into the parameter itself.
     """
 
     def __call__(self, leaf: Tensor) -> None:
-        """Look at the gradient that a leaf was given."""
+        """Read the gradient that a leaf received."""
         raise NotImplementedError
 
 
@@ -58,9 +59,7 @@ _observed: list[bool] = [True]
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Let ``logical_devices`` look away: what runs inside (capture, measuring) is no part of the
-    user's computation.
-    """
+    """Suspend the checks of ``logical_devices``: capture and measuring are not user work."""
     _observed.append(False)
     try:
         yield
@@ -69,10 +68,10 @@ def unobserved() -> Iterator[None]:
 
 
 def answering() -> AbstractContextManager[None]:
-    """In it tensors on stand-ins say where they are: for what is run again in a backward pass."""
+    """Report stand-ins from ``tensor.device``, for layers that run again in a backward pass."""
     return registries[-1].answering() if registries else nullcontext()
 
 
 def observed() -> bool:
-    """Whether ``logical_devices`` should look."""
+    """Return whether ``logical_devices`` checks operations."""
     return _observed[-1]

@@ -1,8 +1,9 @@
-"""CUDA streams that the library makes: torch hands out the same 32 streams of a device repeatedly.
+"""CUDA streams for lanes and recordings, kept apart where possible.
 
-Two lanes on one stream run one after the other, which only costs time. But work that one thread
-issues to a stream while another thread records on it would enter the recording or break it off.
-Therefore lanes and recordings share no stream, as long as the pool has others.
+Torch hands out the same 32 streams of a device repeatedly. Two lanes on one stream run one after
+the other, which only costs time. But work that one thread issues to a stream while another thread
+records on it would enter the recording or break it off. Therefore lanes and recordings share no
+stream, as long as the pool has others.
 """
 
 from __future__ import annotations

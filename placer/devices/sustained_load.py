@@ -1,8 +1,8 @@
-"""How much longer a GPU at its power limit takes for work under a load that lasts.
+"""The slowdown of a GPU at its power limit under a sustained load.
 
-When work begins the clocks are full. Then the power limit lowers them, and under a load that lasts the control swings,
-about once a second, so that the mean is longer than what a few tenths of a second show. A product of matrices on an
-H200, in ms::
+At first the clocks are at their maximum. Then the power limit lowers them, and under a sustained
+load the control oscillates about once a second. So the mean time is longer than a measurement of a
+few tenths of a second shows. A product of matrices on an H200, in ms::
 
     0.242 | 0.269  0.269  0.269 | 0.302 | 0.271  0.271 | 0.283  0.283 | 0.277 ...
         0.07 s               0.75 s     1 s          1.5 s            2 s
@@ -24,12 +24,12 @@ from placer.devices.names import synchronise
 from placer.devices.recording import record
 
 LASTING_S = 2.0
-"""So long a load is that lasts: two swings of the control."""
+"""Duration of a sustained load in seconds: two oscillations of the power control."""
 
 SLOWER = 1.03
-"""Work that takes so much longer once the clocks are lowered keeps a device at its power limit."""
+"""Work that slows down by this factor when the clocks drop keeps the device at its power limit."""
 
-# Until when clocks are full, and from when until when they are lowered and do not swing yet.
+# Seconds until the clocks drop, until they are low, and until they start to oscillate.
 _FULL_S, _LOWERED_S, _SWINGING_S = 0.03, 0.2, 0.6
 
 _REST_S = 0.3
@@ -38,11 +38,10 @@ _SIDE, _PRODUCTS = 4096, 16
 
 @cache
 def lasting_share(device: torch.device) -> float:
-    """What work at the power limit takes under a load that lasts, over what it takes after some
-    tenths of a second.
+    """Return the sustained time of power-limited work over its time in the first tenths.
 
-    At least 1; measured once, with large products, in about 2.5 s. It is 1 where there is no room
-    for them, and of what is no CUDA device.
+    At least 1. Measured once per device with large matrix products, in about 2.5 s; 1 on the CPU,
+    and if the products do not fit into memory.
     """
     if device.type != "cuda":
         return 1.0
@@ -55,11 +54,10 @@ def lasting_share(device: torch.device) -> float:
 
 
 def lasting_over_lowered(times_ms: Sequence[float]) -> float:
-    """The mean of the times of equal work over the median of those while clocks did not swing yet,
-    at least 1.
+    """Return the sustained mean over the median before the clocks oscillate; at least 1.
 
     Args:
-        times_ms: one after another, without a rest.
+        times_ms: times of equal work that ran back to back, in milliseconds.
     """
     lasting = [(end, ms) for end, ms in _ends(times_ms) if end > _LOWERED_S]
     lowered = [ms for end, ms in lasting if end <= _SWINGING_S]
@@ -71,11 +69,10 @@ def lasting_over_lowered(times_ms: Sequence[float]) -> float:
 
 
 def is_at_limit(times_ms: Sequence[float]) -> bool:
-    """Whether equal work became slower while it ran for the first tenth of a second, as it does at
-    the power limit.
+    """Return whether equal work slowed down within a tenth of a second, as at the power limit.
 
     Args:
-        times_ms: one after another, without a rest, after a rest.
+        times_ms: times of back-to-back runs after a rest, in milliseconds.
     """
     full = [ms for end, ms in _ends(times_ms) if end <= _FULL_S] or times_ms[:1]
     last = times_ms[-len(full) :]
@@ -83,7 +80,7 @@ def is_at_limit(times_ms: Sequence[float]) -> bool:
 
 
 def _ends(times_ms: Sequence[float]) -> list[tuple[float, float]]:
-    """Each time with when it was over, in seconds from the begin."""
+    """Return each time with its end, in seconds from the start."""
     return [(end / 1e3, ms) for end, ms in zip(accumulate(times_ms), times_ms, strict=True)]
 
 
@@ -99,5 +96,6 @@ def _product_ms(device: torch.device) -> list[float]:
 
     (replay,) = record([products], device)
     synchronise(device)
+    # let the clocks recover, so that the measurement starts at full speed
     time.sleep(_REST_S)
     return lasting_ms([replay], device, _LOWERED_S + LASTING_S)[0]

@@ -1,4 +1,4 @@
-"""Tensors from device to device, and their gradients back."""
+"""Copies of tensors between devices, differentiable where needed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from placer.devices.tensor_parts import (
 
 
 def location(tensor: Tensor) -> torch.device:
-    """Return the device that holds the tensor, under ``logical_devices`` the stand-in."""
+    """Return the device that holds the tensor; under ``logical_devices`` the stand-in."""
     if registries:
         return registries[-1].device(tensor)
     if type(tensor) in USUAL:
         return tensor.device
-    # of a wrapper, which may remember the device on which it was made
+    # a wrapper subclass may report the device on which it was created
     inside = own_parts(tensor)
     return inside[-1].device if inside else tensor.device
 
 
 def same(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one; outside ``logical_devices`` all CPU stand-ins hold each other's
-    tensors.
+    """Return whether two devices are the same.
+
+    Outside ``logical_devices``, all CPU stand-ins share their tensors and count as one.
     """
     if a.type == CPU and b.type == CPU and not stand_ins:
         return True
@@ -43,7 +44,10 @@ def same(a: torch.device, b: torch.device) -> bool:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on that device; itself if it is there. Differentiable: the gradient moves back."""
+    """Return the tensor on a device; the tensor itself if it is there.
+
+    Differentiable: the gradient is copied back.
+    """
     source = location(tensor)
     if same(source, device):
         return tensor
@@ -55,43 +59,43 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether it stands for another one inside ``torch.func``, as ``vmap`` has it; such a one hides
-    its gradient.
+    """Return whether ``torch.func`` (such as ``vmap``) wraps the tensor.
+
+    Such a wrapper hides ``requires_grad`` of the tensor inside.
     """
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that this one stands for inside ``torch.func``, which has memory of its own;
-    itself elsewhere.
-    """
+    """Return the tensor with memory of its own that ``torch.func`` wraps; others unchanged."""
     while is_transformed(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def has_tangents() -> bool:
-    """Whether tensors may have tangents now, inside ``torch.autograd.forward_ad.dual_level()``."""
+    """Return whether ``torch.autograd.forward_ad.dual_level()`` is active."""
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
 def is_in_transform() -> bool:
-    """Whether torch.func or forward-mode derivatives are under way, which what is made now would be
-    a part of.
+    """Return whether a ``torch.func`` transform or forward-mode differentiation is active.
+
+    Tensors created then would become part of it.
     """
     return has_tangents() or bool(torch._C._functorch.get_dynamic_layer_stack_depth())
 
 
 def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Tensor:
-    """Return a copy of a tensor on a device, without a history.
+    """Return a copy of a tensor on a device, detached from its history.
 
-    A quantised weight, say, is copied with all that it consists of: a wrapper with the tensors
-    inside it, and attributes with the tensors in them.
+    A quantised weight is copied with all its parts: a wrapper with its inner tensors, attributes
+    with the tensors in them.
 
     Args:
         tensor: any tensor.
-        device: of the copy.
-        known: copies of plain tensors made before, so that what shares memory does so again; see
+        device: the device of the copy.
+        known: copies made before, so that tensors that share memory share it again; see
             ``rebuilt``.
     """
     if known is None and is_plain(tensor):
@@ -100,14 +104,12 @@ def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Te
 
 
 def copied_object(value: Any, device: torch.device, known: Known | None = None) -> Any:
-    """Return a container or an object like this one with copies of its tensors on a device; see
-    ``copy``.
-    """
+    """Return a container or object like this one with its tensors copied to a device."""
     return rebuilt_object(value, lambda part: _copied(part, device), known)
 
 
 def is_at(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor, and all that it wraps and that is attached to it, is on a device."""
+    """Return whether a tensor, with its wrapped and attached tensors, is on a device."""
     return all(same(location(part), device) for part in parts(tensor))
 
 
@@ -118,21 +120,21 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
-    """Copy into a tensor, straight from the one device to the other, without waiting for a GPU."""
+    """Copy into a tensor directly, without waiting for a GPU."""
     target.copy_(source, non_blocking=True)
 
 
 def add(summand: Tensor, total: Tensor) -> None:
-    """Add to a tensor what is on its device."""
+    """Add a summand on the same device to a tensor."""
     total.add_(summand)
 
 
 def staged(tensor: Tensor, device: torch.device) -> Tensor:
-    """What to write to a device in a tensor's place, so that the host goes on meanwhile.
+    """Return a tensor that a GPU can copy while the host goes on.
 
-    A GPU copies from the host's memory on its own only where that is pinned: else the host waits
-    until the GPU has come to the copy. A tensor in other memory of the host is copied to pinned
-    memory first; any other is given back.
+    A GPU copies asynchronously only from pinned host memory; otherwise the host blocks until the
+    copy runs. So pageable host memory is copied to pinned memory first. Any other tensor is
+    returned unchanged.
     """
     if device.type != "cuda" or tensor.device.type != CPU or tensor.is_pinned():
         return tensor
@@ -141,8 +143,9 @@ def staged(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy into a tensor on any device, by way of the host's memory where it must be; waits only if
-    that is its end.
+    """Copy into a tensor on any device, through the host where the route requires it.
+
+    Wait only if the target is in host memory.
     """
     if not is_plain(target):
         for inner, given in zip(own_parts(target), own_parts(source), strict=True):
@@ -152,6 +155,7 @@ def fill(target: Tensor, source: Tensor) -> None:
     if has_detour(here, there):
         source, here = _copy_straight(source, HOST), HOST
     write(source, target, here, there)
+    # the host may read the target right after this call
     if there.type == CPU:
         synchronise(here)
 
@@ -168,9 +172,10 @@ def _copy_straight(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """A copy forwards and a copy back; torch's own copy forgets which stand-in a tensor came from.
+    """A copy whose gradient is copied back to the source device.
 
-    The way back is one too where gradients are made of gradients (``create_graph=True``).
+    Torch's own copy forgets which stand-in a tensor came from. The backward copy is differentiable
+    too (``create_graph=True``).
     """
 
     generate_vmap_rule = True

@@ -1,15 +1,13 @@
-"""The plain tensors that hold a tensor's data, and a tensor like another one over other plain
-tensors.
+"""The plain tensors that hold a tensor's data, and rebuilding a tensor over other ones.
 
 Not every weight is one block of numbers:
 
     plain              itself
     sparse             indices and values
-    wrapper subclass   inner tensors (``__tensor_flatten__``), perhaps wrappers again: a quantised weight
+    wrapper subclass   inner tensors (``__tensor_flatten__``), perhaps nested: a quantised weight
     with attributes    itself, and the tensors in its attributes: a quantisation state
 
-Counting bytes, telling where a weight is, copying it and moving it in place all work on these plain
-tensors.
+Counting bytes, locating, copying and moving a weight all work on these plain tensors.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ from placer.devices.stand_ins import unobserved
 from placer.utils.python_objects import fields, is_object, is_torchs, own
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
-"""From a plain tensor to the plain tensor that takes its place."""
+"""A function from a plain tensor to its replacement."""
 
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 USUAL = frozenset({Tensor, nn.Parameter})
-"""The classes of tensors that are no wrappers."""
+"""The tensor classes that are not wrappers."""
 _NUMBERS = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
 MAX_DEPTH = 4
-"""Objects and containers inside one another that are searched for attached tensors."""
-# Larger containers are no state of a weight.
+"""Maximum nesting of objects and containers that are searched for attached tensors."""
+# Larger containers are not searched: they are not the state of a weight.
 _MAX_ITEMS = 1_000
 
 
@@ -52,17 +50,15 @@ def is_block(tensor: Tensor) -> bool:
     kind = type(tensor)
     if tensor.layout != torch.strided:
         return False
-    # Of torch's own classes that do not wrap tensors, those that stand for tensors while a model is
-    # traced remain.
+    # Torch's own non-wrapper classes, except those that represent tensors during tracing.
     return kind in USUAL or (is_torchs(kind) and not is_traceable_wrapper_subclass(tensor))
 
 
 def dispatches(kind: type) -> bool:
-    """Return whether a tensor class defines what operations do with its tensors, as wrappers of
-    quantised weights do.
+    """Return whether a tensor class overrides ``__torch_dispatch__``, as quantised weights do.
 
     A mode that watches operations leaves such an operation to the class, and sees the operations
-    that this makes of it.
+    that it is decomposed into.
     """
     return not is_torchs(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
@@ -73,9 +69,9 @@ def has_own_memory(tensor: Tensor) -> bool:
 
 
 def parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the plain tensors that hold a tensor's data and what is attached to it.
+    """Return the plain tensors that hold a tensor's data and its attached state.
 
-    A tensor's own data come last, and of a sparse tensor the values.
+    The tensor's own data come last; the values are last for a sparse tensor.
     """
     if is_plain(tensor):
         return (tensor,)
@@ -83,7 +79,7 @@ def parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def own_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the plain tensors that hold a tensor's data, without what is attached to it."""
+    """Return the plain tensors that hold a tensor's data, without its attached state."""
     if is_block(tensor):
         return (tensor,)
     if _is_wrapper(tensor):
@@ -111,8 +107,8 @@ def _attached(tensor: Tensor, seen: set[int]) -> Iterator[Tensor]:
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a container or an object, with their names in it.
 
-    Parameters, and tensors with a history, belong to somebody else. What refers to modules or
-    optimizers is more than the state of a weight, and has none here.
+    Parameters and tensors with a history belong to other owners and are left out. So are objects
+    that refer to modules or optimizers: they are more than the state of a weight.
     """
     return _named_tensors(value, "", 0, set())
 
@@ -140,17 +136,17 @@ def holds_tensors(value: Any) -> bool:
 
 
 def rebuilt_object(value: Any, change: Change, known: Known | None = None) -> Any:
-    """Return a container or an object like this one with other tensors in it; see ``rebuilt``."""
+    """Return a container or object like this one with replaced tensors; see ``rebuilt``."""
     with unobserved(), torch.no_grad():
         return _Rebuilding(change, Known() if known is None else known).value(value)
 
 
 def with_tensors(value: Any, others: Mapping[int, Tensor]) -> Any:
-    """Return a container or an object like this one with given tensors in it.
+    """Return a container or object like this one with given tensors in it.
 
     Args:
-        value: it is not changed; without tensors in it, it is what is returned.
-        others: by the ``id`` of each tensor in it, the tensor in its place.
+        value: not changed; returned itself if it holds no tensors.
+        others: by the ``id`` of each tensor in it, the replacement.
     """
     rebuilding = _Rebuilding(lambda part: part, Known())
     rebuilding.seen.update(others)
@@ -158,21 +154,17 @@ def with_tensors(value: Any, others: Mapping[int, Tensor]) -> Any:
 
 
 def take_over_object(value: Any, made: Any) -> None:
-    """Give a container or an object the tensors of another one, which ``rebuilt_object`` made of
-    it.
-    """
+    """Give an object the tensors of ``made``, which ``rebuilt_object`` built from it."""
     _taken(value, made, set())
 
 
 def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tensor:
-    """Return a tensor like this one, of the same class and with the same attributes, over other
-    plain tensors.
+    """Return a tensor of the same class and attributes over other plain tensors.
 
     Args:
-        tensor: any tensor; it is not changed.
-        change: is called once for each plain tensor; views of the same memory remain views of the
-            same memory.
-        known: keeps what ``change`` returned for several calls.
+        tensor: any tensor; not changed.
+        change: called once for each plain tensor; views of one memory stay views of one memory.
+        known: carries the results of ``change`` over several calls.
 
     Returns:
         The tensor, without a history. Tensors in attributes are replaced, too; other attributes are
@@ -183,10 +175,10 @@ def rebuilt(tensor: Tensor, change: Change, known: Known | None = None) -> Tenso
 
 
 def take_over(tensor: Tensor, made: Tensor) -> None:
-    """Give a tensor the data and the attached state of another one, which ``rebuilt`` made of it;
-    it remains the same.
+    """Give a tensor the data and attached state of ``made``, which ``rebuilt`` built from it.
 
-    Objects in its attributes remain the same, too, since others may refer to them.
+    The tensor and the objects in its attributes keep their identity, since others may refer to
+    them.
     """
     if is_plain(tensor):
         tensor.data = made
@@ -196,31 +188,29 @@ def take_over(tensor: Tensor, made: Tensor) -> None:
 
 
 class Known:
-    """The plain tensors that took the place of others, by the memory of these."""
+    """The replacements of plain tensors, by the memory of the originals."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self.devices: dict[torch.device, torch.device] = {}
 
     def get(self, part: Tensor, change: Change) -> Tensor:
-        """Return what takes the place of a plain tensor."""
+        """Return the replacement of a plain tensor."""
         key = memory_key(part)
         if key not in self._made:
             made = change(part)
-            # the first one is kept: its memory must not become another tensor's
+            # keep the original alive, so that its memory (the key) is not reused
             self._made[key] = part, made
             self.devices[part.device] = made.device
         return self._made[key][1]
 
 
 def memory_key(part: Tensor) -> tuple[Any, ...]:
-    """Return what tells the memory of a plain tensor from the memory of others, as long as it
-    lives.
-    """
+    """Return a key that identifies the memory of a plain tensor while it lives."""
     try:
         storage = part.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
-        # it hides its memory, as tensors of oneDNN do
+        # oneDNN tensors, for example, do not expose their storage
         return (id(part),)
     lies = part.storage_offset(), part.shape, part.stride()
     return storage, *lies, part.dtype, part.is_conj(), part.is_neg()
@@ -230,7 +220,7 @@ class _Rebuilding:
     """One call of ``rebuilt``.
 
     Attributes:
-        seen: by the ``id`` of tensors, containers and objects, what takes their place.
+        seen: the replacements of tensors, containers and objects, by ``id``.
     """
 
     def __init__(self, change: Change, known: Known) -> None:
@@ -238,7 +228,7 @@ class _Rebuilding:
         self.seen: dict[int, Any] = {}
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that takes the place of another one."""
+        """Return the replacement of a tensor."""
         if id(tensor) in self.seen:
             known: Tensor = self.seen[id(tensor)]
             return known
@@ -253,7 +243,7 @@ class _Rebuilding:
         if _is_wrapper(tensor):
             inner = {name: self.tensor(item) for name, item in _inner(tensor).items()}
             return _wrapped(tensor, inner, self._on_devices)
-        # a class may not implement what is called here
+        # bypass subclasses that do not implement these calls
         with torch._C.DisableTorchFunctionSubclass():
             own_data = [part.detach() for part in _components(tensor)]
             if type(tensor) not in USUAL and not is_block(tensor):
@@ -262,7 +252,7 @@ class _Rebuilding:
             return _like(tensor, new_data[0]) if len(new_data) == 1 else _sparse(tensor, new_data)
 
     def value(self, value: Any) -> Any:
-        """Return what takes the place of an attribute's value."""
+        """Return the replacement of an attribute's value."""
         if isinstance(value, Tensor):
             return self.tensor(value) if holds_tensors(value) else value
         if id(value) in self.seen:
@@ -272,6 +262,7 @@ class _Rebuilding:
         if isinstance(value, tuple):
             items = [self.value(item) for item in value]
             return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        # registered before its items are visited: objects may refer to themselves
         made = self.seen[id(value)] = copy.copy(value)
         inside = contents(value)
         for key, item in inside.items():
@@ -282,9 +273,7 @@ class _Rebuilding:
         return made
 
     def _on_devices(self, context: Any) -> Any:
-        """The same with each device that tensors came from replaced by the device that they went
-        to.
-        """
+        """Return the context with the original devices replaced by the new ones."""
         if isinstance(context, torch.device):
             return self._known.devices.get(context, context)
         if isinstance(context, dict):
@@ -304,8 +293,8 @@ class _Rebuilding:
 
 def _take_over(tensor: Tensor, made: Tensor) -> None:
     if tensor.layout in (*_BY_ROWS, *_BY_COLUMNS):
-        # Assigning to ``data`` does not replace the components of these layouts. Swapping takes the
-        # flag along.
+        # Assigning to ``data`` does not replace the components of these layouts. Swapping also
+        # exchanges ``requires_grad``.
         made.requires_grad_(tensor.requires_grad)
         torch._C._swap_tensor_impl(tensor, made)
     else:
@@ -321,7 +310,7 @@ def _take_over(tensor: Tensor, made: Tensor) -> None:
 
 
 def _taken(old: Any, new: Any, seen: set[int]) -> Any:
-    """What an attribute has from now on: the old object with new tensors where there is one."""
+    """Return the attribute's new value: the old object with new tensors if possible."""
     if old is new or type(old) is not type(new) or isinstance(new, Tensor | tuple):
         return new
     if not (isinstance(new, dict | list) or fields(new)):
@@ -339,8 +328,9 @@ def _attributes(tensor: Tensor) -> dict[str, Any]:
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, and says what it wraps, or has it in its
-    attributes.
+    """Return whether a tensor has no memory of its own but wraps other tensors.
+
+    It lists them in ``__tensor_flatten__``, or has them in its attributes.
     """
     if type(tensor) in USUAL or is_traceable_wrapper_subclass(tensor):
         return type(tensor) not in USUAL
@@ -352,7 +342,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def _inner(tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors that a wrapper subclass wraps, by name; {} of any other."""
+    """Return the tensors that a wrapper subclass wraps, by name; empty for others."""
     if not _is_wrapper(tensor):
         return {}
     if not is_traceable_wrapper_subclass(tensor):
@@ -364,7 +354,7 @@ def _inner(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _wrapped(tensor: Tensor, inner: dict[str, Tensor], on_devices: Callable[[Any], Any]) -> Tensor:
-    """A wrapper like another one, around other tensors."""
+    """Return a wrapper of the same class around other tensors."""
     made: Tensor
     if is_traceable_wrapper_subclass(tensor):
         context = on_devices(tensor.__tensor_flatten__()[1])
@@ -392,7 +382,7 @@ def _components(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _sparse(tensor: Tensor, components: Sequence[Tensor]) -> Tensor:
-    """A sparse tensor of the same layout over other components."""
+    """Return a sparse tensor of the same layout over other components."""
     if tensor.layout == torch.sparse_coo:
         indices, values = components
         coalesced = tensor.is_coalesced()
@@ -417,8 +407,9 @@ def _sparse(tensor: Tensor, components: Sequence[Tensor]) -> Tensor:
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """Plain data as a tensor of the same class; a parameter's without its class, as copies always
-    are.
+    """Return plain data as a tensor of the same class.
+
+    A parameter becomes a plain tensor, as in every copy.
     """
     kind = type(tensor)
     if kind in USUAL or is_torchs(kind):
@@ -428,7 +419,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """Return what a container or an object holds, by key; {} of anything else."""
+    """Return the content of a container or an object by key; empty for anything else."""
     if isinstance(value, dict):
         return dict(value) if len(value) <= _MAX_ITEMS else {}
     if isinstance(value, list | tuple):
@@ -437,7 +428,7 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def put(holder: Any, key: Any, item: Any) -> None:
-    """Let a list, a dict or an object hold something under a key."""
+    """Set an item of a list or dict, or an attribute of an object."""
     if isinstance(holder, dict | list):
         holder[key] = item
     elif is_object(holder) and key in own(holder):
@@ -447,10 +438,9 @@ def put(holder: Any, key: Any, item: Any) -> None:
 
 
 def unwrapped_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors themselves if all are of the usual classes, else the parts of each.
+    """Return the tensors themselves if all have usual classes, else the parts of each.
 
-    Calls of a flow ask for it again and again, so that hundreds of usual tensors cost no step of
-    Python each.
+    The check is one set operation, because every call of a flow makes it for hundreds of tensors.
     """
     return (
         tensors
@@ -460,9 +450,7 @@ def unwrapped_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where the data of tensors are, for each of their parts; other numbers where one was
-    moved or replaced.
-    """
+    """Return the addresses of the tensors' parts; they differ after a move or replacement."""
     try:
         return [*map(Tensor.data_ptr, unwrapped_all(tensors))]
     except RuntimeError:  # one is sparse

@@ -1,6 +1,4 @@
-"""The times of copies between memories: one alone, several at once, and beside work that the
-devices do.
-"""
+"""Timing of copies between memories: alone, concurrently, and during computation."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from placer.devices.lanes import Lane, Mark
 from placer.devices.names import synchronise
 from placer.devices.recording import recorder
 
-# about two milliseconds: the queues fill before the first copy begins
+# about 2 ms: enough time to fill the queues before the first copy begins
 _ASLEEP_CYCLES = 4_000_000
 _SIDE = 4096  # of the matrices that keep a device busy
 _MOST_PRODUCTS = 2_000
@@ -26,13 +24,13 @@ _MOST_PRODUCTS = 2_000
 
 @dataclass(frozen=True)
 class Shipment:
-    """A copy that is timed.
+    """A copy to be timed.
 
     Attributes:
-        sent: what is copied.
-        received: what it is copied into.
+        sent: the source tensor.
+        received: the target tensor.
         source: the device of ``sent``; ``HOST`` for the host's memory.
-        target: that of ``received``.
+        target: the device of ``received``.
     """
 
     sent: Tensor
@@ -41,12 +39,12 @@ class Shipment:
     target: torch.device
 
     def go(self) -> None:
-        """Copy, without waiting for a GPU."""
+        """Copy without waiting for a GPU."""
         tensor_moves.write(self.sent, self.received, self.source, self.target)
 
 
 def host_buffer(size_bytes: int, pinned: bool) -> Tensor:
-    """Bytes in the host's memory, pinned where GPUs are to copy them without a detour of their own."""
+    """Return a buffer in host memory; pinned for direct copies by GPUs."""
     return torch.zeros(size_bytes, dtype=torch.int8, pin_memory=pinned)
 
 
@@ -56,18 +54,21 @@ def copy_s(
     computing: Sequence[torch.device] = (),
     lasting_s: float = 0.0,
 ) -> list[float]:
-    """The median time of each copy while all of them go on at once.
+    """Return the median time of each copy while all of them run concurrently.
+
+        gate    ─ sleep ─┐                 all queues fill while the gate sleeps
+        lane 1           [copy][copy][copy] ...
+        lane 2           [copy ][copy ][copy ] ...
 
     Args:
-        shipments: each goes again and again, in a queue of its own. Between two host memories only
-            one can.
-        repeats: how often, at least 3.
+        shipments: each is repeated in its own queue. Only one may be between two host memories.
+        repeats: copies per shipment, at least 3.
         computing: GPUs that multiply matrices meanwhile.
-        lasting_s: about how long all of that takes, for how much they multiply.
+        lasting_s: approximate total duration in seconds, which sets the amount of multiplication.
 
     Returns:
-        Seconds, in the order of the shipments; the first and last copies, which may go alone, are
-        left out.
+        Seconds, in the order of the shipments. The first and last copies are left out, because they
+        may run alone.
     """
     if not any(end.type == "cuda" for item in shipments for end in (item.source, item.target)):
         return [_host_copy_s(item, repeats) for item in shipments]
@@ -91,7 +92,7 @@ def copy_s(
 
 
 def _lanes(item: Shipment) -> tuple[Lane, Lane]:
-    """Queues for both ends; a copy runs in that of the GPU that it leaves, or else comes to."""
+    """Return the lanes of both ends; both are the GPU's lane if the other end is the host."""
     if item.source.type == item.target.type:
         return Lane(item.source), Lane(item.target)
     lane = Lane(item.source if item.source.type == "cuda" else item.target)
@@ -99,7 +100,7 @@ def _lanes(item: Shipment) -> tuple[Lane, Lane]:
 
 
 def _gate(device: torch.device) -> Mark:
-    """A mark that is reached only once all queues are full, so that all copies begin together."""
+    """Return a mark that is reached once all queues are full, so that copies start together."""
     lane = Lane(device)
     with torch.cuda.device(device), lane:
         torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
@@ -113,9 +114,7 @@ def _median_s(marks: Sequence[torch.cuda.Event]) -> float:
 
 
 def _host_copy_s(item: Shipment, repeats: int) -> float:
-    """The shortest of several copies: what disturbs a copy inside one memory only ever makes it
-    longer.
-    """
+    """Return the shortest of several copies: disturbances only ever lengthen a host copy."""
     samples = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -125,9 +124,9 @@ def _host_copy_s(item: Shipment, repeats: int) -> float:
 
 
 def _multiply(device: torch.device, lasting_s: float) -> None:
-    """Keep a GPU busy for about so long, without waiting for it.
+    """Keep a GPU busy for about ``lasting_s``, without waiting for it.
 
-    On the stream that recordings use: every further one would take a workspace of cuBLAS for good.
+    The recording stream is used, because another stream would take a cuBLAS workspace for good.
     """
     with torch.cuda.device(device), torch.cuda.stream(recorder(device).stream):
         side = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16, device=device)

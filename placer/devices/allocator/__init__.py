@@ -1,1 +1,1 @@
-"""A model of torch's caching allocator: which pieces of memory a row of requests takes."""
+"""A model of torch's caching allocator: the memory that a sequence of requests takes."""

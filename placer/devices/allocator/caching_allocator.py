@@ -1,15 +1,13 @@
-"""What torch's caching allocator takes of a GPU for a row of requests, as far as its rules are
-fixed.
+"""A simulation of torch's CUDA caching allocator.
 
     requests of a pass ──▶ pieces of the device, each cut into blocks ──▶ bytes of all pieces
 
-A request is served from the smallest free block that is large enough, which is cut in two; blocks
-that lie side by side in a piece are joined when they are free. Where there is none, the device
-gives a further piece. So what is freed serves only what is no larger, and a small tensor in it
-spoils it for the next large one.
+A request is served from the smallest free block that is large enough; the block is split. Adjacent
+free blocks of a piece are merged. If no block fits, the allocator takes another piece from the
+device. So freed memory serves only requests that are no larger, and a small tensor inside it makes
+it useless for the next large one.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, with its default settings, for the private memory of a
-CUDA graph.
+Source: c10/cuda/CUDACachingAllocator.cpp, default settings, private pool of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,24 +18,25 @@ from dataclasses import dataclass, field
 
 _MIB = 2**20
 _UNIT_BYTES = 512
-# Requests up to this size have pieces of their own.
+# Requests up to this size are served from small pieces (``kSmallSize`` of torch).
 _SMALL_BYTES = _MIB
 _SMALL_PIECE_BYTES = 2 * _MIB
-# Larger ones below this size share pieces of one size; a larger one has a piece as large as it is.
+# Requests below this size share pieces of ``_MEDIUM_PIECE_BYTES``; larger ones get a piece of their
+# own size, rounded up (``kMinLargeAlloc``).
 _MEDIUM_BYTES = 10 * _MIB
 _MEDIUM_PIECE_BYTES = 20 * _MIB
 PIECE_UNIT_BYTES = 2 * _MIB
 LEAST_ROOM_BYTES = _MEDIUM_BYTES
-"""A room is a piece of its own from this size on."""
+"""Smallest reserved piece: a smaller request would share a medium piece."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A tensor that comes or goes.
+    """One allocation or release.
 
     Attributes:
-        tensor: tells it from others that are there at the same time.
-        size: in bytes, of one that comes; None of one that goes.
+        tensor: identifies the tensor among all that exist at the same time.
+        size: bytes of an allocation; None for a release.
     """
 
     tensor: int
@@ -45,8 +44,9 @@ class Request:
 
 
 def repeated(requests: Sequence[Request], turns: int) -> list[Request]:
-    """The same requests again and again, each time for tensors of their own."""
+    """Return the requests ``turns`` times, each time for other tensors."""
     return [
+        # the shift keeps the identifiers of different turns apart; ``turns`` is at most 4
         Request((request.tensor << 2) + turn, request.size)
         for turn in range(turns)
         for request in requests
@@ -54,8 +54,9 @@ def repeated(requests: Sequence[Request], turns: int) -> list[Request]:
 
 
 def most_at_once(requests: Iterable[Request]) -> int:
-    """The most bytes that are there at once, as the allocator rounds them: what no way to place
-    them is below.
+    """Return the peak of the allocated bytes, rounded as the allocator rounds.
+
+    This is a lower bound of ``taken`` for every choice of pieces.
     """
     there: dict[int, int] = {}
     now = most = 0
@@ -70,13 +71,13 @@ def most_at_once(requests: Iterable[Request]) -> int:
 
 
 def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
-    """Bytes of all pieces.
+    """Return the bytes of all pieces that serve the requests.
 
     Args:
-        requests: in the order in which they come; what goes without having come is not of this
-            memory.
-        rooms: pieces that are there, and free, when the first comes; each at least
-            ``LEAST_ROOM_BYTES``.
+        requests: in the order of issue; a release without an allocation belongs to another pool and
+            is ignored.
+        rooms: sizes in bytes of the pieces that exist, free, before the first request; each at
+            least ``LEAST_ROOM_BYTES``.
     """
     memory = _Memory()
     for room in rooms:
@@ -91,7 +92,7 @@ def taken(requests: Iterable[Request], rooms: Sequence[int] = ()) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """Part of a piece, between its neighbours."""
+    """A part of a piece, linked to its neighbours."""
 
     address: int
     size: int
@@ -102,7 +103,7 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The smallest serves first, of those as large the one that lies first."""
+        """Return the key of best fit: the smallest block first, then the lowest address."""
         return self.size, self.address
 
 
@@ -125,6 +126,8 @@ class _Memory:
             place = bisect_left(offered, (size, 0), key=_rank)
         block = offered.pop(place)
         block.free = False
+        # Split only if the remainder is usable: any multiple of 512 bytes in a small piece, more
+        # than 1 MiB in a large one (``should_split`` of torch).
         rest = block.size - size
         if rest >= _UNIT_BYTES if small else rest > _SMALL_BYTES:
             behind = _Block(block.address + size, rest, small, block, block.behind)
@@ -138,6 +141,7 @@ class _Memory:
         block = self.used.pop(tensor, None)
         if block is None:
             return
+        # merge with free neighbours, so that a later large request fits
         if block.behind is not None and block.behind.free:
             self._withdraw(block.behind)
             block = _joined(block, block.behind)

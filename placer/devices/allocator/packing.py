@@ -1,8 +1,8 @@
-"""The pieces of memory with which a pass takes the least in all.
+"""A search for the initial memory pieces with which recorded passes reserve the least memory.
 
-Which they are is looked for among many by the allocator's rules, where it is known what the pass
-asks for, and then tried. Where that is not known, or a trial shows that other rules hold, one piece
-is looked for by trials alone.
+If the allocation requests of a pass are known, the simulated allocator ranks many candidates, and
+one real run verifies the winner. Otherwise, or if the run disagrees with the simulation, real runs
+alone bisect the size of one piece.
 """
 
 from __future__ import annotations
@@ -15,62 +15,63 @@ from placer.devices.allocator import caching_allocator
 from placer.devices.allocator.caching_allocator import Request
 
 Pieces = tuple[int, ...]
-"""Sizes, in bytes, of what is there before a pass begins; none: it takes piece by piece."""
+"""Sizes in bytes of the pieces that exist before a pass begins; empty to let it grow as needed."""
 
 Rooms = tuple[Pieces, ...]
-"""By stream of a pass, what is there of its own: no stream is served from what another one has
-freed."""
+"""For each stream of a pass, the pieces reserved for it. The allocator never serves a stream from
+memory that another stream freed."""
 
 Taken = Callable[[Sequence[Rooms]], Sequence[int]]
-"""Given the pieces of each pass, what each then takes in all, in bytes."""
+"""A function from the pieces of each pass to the bytes that each pass then reserves."""
 
 TRIALS = 5
-"""They find one piece to one part in fifty of what is taken without one."""
+"""Steps of the bisection: they find the size of one piece to 2% of the baseline."""
 
 LEAST_SHARE = 0.4
-"""No piece smaller than this share of what is taken without one is tried."""
+"""Smallest piece that is tried, as a share of the baseline."""
 
 WORTH_BYTES = 24 * 2**20
-"""What takes less is left as it is."""
+"""Passes that reserve less than this are left alone."""
 
-# Small tensors always lie beside the piece, so that so much of it beside it does not tell that it
-# is too small.
+# Small tensors always lie outside the piece. A piece is too small only if more than this share of
+# its size lies outside.
 _BESIDE_SHARE = 0.02
 
-# Further off, what was computed was computed by rules that do not hold.
+# If a run reserves more than the simulation by this share, the simulation's rules do not hold.
 _OFF_SHARE = 0.02
 
-# More gained nothing more on Inception-v3, ResNet-101 and a U-Net.
+# More pieces saved no further memory on Inception-v3, ResNet-101 and a U-Net.
 _MOST_ROOMS = 2
 
+# Candidates for each number of pieces: random ones, and the maximum of all.
 _DRAWN = 60
-# So many choices of pieces are drawn, and so many are computed in all, for each number of them.
 _COMPUTED = 300
 
-# So many sizes of tensors, the largest, are tried beside what is there else.
+# Number of the largest tensor sizes that are tried as one of two pieces.
 _LIKELY = 30
 
-# And so many beside each other.
+# Number of the largest tensor sizes that are tried in pairs.
 _PAIRED = 5
 
-# After so many that were no better no more are computed.
+# Stop after this many candidates without an improvement.
 _IN_VAIN = 100
 
-# So many requests are gone through at the most for each number of pieces.
+# Upper limit of the simulated requests for each number of pieces; bounds the search to seconds.
 _MOST_REQUESTS = 300_000
 
+# Stop when the result is within this share of the lower bound.
 _ENOUGH_SHARE = 0.002
 
 
 def fit(
     taken: Taken, without: Sequence[int], asked: Sequence[Sequence[Sequence[Request]]] | None = None
 ) -> list[Rooms]:
-    """By pass, the pieces with which it takes the least.
+    """Return for each pass the pieces with which it reserves the least memory.
 
     Args:
-        taken: runs the passes.
-        without: what each takes without pieces, in bytes.
-        asked: what each asks for, by stream; None where that is not known.
+        taken: runs the passes with given pieces and returns the bytes that they reserve.
+        without: bytes that each pass reserves without pieces.
+        asked: the requests of each pass by stream; None if they are unknown.
     """
     found: list[Rooms] = [()] * len(without)
     left = [size >= WORTH_BYTES for size in without]
@@ -82,6 +83,7 @@ def fit(
         tried = taken(proposed) if any(map(any, proposed)) else without
         for index, (rows, rooms) in enumerate(zip(asked, proposed, strict=True)):
             said = sum(map(caching_allocator.taken, rows, rooms))
+            # accept the proposal only if the run confirms the simulation
             if left[index] and tried[index] <= (1 + _OFF_SHARE) * said:
                 found[index], left[index] = rooms if tried[index] < without[index] else (), False
     searched = _searched(taken, without, left)
@@ -91,13 +93,16 @@ def fit(
 
 
 def propose(asked: Sequence[Request]) -> Pieces:
-    """The pieces with which these requests take the least, of many that are drawn and varied.
+    """Return the pieces with which these requests reserve the least memory.
+
+    A random search: likely pieces first, then random ones, then variations of the best.
 
     Args:
-        asked: all requests of a stream.
+        asked: all requests of a stream, in order.
     """
     least, pieces = caching_allocator.taken(asked), Pieces()
     most = caching_allocator.most_at_once(asked)
+    # a fixed seed: the same model gets the same pieces in every process
     random = Random(0)
     for count in range(1, _MOST_ROOMS + 1):
         best_size, best, came = least, Pieces(), 0
@@ -122,10 +127,10 @@ def propose(asked: Sequence[Request]) -> Pieces:
 
 
 def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]:
-    """Pieces as large as what is there at once; of two, one is as large as a tensor that is asked
-    for, or beside.
+    """Yield candidates that often fit: a piece of the peak size, or two pieces.
 
-    Or both are: then tensors of several sizes change places in them, turn by turn.
+    Of two pieces, one has the size of a large tensor, and the other holds the rest or the whole
+    peak. Or both have sizes of large tensors, which then alternate between the two.
     """
     if count == 1:
         yield (_room(most),)
@@ -143,14 +148,14 @@ def _likely(asked: Sequence[Request], count: int, most: int) -> Iterator[Pieces]
 
 
 def _drawn(random: Random, count: int, most: int) -> Pieces:
-    """Pieces that are together about as large as what is there at once."""
+    """Return random pieces whose sum is close to the peak."""
     parts = [random.random() for _ in range(count)]
     size = random.uniform(0.85, 1.05) * most / sum(parts)
     return tuple(_room(part * size) for part in parts)
 
 
 def _varied(random: Random, pieces: Pieces, most: int) -> Pieces:
-    """The same, but one piece is larger or smaller; another one may make up for it."""
+    """Return the pieces with one of them resized, or with bytes moved to another one."""
     changed: list[float] = list(pieces)
     here, there = random.randrange(len(pieces)), random.randrange(len(pieces))
     if random.random() < 0.6:
@@ -167,7 +172,7 @@ def _room(size: float) -> int:
 
 
 def _searched(taken: Taken, without: Sequence[int], worth: Sequence[bool]) -> list[Rooms]:
-    """One piece for each pass that is worth it, by trials that halve the sizes that are left."""
+    """Return one piece for each pass in ``worth``, found by bisection over real runs."""
     least, best = list(without), [0] * len(without)
     enough, scarce = list(least), [int(LEAST_SHARE * size) for size in least]
     for _ in range(TRIALS if any(worth) else 0):
@@ -176,6 +181,8 @@ def _searched(taken: Taken, without: Sequence[int], worth: Sequence[bool]) -> li
         for index, (piece, size) in enumerate(zip(tried, taken(_as_rooms(tried)), strict=True)):
             if worth[index] and size < least[index]:
                 best[index], least[index] = piece, size
+            # A pass that reserves much beyond the piece needs a larger one; otherwise a smaller
+            # piece may do.
             if size - piece > _BESIDE_SHARE * piece:
                 scarce[index] = piece
             else:

@@ -1,6 +1,4 @@
-"""The storages that tensors are made in: written down as they come and go, and rounded up as
-torch's allocator does.
-"""
+"""A log of the storages that operations create and free on a device."""
 
 from __future__ import annotations
 
@@ -20,17 +18,16 @@ from placer.capture.export.nested_ops import run_under_mode
 
 
 def key_of(tensor: Tensor) -> int:
-    """The same for two tensors that share a storage; unique among the storages that live at one
-    time.
+    """Return an identifier of the tensor's storage, unique among live storages.
 
-    Of a sparse tensor it is that of its values.
+    Tensors that share a storage share the identifier. For a sparse tensor, the values count.
     """
     return int(devices.parts(tensor)[-1].untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A storage that lives: the reference tells when it ends."""
+    """A live storage; the weak reference reports its end."""
 
     serial: int
     size: int
@@ -38,17 +35,17 @@ class _Made:
 
 
 class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down when storages are made on a device, and when they are freed.
+    """A dispatch mode that records allocations and releases of storages on a device.
 
     Args:
-        device: where.
-        state: tensors that were there before, and stay.
-        reads: the same.
+        device: only storages on devices of this type are recorded.
+        state: tensors that exist before and are never counted.
+        reads: further tensors that are never counted.
 
     Attributes:
         state: the storages of ``state``.
-        live: the bytes of the storages that were made and still live.
-        count: how many were made.
+        live: bytes of each storage that was created and is still alive.
+        count: number of storages created so far.
     """
 
     supports_higher_order_operators = True
@@ -62,47 +59,45 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = set(self.state)
         self.ignore(tensor for tensor in reads if isinstance(tensor, Tensor))
         self._made: dict[int, _Made] = {}
-        # the size of what was made, minus that of what was freed
+        # the size of each new storage, and the negative size of each freed storage
         self._changes: list[int] = []
         self.count = 0
 
     @property
     def live(self) -> dict[int, int]:
-        """The bytes of the storages that were made and still live."""
+        """Return the bytes of each storage that was created and is still alive."""
         return {key: made.size for key, made in self._made.items()}
 
     def serial(self, key: int) -> int:
-        """The number of the storage among those made; 0 for one that was there before."""
+        """Return the creation number of a storage; 0 if it existed before."""
         return self._made[key].serial if key in self._made else 0
 
     def identity(self, tensor: Tensor) -> tuple[int, int]:
-        """The tensor's storage, told apart from an earlier one in the same place."""
+        """Return the tensor's storage and its number, which differs when an address is reused."""
         return key_of(tensor), self.serial(key_of(tensor))
 
     def begin(self, counted: Iterable[int]) -> None:
-        """Start a new peak; of the storages that live already, those counted lower it when they are
-        freed.
-        """
+        """Start a new peak; freeing one of the ``counted`` live storages lowers it."""
         self._changes.clear()
         counted = set(counted)
         self._made = {key: made for key, made in self._made.items() if key in counted}
 
     def begin_anew(self) -> None:
-        """Start a new peak beyond all that lives: none of it may be freed before the log has ended."""
+        """Start a new peak above all live storages, which must outlive the log."""
         self._known |= self.live.keys()
         self.begin(())
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave the storages of these tensors out."""
+        """Exclude the storages of these tensors."""
         self._known |= {key_of(part) for tensor in tensors for part in devices.parts(tensor)}
 
     def peak_bytes(self) -> int:
-        """The most that was held at one time beyond what was held at the beginning."""
+        """Return the peak of the bytes held since the start, beyond those held at the start."""
         return max(0, *itertools.accumulate(self._changes, initial=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(devices.dispatches, types)):
-            # the class takes the operation apart; what it makes inside is seen here
+            # the subclass decomposes the operation; the mode sees the operations inside
             return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
             result = run_under_mode(self, func, args, kwargs or {})
@@ -131,6 +126,7 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _freed(self, key: int, serial: int) -> None:
+        # the address may already belong to a newer storage
         made = self._made.get(key)
         if made is not None and made.serial == serial:
             del self._made[key]
@@ -138,15 +134,16 @@ class StorageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(device: torch.device, log: StorageLog, run: Callable[[], object]) -> int:
-    """What a run holds at its peak beyond what was there: tensors, and what libraries take on a
-    device beside them.
+    """Return the peak memory of a run in bytes, beyond what was held before.
+
+    On CUDA, torch's allocator counts, which includes workspaces of libraries.
 
     Args:
         device: where it runs.
-        log: begins where the run does, and is in force where no allocator counts. Elsewhere it is
-            not: torch adds a second gradient of a value to the first in place, but into memory of
-            its own while such a log is in force.
-        run: is run once.
+        log: the log to count with where no allocator counts. It is not active on CUDA: while it is
+            active, autograd adds a second gradient out of place instead of in place, which costs
+            memory.
+        run: the work, executed once.
     """
     if not devices.counts_bytes(device):
         with log:
