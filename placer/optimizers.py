@@ -275,8 +275,9 @@ def _listed(optimizer: OptimizerLike) -> list[Any]:
     for one in optimizer_list(optimizer):
         if not isinstance(one, Optimizer):
             raise InputError(
-                f"the list of optimizers has {one!r:.80}; give optimizers that were made with parameters, which say "
-                "what each of them steps, or one name or class for all parameters"
+                f"the list of optimizers has {one!r:.80}; give optimizers that were made with "
+                "parameters, which say what each of them steps, or one name or class for all "
+                "parameters"
             )
     return list(optimizer)
 
@@ -302,7 +303,8 @@ def _factory(
         inner = optimizer.func if isinstance(optimizer, partial) else optimizer
         return getattr(inner, "__name__", type(inner).__name__), {}, optimizer
     raise InputError(
-        f"optimizer={optimizer!r}: give a name from torch.optim, an Optimizer, what makes one, or None"
+        f"optimizer={optimizer!r}: give a name from torch.optim, an Optimizer, what makes one, or "
+        "None"
     )
 
 

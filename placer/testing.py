@@ -140,8 +140,9 @@ class _Tags:
         place, index = self.get(tensor), _HOST if device.index is None else device.index
         if place not in (index, _ANYWHERE) and not (place == _HOST and tensor.dim() == 0):
             raise MixedDevicesError(
-                f"a gradient {tuple(tensor.shape)} came back on {_name(place)} for a tensor on {_name(index)}; "
-                "on GPUs this is 'Function returned an invalid gradient'. Move it back in the backward pass"
+                f"a gradient {tuple(tensor.shape)} came back on {_name(place)} for a tensor on "
+                f"{_name(index)}; on GPUs this is 'Function returned an invalid gradient'. Move it "
+                "back in the backward pass"
             )
 
     @contextmanager
@@ -404,15 +405,16 @@ def _mixed(
 ) -> MixedDevicesError:
     first, second = (_name(place), tuple(one.shape)), (_name(other_place), tuple(other.shape))
     return MixedDevicesError(
-        f"{name} met tensors on two devices, {first[0]} {first[1]} and {second[0]} {second[1]}; "
-        "on GPUs this is 'Expected all tensors to be on the same device'. Move one with .to(...) before"
+        f"{name} met tensors on two devices, {first[0]} {first[1]} and {second[0]} {second[1]}; on "
+        "GPUs this is 'Expected all tensors to be on the same device'. Move one with .to(...) "
+        "before"
     )
 
 
 def _elsewhere(name: str, tensor: Tensor, place: int, current: int | None) -> MixedDevicesError:
     return MixedDevicesError(
-        f"{name} met a tensor on cpu:{place} {tuple(tensor.shape)} in a layer that runs on cpu:{current}; "
-        "the transfer of what the layer reads was forgotten"
+        f"{name} met a tensor on cpu:{place} {tuple(tensor.shape)} in a layer that runs on "
+        f"cpu:{current}; the transfer of what the layer reads was forgotten"
     )
 
 

@@ -109,7 +109,8 @@ def build(
     _refuse_no_group(group)
     if dist.get_rank(group) < 0:
         raise InputError(
-            f"process {dist.get_rank()} is none of the group's: call build() in those of the group alone"
+            f"process {dist.get_rank()} is none of the group's: call build() in those of the group "
+            "alone"
         )
     with together(group, "build its part"):
         require_module(model)
@@ -134,7 +135,8 @@ def build(
         schedules.check(placed.schedule, placed.chunks, len(cut.devices), cut.rounds)
         if unknown := placed.recompute - set(cut.devices):
             raise InputError(
-                f"recompute names {min(unknown)!r}, which has no layers; there are {', '.join(cut.devices)}"
+                f"recompute names {min(unknown)!r}, which has no layers; there are "
+                f"{', '.join(cut.devices)}"
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
@@ -269,8 +271,9 @@ def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
-            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing to train: call "
-            "requires_grad_() on what is to be trained, or build without loss_fn to run forwards alone"
+            f"no parameter of this {type(model).__name__} requires a gradient, so there is nothing "
+            "to train: call requires_grad_() on what is to be trained, or build without loss_fn to "
+            "run forwards alone"
         )
 
 
@@ -278,8 +281,8 @@ def _refuse_lists(layout: BatchLayout) -> None:
     """Raise an InputError if a list has samples for items: stages send tensors of one shape."""
     if layout.lists:
         raise InputError(
-            f"{min(layout.lists)!r} is a list of samples, which stages in several processes cannot be sent; give one "
-            "tensor, or run the model with DataFlow on one host"
+            f"{min(layout.lists)!r} is a list of samples, which stages in several processes cannot "
+            "be sent; give one tensor, or run the model with DataFlow on one host"
         )
 
 
@@ -320,7 +323,8 @@ def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exp
         return export(model, args, kwargs, layout.dims)
     except CaptureError as error:
         raise CaptureError(
-            f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow runs it through hooks"
+            f"{error}. A model that cannot be captured cannot be cut apart; on one host DataFlow "
+            "runs it through hooks"
         ) from error
 
 
@@ -427,8 +431,9 @@ def _seats(
             )
         if found != list(everyone[0][3:]):
             raise InputError(
-                f"process {rank} has captured another model, or was given another placement, than process 0; "
-                "give every process the same model, with the same parameters to train, placement and shape of example"
+                f"process {rank} has captured another model, or was given another placement, than "
+                "process 0; give every process the same model, with the same parameters to train, "
+                "placement and shape of example"
             )
     try:
         found_seats = seats(cut.devices, [process for process, *_ in everyone])
@@ -447,8 +452,9 @@ def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]
         for name, rank in known.items():
             if found.setdefault(name, rank) != rank:
                 raise InputError(
-                    f"{name!r} belongs to process {found[name]} since an earlier pipeline of this model, and to "
-                    f"process {rank} since another one: load full_state_dict() into a new model"
+                    f"{name!r} belongs to process {found[name]} since an earlier pipeline of this "
+                    f"model, and to process {rank} since another one: load full_state_dict() into "
+                    "a new model"
                 )
     return found
 

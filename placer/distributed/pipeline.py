@@ -27,8 +27,8 @@ from placer.distributed.state.rank_weights import Weights, is_hooked
 from placer.errors import InputError, PlacerError
 
 _OTHER = (
-    "for a smaller last batch build a second pipeline from the same model, its example one micro-batch of that; or "
-    "leave it out: DataLoader(drop_last=True)"
+    "for a smaller last batch build a second pipeline from the same model, its example one "
+    "micro-batch of that; or leave it out: DataLoader(drop_last=True)"
 )
 
 
@@ -150,7 +150,8 @@ class Pipeline:
             )
         if torch.is_inference_mode_enabled():
             raise InputError(
-                "inference mode makes no gradients: leave torch.inference_mode() for a training step"
+                "inference mode makes no gradients: leave torch.inference_mode() for a training "
+                "step"
             )
         self._refuse_unready()
         arguments = self._arguments(inputs)
@@ -194,7 +195,8 @@ class Pipeline:
         """
         if self.schedule._loss_fn is not None:
             raise InputError(
-                "this pipeline was built to train: build another without loss_fn to run forwards alone"
+                "this pipeline was built to train: build another without loss_fn to run forwards "
+                "alone"
             )
         self._refuse_unready()
         arguments = self._arguments(inputs)
@@ -310,17 +312,20 @@ class Pipeline:
     def _refuse_unready(self) -> None:
         if self._failed:
             raise InputError(
-                "a step of this pipeline failed, and what the processes sent one another for it would be taken for the "
-                "next one's: end all processes, and start them again from a checkpoint"
+                "a step of this pipeline failed, and what the processes sent one another for it "
+                "would be taken for the next one's: end all processes, and start them again from a "
+                "checkpoint"
             )
         if self._weights.empty:
             raise InputError(
-                "the model was on meta and has no values here yet: call load(...) or load_state_dict(...) first"
+                "the model was on meta and has no values here yet: call load(...) or "
+                "load_state_dict(...) first"
             )
         if unset := self._weights.unset():
             raise InputError(
-                f"buffer {unset!r} was on meta and is part of no state_dict, so that it has no values: give it some "
-                f"with pipeline.module.get_buffer({unset!r}).copy_(...) in this process"
+                f"buffer {unset!r} was on meta and is part of no state_dict, so that it has no "
+                f"values: give it some with pipeline.module.get_buffer({unset!r}).copy_(...) in "
+                "this process"
             )
 
     def _refuse_untold(self, arguments: Sequence[Tensor]) -> None:
@@ -328,13 +333,14 @@ class Pipeline:
         self._weights.refuse_hooks()
         if any(tensor.requires_grad for tensor in arguments):
             raise InputError(
-                "an input requires a gradient, and a pipeline over several processes gives inputs none: detach() it"
+                "an input requires a gradient, and a pipeline over several processes gives inputs "
+                "none: detach() it"
             )
         for name in self._frozen:
             if self.module.get_parameter(name).requires_grad:
                 raise InputError(
-                    f"parameter {name!r} required no gradient when the pipeline was built, so that none would come "
-                    "back to it: build another pipeline from the model as it is now"
+                    f"parameter {name!r} required no gradient when the pipeline was built, so that "
+                    "none would come back to it: build another pipeline from the model as it is now"
                 )
 
     @contextmanager
@@ -348,8 +354,9 @@ class Pipeline:
             self._weights.restore()
             if self._failed and not isinstance(error, PlacerError):
                 error.add_note(
-                    f"in process {dist.get_rank(self._group)} of {size} of a pipeline; where a connection was closed "
-                    "or a time ran out, another process failed or ended first: see what it says"
+                    f"in process {dist.get_rank(self._group)} of {size} of a pipeline; where a "
+                    "connection was closed or a time ran out, another process failed or ended "
+                    "first: see what it says"
                 )
             raise
 
@@ -367,15 +374,16 @@ class Pipeline:
         tensors, structure = flatten_inputs(args, given)
         if structure.key != self._shape.inputs.key:
             raise InputError(
-                "the inputs are not nested as the example was, or have other numbers or flags; give them as build was "
-                f"given the example: {self._shape.positional} positional arguments and the keywords "
-                f"{', '.join(self._shape.keywords) or '(none)'}"
+                "the inputs are not nested as the example was, or have other numbers or flags; "
+                f"give them as build was given the example: {self._shape.positional} positional "
+                f"arguments and the keywords {', '.join(self._shape.keywords) or '(none)'}"
             )
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
             # what is sent on is received as what the example was
             if tensor.dtype != dtype:
                 raise InputError(
-                    f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both alike"
+                    f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both "
+                    "alike"
                 )
         return tuple(
             self._cut(*item)
@@ -400,8 +408,8 @@ class Pipeline:
             return tensor.expand(self.chunks, *shape).reshape(-1, *shape[1:])
         wanted = shape if dim is None else wanted
         raise InputError(
-            f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the example make {wanted}"
-            f"; {_OTHER}"
+            f"an input has shape {tuple(tensor.shape)}; {self.chunks} micro-batches like the "
+            f"example make {wanted}; {_OTHER}"
         )
 
     def _goals(self, target: Any) -> Tensor | None:

@@ -159,8 +159,8 @@ class Head:
             name = next((known[id(item)] for item in parameters(loss) if id(item) in known), None)
             if name is not None:
                 raise InputError(
-                    f"loss_fn reads {name!r}, which belongs to another process, so that it would not be trained by it: "
-                    "let the model return what the loss needs of it"
+                    f"loss_fn reads {name!r}, which belongs to another process, so that it would "
+                    "not be trained by it: let the model return what the loss needs of it"
                 )
 
     def result(self, output: Any) -> Any:

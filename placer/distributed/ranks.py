@@ -82,9 +82,9 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     """
     if len(devices) != len(processes):
         raise PlacementError(
-            f"the placement uses {count_text(len(devices), 'device')} ({', '.join(devices[:8])}), and the group has "
-            f"{_processes(processes)}: start {len(devices)}, one for each device, or give a process group of "
-            f"{len(devices)}"
+            f"the placement uses {count_text(len(devices), 'device')} ({', '.join(devices[:8])}), "
+            f"and the group has {_processes(processes)}: start {len(devices)}, one for each "
+            f"device, or give a process group of {len(devices)}"
         )
     nodes = _nodes(processes)
     hosts = sorted({host_of(device) for device in devices}, key=_natural)
@@ -100,8 +100,9 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
     by_name = set(hosts) == set(names.values()) and len(set(names.values())) == len(nodes)
     if not by_name and len(hosts) != len(nodes):
         raise PlacementError(
-            f"the placement is made for {count_text(len(hosts), 'host')} ({', '.join(hosts[:8])}), and the processes "
-            f"run on {count_text(len(nodes), 'node')} ({', '.join(names.values())}): start one torchrun for each host"
+            f"the placement is made for {count_text(len(hosts), 'host')} ({', '.join(hosts[:8])}), "
+            f"and the processes run on {count_text(len(nodes), 'node')} "
+            f"({', '.join(names.values())}): start one torchrun for each host"
         )
     found: dict[int, Seat] = {}
     for host, ranks in zip(hosts, nodes, strict=True):
@@ -109,8 +110,9 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
         own = sorted((device for device in devices if host_of(device) == host), key=_natural)
         if len(own) != len(there):
             raise PlacementError(
-                f"the placement uses {count_text(len(own), 'device')} of host {host!r} ({', '.join(own[:8])}), and "
-                f"node {processes[there[0]].node} has {_processes(there)}: start as many there as devices are used"
+                f"the placement uses {count_text(len(own), 'device')} of host {host!r} "
+                f"({', '.join(own[:8])}), and node {processes[there[0]].node} has "
+                f"{_processes(there)}: start as many there as devices are used"
             )
         found |= _on_a_node(own, there, processes)
     return [found[rank] for rank in range(len(processes))]
@@ -128,9 +130,9 @@ def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
         kind, _, index = seat.local.partition(":")
         if kind == "cuda" and int(index or 0) >= count:
             raise PlacementError(
-                f"process {rank} is given {seat.device!r}, its {seat.local}, and sees {count_text(count, 'GPU')}: "
-                "place on devices that are there, or let torchrun start processes on more nodes (CUDA_VISIBLE_DEVICES "
-                "hides GPUs)"
+                f"process {rank} is given {seat.device!r}, its {seat.local}, and sees "
+                f"{count_text(count, 'GPU')}: place on devices that are there, or let torchrun "
+                "start processes on more nodes (CUDA_VISIBLE_DEVICES hides GPUs)"
             )
 
 

@@ -65,8 +65,9 @@ class Parcel:
             return torch.frombuffer(bytearray(_encode(value)), dtype=torch.float32).to(device)
         if tuple(value.shape) != self.value.shape:
             raise InputError(
-                f"value {self.value.name!r} has shape {tuple(value.shape)}, and the stages were built for "
-                f"{self.value.shape}; give batches whose micro-batches are like the example, or build for this shape"
+                f"value {self.value.name!r} has shape {tuple(value.shape)}, and the stages were "
+                f"built for {self.value.shape}; give batches whose micro-batches are like the "
+                "example, or build for this shape"
             )
         # under autocast a layer may make another
         value = value.to(self.value.dtype)

@@ -296,7 +296,8 @@ class DataFlow(PlacedCalls):
         """
         if self._clones is None:
             raise InputError(
-                "construct_module shares clones: make the flow with DataFlow(model, enable_clone=True)"
+                "construct_module shares clones: make the flow with DataFlow(model, "
+                "enable_clone=True)"
             )
         built = copy.copy(self)
         built.__dict__ = dict(self.__dict__)
@@ -335,7 +336,8 @@ class DataFlow(PlacedCalls):
         """The devices that run forwards once more in their backward passes."""
         if isinstance(self.recompute, str):
             raise InputError(
-                f"flow.recompute is {self.recompute!r}; give a list of devices, [{self.recompute!r}]"
+                f"flow.recompute is {self.recompute!r}; give a list of devices, "
+                f"[{self.recompute!r}]"
             )
         places = frozenset(self._device(place) for place in self.recompute)
         if unknown := places.difference(self._devices):
@@ -479,7 +481,8 @@ class DataFlow(PlacedCalls):
         if self.layer_gpus and not self._has_told and len(set(self.layer_gpus.values())) > 1:
             self._has_told = True
             warn(
-                "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it to be followed"
+                "layer_gpus was edited, and the model runs unsplit: call flow.update_flow() for it "
+                "to be followed"
             )
 
     def _default_map(self) -> OrderedDict[str, DeviceLike]:
@@ -490,7 +493,8 @@ class DataFlow(PlacedCalls):
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the flow makes its own graphs."""
         raise InputError(
-            "a flow is not compiled as a whole: give compile=True to flow.train_step and flow.stream"
+            "a flow is not compiled as a whole: give compile=True to flow.train_step and "
+            "flow.stream"
         )
 
     def load_state_dict(
@@ -552,7 +556,7 @@ def _placement(given: Placement | Mapping[str, Any]) -> Placement:
         )
     if not isinstance(given, Placement) and "layer_devices" not in given:
         raise PlacementError(
-            f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of layers goes into "
-            "flow.layer_gpus.update(...), and then flow.update_flow()"
+            f"a mapping of {', '.join(map(repr, list(given)[:3]))} is no placement; a map of "
+            "layers goes into flow.layer_gpus.update(...), and then flow.update_flow()"
         )
     return placing(given)

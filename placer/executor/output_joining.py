@@ -274,9 +274,9 @@ class _Walk:
     def refusal(self, name: str, why: str) -> InputError:
         """Return the error for a value that cannot be joined."""
         return InputError(
-            f"output {name or '(the result)'} {why}, so that the micro-batches' cannot be joined; declare how: "
-            f"batch_options=BatchOptions(outputs={{{name or OTHERS!r}: ...}}) with a dimension, 'mean', 'sum', 'items' "
-            f"or 'list'; or {self._joining.way_out}"
+            f"output {name or '(the result)'} {why}, so that the micro-batches' cannot be joined; "
+            f"declare how: batch_options=BatchOptions(outputs={{{name or OTHERS!r}: ...}}) with a "
+            f"dimension, 'mean', 'sum', 'items' or 'list'; or {self._joining.way_out}"
         )
 
 

@@ -63,7 +63,8 @@ def busy(kind: str, share: float) -> str:
     if share <= MOST:
         return ""
     return (
-        f"while layers were timed on {kind}, a thread waited for a core {share:.0%} of its time: other programs, or "
-        "more threads than cores, kept it busy, and times may be many times too long; when it is idle, or with fewer "
-        "threads (torch.set_num_threads), clear the cache (placer cache clear) and profile again"
+        f"while layers were timed on {kind}, a thread waited for a core {share:.0%} of its time: "
+        "other programs, or more threads than cores, kept it busy, and times may be many times too "
+        "long; when it is idle, or with fewer threads (torch.set_num_threads), clear the cache "
+        "(placer cache clear) and profile again"
     )

@@ -53,14 +53,14 @@ def merge_profiles(
         raise ProfileError("there is no profile to merge")
     if len(profiles) == 1 and isinstance(profiles[0], list | tuple):
         raise ProfileError(
-            f"merge_profiles was given {kind_of(profiles[0])}; give each profile as an argument of its own: "
-            "merge_profiles(*profiles)"
+            f"merge_profiles was given {kind_of(profiles[0])}; give each profile as an argument of "
+            "its own: merge_profiles(*profiles)"
         )
     for number, profile in enumerate(profiles, start=1):
         if not isinstance(profile, Profile):
             raise ProfileError(
-                f"profile {number} is {kind_of(profile)}; give each as an argument of its own, a Profile, "
-                "which Profile.model_validate_json(text) makes of JSON"
+                f"profile {number} is {kind_of(profile)}; give each as an argument of its own, a "
+                "Profile, which Profile.model_validate_json(text) makes of JSON"
             )
     first, *others = profiles
     for number, other in enumerate(others, start=2):
@@ -176,7 +176,8 @@ def _cluster(
             known = devices.setdefault(device.name, device)
             if known.type != device.type:
                 raise ProfileError(
-                    f"device {device.name!r} is a {known.type!r} in one profile, a {device.type!r} in another"
+                    f"device {device.name!r} is a {known.type!r} in one profile, a {device.type!r} "
+                    "in another"
                 )
         links.update({(link.source, link.target): link for link in cluster.links})
     found = list(devices.values())

@@ -214,8 +214,8 @@ def _begin_on(device: torch.device) -> None:
         warm_libraries(device)
     except torch.OutOfMemoryError as error:
         raise ProfilingError(
-            f"{device} has too little memory free to begin with: end what holds it there, or leave it out of devices="
-            f" ({str(error).splitlines()[0]})"
+            f"{device} has too little memory free to begin with: end what holds it there, or leave "
+            f"it out of devices= ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -310,7 +310,8 @@ def capture_each(
         ]:
             sizes = f"{graphs[0].batch_size} and {graphs[-1].batch_size}"
             raise ProfilingError(
-                f"{type(model).__name__} has other layers at batch sizes of {sizes}; profile each size apart"
+                f"{type(model).__name__} has other layers at batch sizes of {sizes}; profile each "
+                "size apart"
             )
     return graphs
 

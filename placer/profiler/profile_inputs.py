@@ -48,7 +48,8 @@ def trackable(
     layout.refuse_misfit()
     if layout.size < 1:
         raise InputError(
-            "the example inputs are a batch of 0, so there is nothing to measure; give at least 1 sample"
+            "the example inputs are a batch of 0, so there is nothing to measure; give at least 1 "
+            "sample"
         )
     return [_trackable(item) for item in tensors], structure, layout
 
@@ -105,12 +106,13 @@ def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
         )
     if layout.lists:
         raise InputError(
-            f"{min(layout.lists)!r} is a list of samples, which batch_sizes cannot repeat or cut; profile an example "
-            "of each size by itself"
+            f"{min(layout.lists)!r} is a list of samples, which batch_sizes cannot repeat or cut; "
+            "profile an example of each size by itself"
         )
     if all(dim is None for dim in layout.dims):
         raise InputError(
-            "the example inputs have no dimension that could be the batch, so batch_sizes has no meaning"
+            "the example inputs have no dimension that could be the batch, so batch_sizes has no "
+            "meaning"
         )
     return sorted(wanted)
 

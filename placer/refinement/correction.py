@@ -80,8 +80,9 @@ def improve(
     if _over(request, best.placement):
         busiest = max(best.placement.devices, key=lambda load: load.load_ms)
         raise InfeasibleError(
-            f"no placement that was measured keeps within bottleneck_ms = {request.bottleneck_ms:g}: the nearest keeps "
-            f"{busiest.device} busy for {busiest.load_ms:.6g} ms; give more time"
+            "no placement that was measured keeps within bottleneck_ms = "
+            f"{request.bottleneck_ms:g}: the nearest keeps {busiest.device} busy for "
+            f"{busiest.load_ms:.6g} ms; give more time"
         )
     return Refinement(placement=best.placement, profile=profile, rounds=tuple(done), ended=ended)
 

@@ -80,7 +80,8 @@ def refine(
         )
     if not placement.layer_devices:
         raise InputError(
-            f"the placement is {placement.status} and places no layer, so there is nothing to measure"
+            f"the placement is {placement.status} and places no layer, so there is nothing to "
+            "measure"
         )
     how = combined(RefineOptions, options, fields)
     loss_fn, target = how.loss_fn, how.target
@@ -113,7 +114,8 @@ def _refuse_others(profile: Any, request: Any) -> None:
         if not (given is None or isinstance(given, kind)):
             wanted = kind.__name__
             raise InputError(
-                f"{name} is {kind_of(given)}; give a {wanted}, which {wanted}.model_validate_json(text) makes of JSON"
+                f"{name} is {kind_of(given)}; give a {wanted}, which "
+                f"{wanted}.model_validate_json(text) makes of JSON"
             )
 
 
@@ -139,7 +141,8 @@ def _refuse_unlike(
     unknown = next((name for name in placement.layer_devices if name not in known), None)
     if unknown is not None:
         raise InputError(
-            f"the placement has a layer {unknown!r}, and the profile has none; give the profile that it was solved from"
+            f"the placement has a layer {unknown!r}, and the profile has none; give the profile "
+            "that it was solved from"
         )
     leaves, _ = flatten(profile_inputs.split(example_inputs))
     input_forms.require_tensors(example_inputs, leaves, "example_inputs")
@@ -147,13 +150,13 @@ def _refuse_unlike(
     # one that was written by hand need not say its batch
     if profile.graph_hash and profile.batch_size != samples:
         raise InputError(
-            f"example_inputs are a micro-batch of {samples}, and the profile is of one of {profile.batch_size}; "
-            "give both of one size"
+            f"example_inputs are a micro-batch of {samples}, and the profile is of one of "
+            f"{profile.batch_size}; give both of one size"
         )
     if profile.graph_hash and profile.batch_size != placement.batch_size:
         raise InputError(
-            f"the placement is of micro-batches of {placement.batch_size}, and the profile is of one of "
-            f"{profile.batch_size}; give the profile of the placement's size"
+            f"the placement is of micro-batches of {placement.batch_size}, and the profile is of "
+            f"one of {profile.batch_size}; give the profile of the placement's size"
         )
 
 

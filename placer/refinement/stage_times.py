@@ -108,7 +108,8 @@ class Stages:
         batch: Any = self._kwargs if self._kwargs and not self._args else self._args
         if self._args and self._kwargs:
             raise InputError(
-                "a training step takes positional or keyword arguments; give example_inputs as one of both"
+                "a training step takes positional or keyword arguments; give example_inputs as one "
+                "of both"
             )
         step = flow.train_step(self._loss_fn, None, compile=self._backend or False)
         step(batch, self._target, chunks=1)
@@ -228,8 +229,8 @@ class Stages:
         if capture is None:
             self._refuse_what_fails(flow)
             raise ProfilingError(
-                f"{type(self._model).__name__} runs through hooks, so its stages cannot be measured apart: "
-                f"{flow.not_captured_because}"
+                f"{type(self._model).__name__} runs through hooks, so its stages cannot be "
+                f"measured apart: {flow.not_captured_because}"
             )
         graph, _ = flow.layers(capture)
         used = {
@@ -242,8 +243,9 @@ class Stages:
         )
         if self._param_bytes not in (None, param_bytes):
             raise InputError(
-                f"the layers of {type(self._model).__name__} have {param_bytes} bytes of parameters, those of the "
-                f"profile {self._param_bytes}; give the model that was profiled, made with the same arguments"
+                f"the layers of {type(self._model).__name__} have {param_bytes} bytes of "
+                f"parameters, those of the profile {self._param_bytes}; give the model that was "
+                "profiled, made with the same arguments"
             )
 
     @torch.no_grad()

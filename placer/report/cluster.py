@@ -55,7 +55,8 @@ def cluster_table(cluster: Cluster) -> RenderableType:
 def fault_texts(cluster: Cluster) -> list[str]:
     """What is wrong with links, in words."""
     return [
-        f"link {link.source} -> {link.target}: {link.fault or 'not to be used'}; copies go by way of the host's memory"
+        f"link {link.source} -> {link.target}: {link.fault or 'not to be used'}; copies go by way "
+        "of the host's memory"
         for link in cluster.links
         if link.route == "host"
     ]

@@ -154,7 +154,8 @@ def _proven(placement: Placement) -> list[str]:
     lines.append(f"one device  {_single_text(placement)}")
     if placement.recompute:
         lines.append(
-            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less meanwhile"
+            f"recompute   {', '.join(placement.recompute)} run forwards once more, and keep less "
+            "meanwhile"
         )
     if placement.step is not None:
         lines += _step(placement, placement.step)
@@ -164,12 +165,14 @@ def _proven(placement: Placement) -> list[str]:
         ties = placement.ties
         least = "none as good has less" if ties.proven else "the least that was found"
         lines.append(
-            f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: {least}"
+            f"ties        {ties.transfer_ms:.4g} ms of transfers, {ties.spread_ms:.4g} ms apart: "
+            f"{least}"
         )
     if placement.limits is not None:
         lines.append(f"limited by  {placement.limits.kind}: {placement.limits.what}")
         lines += [
-            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, {help.speedup:.2f}x"
+            f"would help  {help.change}: {_value_text(placement, help.objective_value)}, "
+            f"{help.speedup:.2f}x"
             for help in placement.limits.helps
         ]
     return lines
@@ -239,7 +242,8 @@ def _single_text(placement: Placement) -> str:
 def _no_placement(placement: Placement) -> list[str]:
     if placement.infeasible is None:
         lines = [
-            f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or relax a constraint"
+            f"no placement was found within {placement.solve_time_s:.1f} s; allow more time or "
+            "relax a constraint"
         ]
         if placement.bound is not None:
             lines.append(f"bound       {_value_text(placement, placement.bound)}")

@@ -102,8 +102,9 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
         )
     if profile is not None and profile.batch_size != placement.batch_size:
         sections.append(
-            f"<p>The layers' times are left out: the profile that was given has micro-batches of {profile.batch_size},"
-            f" and the placement has micro-batches of {placement.batch_size}.</p>"
+            "<p>The layers' times are left out: the profile that was given has micro-batches of "
+            f"{profile.batch_size}, and the placement has micro-batches of "
+            f"{placement.batch_size}.</p>"
         )
     elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))

@@ -54,7 +54,8 @@ def _bars(values: Mapping[str, float], text: Text) -> list[str]:
         rows.append((f"{len(values) - _SHOWN} others", max(0.0, rest)))
     most = max(value for _, value in rows)
     return [
-        f"  {_name(name)} {'█' * round(_WIDTH * value / most):{_WIDTH}} {value / total:4.0%}  {text(value)}"
+        f"  {_name(name)} {'█' * round(_WIDTH * value / most):{_WIDTH}} {value / total:4.0%}  "
+        f"{text(value)}"
         for name, value in rows
     ]
 

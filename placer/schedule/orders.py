@@ -142,7 +142,8 @@ def plan(
         len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)
     ):
         raise InputError(
-            f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} stages"
+            f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} "
+            "stages"
         )
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]

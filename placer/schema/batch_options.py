@@ -111,7 +111,8 @@ class BatchOptions(Wire):
                 rest = "None" if is_cut else "a function of parts and sizes"
                 where = f" for {name!r}" if name else ""
                 raise ValueError(
-                    f"{rule!r}{where} is not a rule; give a dimension (0, 1, ...), {words} or {rest}"
+                    f"{rule!r}{where} is not a rule; give a dimension (0, 1, ...), {words} or "
+                    f"{rest}"
                 )
         return given
 

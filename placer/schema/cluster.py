@@ -58,7 +58,8 @@ class Device(Wire):
     def _limit_above_reserve(self) -> Self:
         if self.memory_bytes < self.reserve_bytes:
             raise ValueError(
-                f"device {self.name!r}: memory_bytes {self.memory_bytes} is below reserve_bytes {self.reserve_bytes}"
+                f"device {self.name!r}: memory_bytes {self.memory_bytes} is below reserve_bytes "
+                f"{self.reserve_bytes}"
             )
         return self
 

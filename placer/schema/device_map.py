@@ -70,7 +70,8 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
     modules = {path for path, _ in model.named_modules(remove_duplicate=False)}
     if other := [path for path in found if path not in modules]:
         raise PlacementError(
-            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was placed"
+            f"layer {other[0]!r} is no module of {type(model).__name__}; give the model that was "
+            "placed"
         )
     every = _with_rest(found, model)
     tensors = {name: _covering(every, name) for name, _ in _tensors(model)}
@@ -151,9 +152,10 @@ def _refuse_ties_apart(model: Any, places: Mapping[str, str]) -> None:
         first = known.setdefault(id(parameter), name)
         if places[first] != places[name]:
             raise PlacementError(
-                f"{first!r} and {name!r} are one parameter, which this placement has on {places[first]} and "
-                f"{places[name]}; accelerate keeps it on one device, so that the other module fails: make the "
-                "placement without split_tied, or run it with DataFlow"
+                f"{first!r} and {name!r} are one parameter, which this placement has on "
+                f"{places[first]} and {places[name]}; accelerate keeps it on one device, so that "
+                "the other module fails: make the placement without split_tied, or run it with "
+                "DataFlow"
             )
 
 
@@ -164,7 +166,8 @@ def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[
                 f"{name!r} on {place}" for place, name in _inside(path, found).items()
             )
             raise PlacementError(
-                f"this placement cuts inside {path!r}, a {kind}, which the model's _no_split_modules keeps whole "
+                f"this placement cuts inside {path!r}, a {kind}, which the model's "
+                "_no_split_modules keeps whole "
                 f'({parts}): place whole blocks with granularity="blocks", or run this placement with DataFlow'
             )
 

@@ -246,8 +246,9 @@ class Profile(Wire):
         if apart <= UNSTEADY:
             return ""
         return (
-            f"timings on {kind} are {apart:.0%} apart: other programs kept it busy, and times may be several times too "
-            "long; when it is idle, clear the cache (placer cache clear) and profile again"
+            f"timings on {kind} are {apart:.0%} apart: other programs kept it busy, and times may "
+            "be several times too long; when it is idle, clear the cache (placer cache clear) and "
+            "profile again"
         )
 
     def untied(self) -> Profile:
@@ -285,8 +286,8 @@ class Profile(Wire):
             if not tie.split and not any(set(tie.layers) <= set(group) for group in self.colocated):
                 sharing = ", ".join(map(repr, tie.layers))
                 raise ValueError(
-                    f"tied: layers {sharing} share parameters; name them together in colocated, too, or let them be "
-                    "on several devices with split"
+                    f"tied: layers {sharing} share parameters; name them together in colocated, "
+                    "too, or let them be on several devices with split"
                 )
         return self
 
@@ -300,8 +301,9 @@ class Profile(Wire):
             held = self.layers[place[name]].param_bytes
             if held < size:
                 raise ValueError(
-                    f"tied: layer {name!r} runs first and has {held} bytes of parameters, but {size} of them are "
-                    "copied; count shared parameters in the param_bytes of the layer that runs first"
+                    f"tied: layer {name!r} runs first and has {held} bytes of parameters, but "
+                    f"{size} of them are copied; count shared parameters in the param_bytes of the "
+                    "layer that runs first"
                 )
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
@@ -322,8 +324,8 @@ class Profile(Wire):
                 f"{label}: rest_bytes is for values that two layers read or more; leave it out"
             )
         raise ValueError(
-            f"{label}: rest_until names {edge.rest_until!r}, which is no layer after the target before the last, "
-            "and up to the last; name one of these, or leave it out"
+            f"{label}: rest_until names {edge.rest_until!r}, which is no layer after the target "
+            "before the last, and up to the last; name one of these, or leave it out"
         )
 
     def _backwards(self, source: str, target: str) -> str:

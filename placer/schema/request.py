@@ -139,7 +139,8 @@ class PlacementRequest(SolveOptions, Question):
             for name, given in {**only, "steps": self.steps != "alone"}.items():
                 if given:
                     raise ValueError(
-                        f"{name}: only objective 'step' chooses it; the objective is {self.objective!r}"
+                        f"{name}: only objective 'step' chooses it; the objective is "
+                        f"{self.objective!r}"
                     )
             return
         names = [layer.name for layer in self.profile.layers]
@@ -148,22 +149,24 @@ class PlacementRequest(SolveOptions, Question):
                 layer.name for layer in profile.layers
             ] != names or profile.training != self.profile.training:
                 raise ValueError(
-                    f"profiles: the one of {profile.batch_size} samples has other layers than the profile"
+                    f"profiles: the one of {profile.batch_size} samples has other layers than the "
+                    "profile"
                 )
         sizes = [profile.batch_size for profile in (self.profile, *self.profiles)]
         refuse_duplicates("profiles: micro-batch of size", [str(size) for size in sizes])
         if not self.micro_batches():
             known = " or ".join(map(str, sorted(sizes)))
             raise ValueError(
-                f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches of {known};"
-                " give a multiple, or a profile of another size"
+                f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches "
+                f"of {known}; give a multiple, or a profile of another size"
             )
         profile, chunks = self.micro_batches()[-1]  # the most of them
         if chunks > MOST_CHUNKS_OF_A_STEP:
             raise ValueError(
-                f"chunks: a batch is {chunks:,} micro-batches of {count_text(profile.batch_size, 'sample')}, stages x"
-                f" {chunks:,} passes forwards; objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a"
-                " stage: give larger micro-batches"
+                f"chunks: a batch is {chunks:,} micro-batches of "
+                f"{count_text(profile.batch_size, 'sample')}, stages x {chunks:,} passes forwards; "
+                f"objective 'step' simulates no more than {MOST_CHUNKS_OF_A_STEP:,} of a stage: "
+                "give larger micro-batches"
             )
 
     def _check_pins(self, cluster: Cluster) -> None:
@@ -175,7 +178,8 @@ class PlacementRequest(SolveOptions, Question):
         for layer, device in pinned.items():
             if device in (*rules.forbidden.get(layer, ()), *everywhere):
                 raise ValueError(
-                    f"constraints.pinned: layer {layer!r} is pinned to {device!r}, which is forbidden for it"
+                    f"constraints.pinned: layer {layer!r} is pinned to {device!r}, which is "
+                    "forbidden for it"
                 )
         for group in (*self.profile.colocated, *rules.colocated) if pinned else ():
             ends = {pinned[layer]: layer for layer in group if layer in pinned}
@@ -199,8 +203,9 @@ class PlacementRequest(SolveOptions, Question):
             for way in ((here, there), (there, here))[: 1 + back] if here != there else ():
                 if way not in linked:
                     raise ValueError(
-                        f"constraints.pinned: {edge.source!r} on {here!r} makes a value that {target!r} reads on "
-                        f"{there!r}, but cluster.links has no link from {way[0]!r} to {way[1]!r}"
+                        f"constraints.pinned: {edge.source!r} on {here!r} makes a value that "
+                        f"{target!r} reads on {there!r}, but cluster.links has no link from "
+                        f"{way[0]!r} to {way[1]!r}"
                     )
 
     def _check_numbers(self, devices: int, layers: int) -> None:
@@ -275,6 +280,6 @@ def _refuse_unreachable(cluster: Cluster) -> None:
     for device in cluster.devices if len(cluster.devices) > 1 else ():
         if device.name not in linked:
             raise ValueError(
-                f"cluster.links: device {device.name!r} has no link with any other device, so no value can reach it; "
-                "give its links, or leave it out"
+                f"cluster.links: device {device.name!r} has no link with any other device, so no "
+                "value can reach it; give its links, or leave it out"
             )

@@ -35,7 +35,8 @@ class Attention(nn.Module):
         super().__init__()
         if width % heads or heads % key_heads:
             raise ValueError(
-                f"{key_heads} key heads, {heads} heads and a width of {width} do not divide one another"
+                f"{key_heads} key heads, {heads} heads and a width of {width} do not divide one "
+                "another"
             )
         self.size = width // heads
         self.q_proj = nn.Linear(width, width, bias=False)

@@ -115,7 +115,8 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
     for key, tensor in own.items():
         if state[key].shape != tensor.shape:
             raise InputError(
-                f"{key!r} has shape {tuple(state[key].shape)}; the model's has {tuple(tensor.shape)}"
+                f"{key!r} has shape {tuple(state[key].shape)}; the model's has "
+                f"{tuple(tensor.shape)}"
             )
     module.load_state_dict({key: state[key] for key in own})
 
@@ -193,8 +194,8 @@ def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
         )
         line = (str(reason).splitlines() or [""])[0]
         raise InputError(
-            f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give a folder that all "
-            "processes see, and the model that it is of"
+            f"the checkpoint {str(path)!r} cannot be {done}: {type(reason).__name__}: {line}; give "
+            "a folder that all processes see, and the model that it is of"
         ) from error
 
 

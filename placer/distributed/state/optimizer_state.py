@@ -97,8 +97,9 @@ def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str
             )
             if lacking and more:
                 raise InputError(
-                    f"the checkpoint is of another kind of optimizer than this {type(optimizer).__name__}: it has "
-                    f"{min(more)!r} and no {min(lacking)!r}; make the optimizer as it was when it was saved"
+                    "the checkpoint is of another kind of optimizer than this "
+                    f"{type(optimizer).__name__}: it has {min(more)!r} and no {min(lacking)!r}; "
+                    "make the optimizer as it was when it was saved"
                 )
             group.update(settings)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -115,8 +116,8 @@ def _names(module: nn.Module) -> dict[int, list[str]]:
 def _known(names: Mapping[int, list[str]], parameter: Tensor) -> list[str]:
     if id(parameter) not in names:
         raise InputError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of this process's: make it "
-            "of pipeline.parameters()"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of this "
+            "process's: make it of pipeline.parameters()"
         )
     return names[id(parameter)]
 
@@ -127,8 +128,8 @@ def _saved(names: list[str], kept: Mapping[str, Any]) -> str:
         if any(key.startswith(f"param_groups.{name}.") for key in kept):
             return name
     raise InputError(
-        f"the checkpoint has nothing of an optimizer for parameter {names[0]!r}: give save(path, optimizer) one of "
-        "all parameters, or load(path) without"
+        f"the checkpoint has nothing of an optimizer for parameter {names[0]!r}: give save(path, "
+        "optimizer) one of all parameters, or load(path) without"
     )
 
 

@@ -89,14 +89,15 @@ class Sharing:
             layers = ", ".join(map(repr, users[name].values()))
             if len(there[name]) > 1:
                 raise PlacementError(
-                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes while it runs; place "
-                    "them on one device"
+                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
+                    "while it runs; place them on one device"
                 )
             if len(users[name]) > 1 and chunks > 1:
                 raise PlacementError(
-                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes while it runs, and "
-                    f"other devices run layers between them, so that {chunks} micro-batches would change it in another "
-                    f"order; place those on {cut.devices[there[name][0]]} too, or give chunks=1"
+                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
+                    f"while it runs, and other devices run layers between them, so that {chunks} "
+                    "micro-batches would change it in another order; place those on "
+                    f"{cut.devices[there[name][0]]} too, or give chunks=1"
                 )
         there = {
             name: positions for name, positions in there.items() if name not in graph.constants
@@ -127,13 +128,13 @@ class Sharing:
             way_out = "place its layers there, or load full_state_dict() into a new model"
             if rank not in ranks:
                 raise InputError(
-                    f"{name!r} belongs to process {rank} since an earlier pipeline of this model, and that has no part "
-                    f"in this one: {way_out}"
+                    f"{name!r} belongs to process {rank} since an earlier pipeline of this model, "
+                    f"and that has no part in this one: {way_out}"
                 )
             if name in self.changed and name not in self.unused:
                 raise InputError(
-                    f"{name!r} changes while the model runs, and belongs to process {rank} since an earlier pipeline "
-                    f"of this model: {way_out}"
+                    f"{name!r} changes while the model runs, and belongs to process {rank} since "
+                    f"an earlier pipeline of this model: {way_out}"
                 )
             owner = ranks.index(rank)
             users[name] = (
@@ -340,8 +341,9 @@ def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
     for name, tensor in shared.items():
         if is_hooked(tensor):
             raise InputError(
-                f"parameter {name!r} has a hook on its gradient, and layers on several devices use it, each of which "
-                "has a part of that; place them on one device, or change parameter.grad after pipeline.step()"
+                f"parameter {name!r} has a hook on its gradient, and layers on several devices use "
+                "it, each of which has a part of that; place them on one device, or change "
+                "parameter.grad after pipeline.step()"
             )
 
 

@@ -118,7 +118,8 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
     for name in names:
         if not isinstance(name, str):
             raise PlacementError(
-                f"layer_gpus has the key {name!r}; give names of layers, such as {_named(module, name)!r}"
+                f"layer_gpus has the key {name!r}; give names of layers, such as "
+                f"{_named(module, name)!r}"
             )
         for part in name.split(MERGED):
             if part.partition("@")[0] not in known:

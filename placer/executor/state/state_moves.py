@@ -348,11 +348,13 @@ def _tensors(value: Any) -> list[Tensor]:
 def _refuse_without_data(name: str, tensor: Tensor) -> None:
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise PlacementError(
-            f"{name!r} is not initialised; run the model once (lazy modules need an input) and place then"
+            f"{name!r} is not initialised; run the model once (lazy modules need an input) and "
+            "place then"
         )
     if tensor.is_meta:
         raise PlacementError(
-            f"{name!r} is on meta and has no data; load weights into the model (to_empty) and place then"
+            f"{name!r} is on meta and has no data; load weights into the model (to_empty) and "
+            "place then"
         )
 
 

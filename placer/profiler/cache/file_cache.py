@@ -130,7 +130,8 @@ def open_cache(cache: CacheLike = True) -> Cache | None:
         folder = platformdirs.user_cache_path("placer", appauthor=False)
     if folder.is_file():
         raise InputError(
-            f"the cache {folder} is a file; name a folder, or turn the cache off (cache=False, --no-cache)"
+            f"the cache {folder} is a file; name a folder, or turn the cache off (cache=False, "
+            "--no-cache)"
         )
     return Cache(folder)
 

@@ -247,8 +247,8 @@ def _ports(device: torch.device, step: Step, known: _Known) -> Ports:
         return Ports(*(Rate(**rate) for rate in fields))
     except link_probe.Changed as changed:
         raise ProfilingError(
-            f"between {device} and the host's memory, {changed}: nothing that runs there can be trusted; "
-            "leave the device out"
+            f"between {device} and the host's memory, {changed}: nothing that runs there can be "
+            "trusted; leave the device out"
         ) from changed
 
 

@@ -99,17 +99,20 @@ def find(name: str) -> Callable[..., Any]:
     packet = getattr(torch.ops.aten, base, None)
     if packet is None or overload not in packet.overloads():
         raise InputError(
-            f"torch {torch.__version__} has no operator {name[:100]!r}; versions here and there differ"
+            f"torch {torch.__version__} has no operator {name[:100]!r}; versions here and there "
+            "differ"
         )
     operator = getattr(packet, overload)
     schema = operator._schema
     if not any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns)):
         raise InputError(
-            f"operator {name[:100]!r} works on no tensors, which a graph from elsewhere does by numbers"
+            f"operator {name[:100]!r} works on no tensors, which a graph from elsewhere does by "
+            "numbers"
         )
     if any(argument.is_out for argument in schema.arguments):
         raise InputError(
-            f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may not"
+            f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may "
+            "not"
         )
     found: Callable[..., Any] = operator
     return found

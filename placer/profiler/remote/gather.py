@@ -48,7 +48,8 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            "torch.distributed was not started: run under torchrun, and call torch.distributed.init_process_group first"
+            "torch.distributed was not started: run under torchrun, and call "
+            "torch.distributed.init_process_group first"
         )
     # of the hosts' memories, whatever the user's own group is of
     group = dist.new_group(backend="gloo")
@@ -94,7 +95,8 @@ def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[st
             spoilt = max(_all(wrong, group))
             if spoilt:
                 raise ProfilingError(
-                    f"the network {source} -> {target} changes bytes: {spoilt} of {HOST_SIZES[-1]}; leave one host out"
+                    f"the network {source} -> {target} changes bytes: {spoilt} of "
+                    f"{HOST_SIZES[-1]}; leave one host out"
                 )
     return {pair: rate for found in _all(ways, group) for pair, rate in found.items()}
 

@@ -178,7 +178,8 @@ class _Program:
         # memory of the host that no limit counts
         if operation.kwargs.get("pin_memory"):
             raise InputError(
-                f"operator {operation.op[:100]!r} would pin memory, which a graph from elsewhere may not"
+                f"operator {operation.op[:100]!r} would pin memory, which a graph from elsewhere "
+                "may not"
             )
         return None if operation.op == LEAVE else find(operation.op)
 

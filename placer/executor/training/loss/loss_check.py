@@ -211,8 +211,8 @@ def compare_losses(
         except Exception as error:
             # whatever a user's function raises on results that have no graph
             warn(
-                "the loss of micro-batches was not compared with that of the whole batch, of which it fails: "
-                f"{type(error).__name__}: {error}"
+                "the loss of micro-batches was not compared with that of the whole batch, of which "
+                f"it fails: {type(error).__name__}: {error}"
             )
             return Joining.of(loss_fn.options)
         expected, values = detached_nest((expected, values))
@@ -235,8 +235,9 @@ def compare_losses(
     for one in differences:
         what = f"the value {one.name!r} of loss_fn"
         ways_out = (
-            f"declare how it is joined, as BatchOptions(outputs={{{one.name!r}: 'list'}}) for a list with the value of "
-            "each micro-batch, or give chunks=1; if it was made by int() or .item(), give the tensor instead"
+            f"declare how it is joined, as BatchOptions(outputs={{{one.name!r}: 'list'}}) for a "
+            "list with the value of each micro-batch, or give chunks=1; if it was made by int() or "
+            ".item(), give the tensor instead"
         )
         raise difference_error(what, one.whole, one.joined, closeness.tolerance, ways_out)
     return found
@@ -406,9 +407,9 @@ def _taken_from_the_first(
 
 
 _GENERAL_WAYS_OUT = (
-    "If it is a mean that leaves samples or labels out, give the weight of each sample, as batch_options="
-    "BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it compares samples with one another, "
-    "chunks=1; BatchOptions(verify=False) takes it as it is"
+    "If it is a mean that leaves samples or labels out, give the weight of each sample, as "
+    "batch_options=BatchOptions(weigh=f); if it is a sum over samples, reduction='sum'; if it "
+    "compares samples with one another, chunks=1; BatchOptions(verify=False) takes it as it is"
 )
 
 

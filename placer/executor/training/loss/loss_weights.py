@@ -182,8 +182,8 @@ class Weighing:
         advice = "; it is given those of the step"
         if inputs is None:
             advice = (
-                "; the inputs are with the first of several processes, so weigh by the target, and give the labels as "
-                "that"
+                "; the inputs are with the first of several processes, so weigh by the target, and "
+                "give the labels as that"
             )
         return weights_of(self.options, inputs, target, size, advice)
 
@@ -204,9 +204,10 @@ class Weighing:
         )
         if any(bool((tensor == _LEFT_OUT).any()) for tensor in labels):
             warn(
-                f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches count by their samples, not "
-                "by their labels. Let the loss be nn.CrossEntropyLoss(), or give the weight of each sample, as "
-                f"batch_options=BatchOptions(weigh=lambda inputs, target: (target != {_LEFT_OUT}).sum(1))"
+                f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches count "
+                "by their samples, not by their labels. Let the loss be nn.CrossEntropyLoss(), or "
+                "give the weight of each sample, as batch_options=BatchOptions(weigh=lambda "
+                f"inputs, target: (target != {_LEFT_OUT}).sum(1))"
             )
 
 
@@ -253,12 +254,14 @@ def _with_weights(loss_fn: Any, options: BatchOptions) -> BatchOptions:
     says = getattr(loss_fn, "reduction", None)
     if options.reduction == "sum" and options.weigh is not None:
         raise InputError(
-            "weights are of a mean: give BatchOptions(reduction='sum') without weigh, or weigh alone"
+            "weights are of a mean: give BatchOptions(reduction='sum') without weigh, or weigh "
+            "alone"
         )
     if says in ("sum", "mean") and says != options.reduction:
         raise InputError(
-            f"{kind} has reduction={says!r}, and the batch has reduction={options.reduction!r}; give "
-            f"batch_options=BatchOptions(reduction={says!r}), or {kind}(reduction={options.reduction!r})"
+            f"{kind} has reduction={says!r}, and the batch has reduction={options.reduction!r}; "
+            f"give batch_options=BatchOptions(reduction={says!r}), or "
+            f"{kind}(reduction={options.reduction!r})"
         )
     if (
         options.weigh is None

@@ -82,9 +82,9 @@ def warn_of_other_memory(
         f", and {count_text(count, 'more device differs', 'more devices differ')}" if count else ""
     )
     warn(
-        f"the optimizer of this training step, {state.name}, needs other memory than the placement assumed: "
-        f"{differing[0][1]}{others}. Give profile the optimizer that is used, profile(..., optimizer=optimizer), and "
-        "place the model again"
+        f"the optimizer of this training step, {state.name}, needs other memory than the placement "
+        f"assumed: {differing[0][1]}{others}. Give profile the optimizer that is used, "
+        "profile(..., optimizer=optimizer), and place the model again"
     )
 
 

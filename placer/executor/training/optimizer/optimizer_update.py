@@ -60,12 +60,14 @@ class Update:
             refuse_closures(optimizer)
             if isinstance(optimizer, torch.optim.SparseAdam):
                 raise InputError(
-                    "SparseAdam takes sparse gradients, and those of a training step are dense; give another "
-                    "optimizer, such as SGD or Adagrad, or call the flow, loss.backward() and optimizer.step() yourself"
+                    "SparseAdam takes sparse gradients, and those of a training step are dense; "
+                    "give another optimizer, such as SGD or Adagrad, or call the flow, "
+                    "loss.backward() and optimizer.step() yourself"
                 )
         if self.scaler is not None and not self.optimizers:
             raise InputError(
-                "a scaler skips and unscales the optimizer's steps: give train_step the optimizer too"
+                "a scaler skips and unscales the optimizer's steps: give train_step the optimizer "
+                "too"
             )
         if self.scaler is not None and not all(
             callable(getattr(self.scaler, name, None)) for name in _OF_SCALERS
@@ -117,7 +119,8 @@ class Update:
             self._step(module)
         except BaseException as error:
             error.add_note(
-                "in the optimizer's part of a training step: gradients are in place, and parameters as it left them"
+                "in the optimizer's part of a training step: gradients are in place, and "
+                "parameters as it left them"
             )
             if self.scaler is not None:
                 # else it would take the next batch's gradients for this one's, unscaled
@@ -175,8 +178,9 @@ def _named(optimizer: Any, error: BaseException) -> BaseException:
     if not (called_none or asks):
         return error
     named = InputError(
-        f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: {error}); a training "
-        "step evaluates the loss once, so give an optimizer that steps by gradients alone, such as AdamW"
+        f"{type(optimizer).__name__}.step() failed without a closure ({type(error).__name__}: "
+        f"{error}); a training step evaluates the loss once, so give an optimizer that steps by "
+        "gradients alone, such as AdamW"
     )
     named.__cause__ = error
     return named

@@ -93,9 +93,9 @@ class Others:
             isinstance(one, Tensor) and one.requires_grad for one in given
         ):
             raise InputError(
-                f"the optimizer holds no parameter of this {type(self._model).__name__}, and no input requires a "
-                "gradient, so a step would change nothing; make it from flow.parameters(), or give an input that is, "
-                "or is made of, what it holds"
+                f"the optimizer holds no parameter of this {type(self._model).__name__}, and no "
+                "input requires a gradient, so a step would change nothing; make it from "
+                "flow.parameters(), or give an input that is, or is made of, what it holds"
             )
 
     def look(self, pipeline: TrainingPipeline | None) -> None:
@@ -139,7 +139,7 @@ def _steps_inputs_alone(update: Update, model: nn.Module) -> bool:
         return False
     if any(parameter.requires_grad for parameter in own.values()):
         raise InputError(
-            f"the optimizer holds no parameter of this {type(model).__name__}, so a step would change nothing; "
-            "make it from flow.parameters()"
+            f"the optimizer holds no parameter of this {type(model).__name__}, so a step would "
+            "change nothing; make it from flow.parameters()"
         )
     return True
