@@ -169,8 +169,8 @@ def fitting_rooms(
             graphs = []  # references keep the pools alive for the next turn
             for turn in range(max(turns)):
                 for place, (run, own) in enumerate(zip(passes, rooms, strict=True)):
-                    # otherwise it runs only because later passes read its results
-                    # a pass that no longer counts still runs, because later passes read its results
+                    # A pass that no longer counts still runs, because later passes read its
+                    # results.
                     counts = turn < turns[place]
                     pool = pools[place] if counts else memory_pool(device)
                     with (

@@ -1,1 +1,1 @@
-"""Measures layers, memory, devices and links."""
+"""Measurements of layers, memory, devices and links."""

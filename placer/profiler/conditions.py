@@ -1,9 +1,8 @@
-"""What a measurement depends on beside the layer: device, driver, libraries, settings, and how
-Placer measures.
+"""Conditions of a measurement: device, driver, libraries, settings and Placer's own code.
 
-Two runs under equal conditions may share their measurements. What is not here makes no difference
-to a layer's time, or cannot be told (see ``devices.speed_facts``): then ``placer cache clear``, or
-``cache=False``.
+Runs under equal conditions share measurements. Other conditions either do not change a layer's
+time, or cannot be detected (see ``devices.speed_facts``). In the latter case use ``placer cache
+clear`` or ``cache=False``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ENVIRONMENT = (
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """What measurements on this device depend on here and now, as facts for a key."""
+    """Return the current conditions of measurements on this device, as facts for a key."""
     return {
         "type": devices.type_name(device),
         "device": devices.speed_facts(device),
@@ -46,7 +45,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 
 def capture_facts() -> dict[str, Any]:
-    """What a captured graph depends on beside the model, as facts for a key."""
+    """Return the conditions of a capture besides the model, as facts for a key."""
     return {"versions": _versions(), "captured_by": _code("capture", "profiler")}
 
 
@@ -62,7 +61,7 @@ def _versions() -> dict[str, str]:
 
 
 def _settings(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """The switches of torch that choose kernels, by name."""
+    """Return readers of torch's settings that influence kernel selection, by name."""
     cudnn: Any = torch.backends.cudnn
     attention, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     return {
@@ -95,16 +94,15 @@ def _setting(read: Callable[[], Any]) -> str:
     try:
         return repr(read())
     except Exception:
-        # torch refuses to read an old switch once a new one was set, and lacks some in some
-        # versions
+        # torch refuses to read a legacy setting after its replacement was set, and some versions
+        # lack some settings
         return "not told"
 
 
 def optimizer_facts(optimizer: OptimizerLike) -> Any:
-    """What the time of an optimizer's step depends on, as a fact for a key; None where that cannot
-    be told.
+    """Return the facts that an optimizer's step time depends on; None if they are unknown.
 
-    Numbers count as zero or not: a learning rate changes no kernel, momentum or none does.
+    Numbers count only as zero or non-zero: a learning rate changes no kernel, but momentum does.
     """
     if optimizer is None or isinstance(optimizer, str):
         return [str(optimizer).lower()]
@@ -129,7 +127,7 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
     name = f"{getattr(optimizer, '__module__', '')}.{getattr(optimizer, '__qualname__', '')}"
     if name.startswith("torch.optim."):
         return [name]
-    if not isinstance(optimizer, type):  # a function may use anything
+    if not isinstance(optimizer, type):  # a function may depend on anything
         return None
     try:
         return [
@@ -140,7 +138,7 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
                 if kind.__module__ == optimizer.__module__
             ),
         ]
-    except (OSError, TypeError):  # typed in by hand
+    except (OSError, TypeError):  # defined interactively
         return None
 
 
@@ -162,6 +160,6 @@ def _code(*packages: str) -> str:
 
 
 def source_files(*packages: str) -> list[Path]:
-    """Return the source files of packages of Placer, subpackages included, sorted by path."""
+    """Return the source files of Placer's packages and subpackages, sorted by path."""
     root = Path(__file__).parents[1]
     return sorted(path for package in packages for path in (root / package).rglob("*.py"))

@@ -1,8 +1,8 @@
-"""Whether a CPU was busy with other programs: how long threads of this process waited for a core
-while they could run.
+"""CPU contention: how long threads of this process waited for a core while runnable.
 
-Threads of a pass wait for one another, so the one that waited most tells how much too long times are. The spread of
-timings need not: on a CPU that is busy all the time they are all as long. Linux counts for each thread::
+Threads of a pass wait for one another, so the longest-waiting thread shows how much the times are
+inflated. The spread of timings cannot show this: on a permanently busy CPU all of them are equally
+long. Linux counts for each thread::
 
     /proc/self/task/1234/schedstat:  1520000000 4570000000 412
                                      ns it ran  ns it waited for a core
@@ -16,26 +16,23 @@ from pathlib import Path
 __all__ = ["CoreWaits", "busy"]
 
 MOST = 0.4
-"""Of the time that a thread could have run; three processes that share two cores fairly wait for a
-third of it."""
+"""Largest acceptable waiting share of a thread's runnable time. Three processes that share two
+cores fairly wait for a third of it."""
 
-# A thread that could run no longer than this says nothing: a few slices of another program's may
-# fall on it.
+# Minimum runnable time of a thread in ns: a few time slices of another program distort less.
 _LEAST_NS = 1e8
 
 _TASKS = Path("/proc/self/task")
 
 
 class CoreWaits:
-    """How long threads of this process wait for a core, from now on."""
+    """The waiting times of this process's threads since its creation."""
 
     def __init__(self) -> None:
         self._before = thread_times()
 
     def share(self) -> float:
-        """The part of its time that the thread waited which waited most; 0 where the system does
-        not count it.
-        """
+        """Return the waiting share of the longest-waiting thread; 0 if the system has no counts."""
         shares = [0.0]
         for thread, (ran, waited) in thread_times().items():
             ran_before, waited_before = self._before.get(thread, (0, 0))
@@ -46,10 +43,10 @@ class CoreWaits:
 
 
 def thread_times() -> dict[str, tuple[int, int]]:
-    """By thread, for how many nanoseconds it ran, and for how many it waited for a core."""
+    """Return for each thread its nanoseconds of running and of waiting for a core."""
     times: dict[str, tuple[int, int]] = {}
     for path in _TASKS.glob("*/schedstat"):
-        # it has just ended, or the system counts something else
+        # the thread has just ended, or the system uses another format
         with suppress(OSError, ValueError):
             ran, waited, _ = map(int, path.read_text().split())
             times[path.parent.name] = ran, waited
@@ -57,9 +54,7 @@ def thread_times() -> dict[str, tuple[int, int]]:
 
 
 def busy(kind: str, share: float) -> str:
-    """What is wrong with timings on a CPU while threads waited so much, and the way out; empty
-    where nothing is.
-    """
+    """Return a warning about contended CPU timings and its remedy; empty if all is well."""
     if share <= MOST:
         return ""
     return (

@@ -1,6 +1,4 @@
-"""What the layers of a graph hold all the time: parameters, gradients, the optimizer's state, and
-buffers.
-"""
+"""State that layers hold permanently: parameters, gradients, optimizer state and buffers."""
 
 from __future__ import annotations
 
@@ -21,9 +19,11 @@ __all__ = ["owned_shares", "state_bytes", "ties"]
 def state_bytes(
     graph: LayerGraph, training: bool, optimizer: OptimizerState
 ) -> dict[str, dict[str, int]]:
-    """The bytes of each layer's state by kind; what several layers share counts in the first of
-    them.
+    """Return the bytes of each layer's state by kind.
+
+    State shared by several layers counts in the first of them.
     """
+    # ``counted`` holds tensors, ``memory`` storages: several tensors may share one storage
     counted: set[int] = set()
     memory: set[Any] = set()
     held = {}
@@ -46,8 +46,9 @@ def state_bytes(
 
 
 def owned_shares(graph: LayerGraph) -> dict[str, float]:
-    """The share of each layer's trained parameters, in bytes, that no layer before it has: the
-    optimizer steps once.
+    """Return for each layer the share of its trained bytes that no earlier layer has.
+
+    The optimizer steps a shared parameter only once.
     """
     counted: set[int] = set()
     shares = {}
@@ -60,9 +61,9 @@ def owned_shares(graph: LayerGraph) -> dict[str, float]:
 
 
 def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
-    """Return the parameters that several layers share, those of the same layers together.
+    """Return the parameters that several layers share, grouped by these layers.
 
-    Layers that share other state, too, which has to stay on one device, are left out.
+    Layers that also share buffers must stay on one device, and are left out.
     """
     users: dict[Tensor, list[str]] = {}
     for layer in graph.layers:
@@ -86,8 +87,9 @@ def ties(graph: LayerGraph, training: bool) -> list[TiedParameters]:
 
 
 def _gradient_bytes(parameter: Tensor) -> int:
-    """The bytes of a parameter's gradient: a gradient of a wrapper is one block of numbers,
-    whatever that wraps.
+    """Return the bytes of a parameter's gradient.
+
+    A wrapper's gradient is a dense tensor, whatever it wraps.
     """
     is_sparse = parameter.layout != torch.strided
     return tensor_bytes(parameter) if is_sparse else parameter.numel() * parameter.element_size()

@@ -1,12 +1,11 @@
-"""The loss behind a model's result, measured as training runs it: on the device of the layer that
-makes the result.
+"""Time and memory of the loss function, on the device of the layer that makes the result.
 
     layer ──▶ result ──┐
-                       ├──▶ loss        a pass more of that layer, forwards after it and backwards before it
-              target ──┘
+                       ├──▶ loss       an additional pass of that layer: its forward runs after
+             target ───┘               the layer's, its backward before the layer's
 
-It is measured as a layer of its own, on random results, and counted with the last layer that makes
-one: so it moves with that layer. What is remembered of layers is without it.
+The loss is measured as a layer of its own on random results, and added to the last layer that makes
+a result; so it moves with that layer. Cached measurements of layers exclude it.
 """
 
 from __future__ import annotations
@@ -48,12 +47,11 @@ class Loss:
     """A loss function with the target of one micro-batch.
 
     Attributes:
-        function: from the model's result and the target to a number.
-        target: its tensors, flattened.
-        structure: of the target.
-        layout: where its samples lie.
-        values: the further values of the loss, by name, with empty tensors; empty before it is
-            measured.
+        function: maps the model's result and the target to a scalar.
+        target: its flattened leaves.
+        structure: rebuilds the target from them.
+        layout: the batch dimension of each leaf.
+        values: the further values of the loss, by name, as empty tensors; filled when measured.
     """
 
     function: LossFunction
@@ -63,7 +61,7 @@ class Loss:
     values: dict[str, Any] = field(default_factory=dict)
 
     def resized(self, sizes: Sequence[int] | None) -> list[Loss]:
-        """For micro-batches of so many samples, the smallest first; itself alone if None."""
+        """Return the loss for micro-batches of these sizes, smallest first; itself if None."""
         if sizes is None:
             return [self]
         if all(dim is None for dim in self.layout.dims):
@@ -79,15 +77,15 @@ class Loss:
         """Measure the loss on one device.
 
         Args:
-            graph: whose result it is computed from.
-            layers: what was measured of the graph's layers there.
+            graph: the graph whose result the loss reads.
+            layers: the measurements of the graph's layers on this device.
             device: where it runs.
             repeats: how often each pass is timed.
 
         Raises:
-            InputError: it fails on such results and this target, gives no number, or one that
-                depends on no result.
-            ProfilingError: memory ran out.
+            InputError: if it fails on such results and this target, does not return a number, or
+                its value does not depend on a result.
+            ProfilingError: if memory ran out.
         """
         try:
             with devices.current(device):
@@ -104,7 +102,7 @@ class Loss:
                 return as_run(measured, trial.reads, recorded=device.type == "cuda")
         except PlacerError:
             raise
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             if ran_out(error):
                 raise ProfilingError(f"loss_fn failed on {device}: {told}") from error
@@ -122,7 +120,7 @@ class Loss:
         )
 
     def _layer(self, graph: LayerGraph, where: torch.device) -> Layer:
-        assert graph.result is not None  # else it was captured anew
+        assert graph.result is not None  # a graph without it was captured again
         result, function = graph.result, _there(self.function, where)
 
         def run(
@@ -146,18 +144,18 @@ def given_loss(
     batch: int,
     options: BatchOptions = DEFAULT_OPTIONS,
 ) -> Loss | None:
-    """The loss that a user gives, or None.
+    """Return the user's loss, or None.
 
     Args:
         loss_fn: the function.
-        target: of one micro-batch.
+        target: the target of one micro-batch.
         training: whether a training step is measured.
-        batch: samples in the example inputs.
-        options: what was declared of the batch.
+        batch: number of samples in the example inputs.
+        options: the declared batch layout.
 
     Raises:
-        InputError: one of the two is missing, or the loss has parameters, or no training step is
-            measured, or the target is of another batch.
+        InputError: if only one of the two is given, the loss has parameters, inference is measured,
+            or the target has another batch size.
     """
     require_loss_with_target(loss_fn, target)
     if loss_fn is None:
@@ -181,13 +179,13 @@ def given_loss(
 def with_loss(
     profile: schema.Profile, graph: LayerGraph, loss: Loss, measured: Mapping[str, Measurement]
 ) -> schema.Profile:
-    """A profile in which the loss is counted with the layer that makes the result.
+    """Return a profile that counts the loss with the last layer that makes the result.
 
     Args:
-        profile: of the graph's layers.
+        profile: the profile of the graph's layers.
         graph: the layers.
-        loss: with its target, which is there for each micro-batch in flight.
-        measured: by device type, what was measured of the loss.
+        loss: the loss and its target, which exists once for each micro-batch in flight.
+        measured: the loss's measurement by device type.
     """
     makers = [
         layer.name for layer in graph.layers if not set(graph.outputs).isdisjoint(layer.writes)
@@ -207,7 +205,7 @@ def with_loss(
 def _joined(
     layer: schema.Layer, measured: Mapping[str, Measurement], target_bytes: int
 ) -> schema.Layer:
-    """A layer with the loss behind it: what it keeps adds up, the larger workspace counts."""
+    """Return the layer followed by the loss: saved bytes add up, the larger workspace counts."""
     times, memories = (
         {kind: row.time for kind, row in measured.items()},
         [row.memory for row in measured.values()],
@@ -225,6 +223,8 @@ def _joined(
             ),
             "host_ms": _sum(layer.host_ms, {kind: time.host_ms for kind, time in times.items()}),
             "saved_bytes": layer.saved_bytes + saved + target_bytes,
+            # what the loss saves is part of ``saved_bytes`` already, so the layer's own peak
+            # shrinks
             "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, pieces + forward),
             "input_workspace_bytes": max(
                 layer.input_workspace_bytes or layer.backward_workspace_bytes,
@@ -253,12 +253,11 @@ def _sum(times_ms: Mapping[str, float], more_ms: Mapping[str, float]) -> dict[st
 
 
 def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Measurement:
-    """What was measured, as it is behind the model: results that the loss only reads are kept
-    anyhow.
+    """Return the loss's measurement, adjusted to its position after the model.
 
-    A recorded pass has the memory that it works in for good. What a layer worked in is used again
-    for what later layers keep, but nothing comes after the loss: what that works in is lost for
-    each micro-batch in flight, as if it kept it.
+    Results that the loss only reads are kept anyway. A recorded pass owns its workspace
+    permanently: a layer's workspace is used again for the activations of later layers, but nothing
+    follows the loss. So its workspace counts as saved, once for each micro-batch in flight.
     """
     memory = measured.memory
     only_read = sum(
@@ -275,7 +274,7 @@ def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Mea
 
 
 def _results(graph: LayerGraph, layers: Sequence[Measurement], device: torch.device) -> list[Any]:
-    """Random results, between 0 and 1, which any loss takes; a number is 1."""
+    """Return random results between 0 and 1, valid for any loss; numbers are 1."""
     sizes = {
         name: size
         for layer, row in zip(graph.layers, layers, strict=True)
@@ -290,7 +289,7 @@ def _result(value: Value, size_bytes: int | None, device: torch.device) -> Any:
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     made = torch.empty(value.shape, device=device).uniform_(0.01, 0.99).to(value.dtype)
-    # what runs under it may make another type than was captured
+    # autocast may produce another dtype than the capture did
     if torch.is_autocast_enabled(device.type):
         other = made.to(torch.get_autocast_dtype(device.type))
         return other if tensor_bytes(other) == size_bytes else made
@@ -298,7 +297,7 @@ def _result(value: Value, size_bytes: int | None, device: torch.device) -> Any:
 
 
 def _there(function: LossFunction, device: torch.device) -> LossFunction:
-    """The function; of a module a copy whose buffers, class weights say, are on the device."""
+    """Return the function; for a module, a copy with its buffers on the device."""
     return copy.deepcopy(function).to(device) if isinstance(function, nn.Module) else function
 
 

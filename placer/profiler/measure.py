@@ -1,5 +1,8 @@
-"""Runs the layers of a graph in order on one device, each with its state alone, and measures those
-not seen before.
+"""Measurement of a graph's layers, in order, on one device.
+
+layer 1: copy state ─ run ─ measure ─ free state
+layer 2:                                         copy state ─ run ─ measure ─ ...
+memory:  one layer's state, and the values that later layers still read
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from placer.utils.units import bytes_text
 
 __all__ = ["Measurement", "measure_layers", "measure_trial", "ran_out"]
 
-# How often an optimizer's step is timed: it makes no choices that depend on the data.
+# Timings of an optimizer's step: few suffice, because it has no data-dependent kernels.
 _STEPS = 3
 
 
@@ -42,28 +45,27 @@ def measure_layers(
     optimizer: OptimizerState | None = None,
     remembered: Remembered | None = None,
 ) -> list[Measurement]:
-    """Measure every layer of a graph on one device; layers with the same signature once.
+    """Measure every layer of a graph on one device; layers with equal signatures once.
 
-    The device holds one layer's state at a time, and the values that later layers still read. What
-    is remembered is not measured again; a layer whose results nobody needs then does not even run.
+    The device holds the state of one layer at a time, and the values that later layers still read.
+    Known layers are not measured again, and do not run unless a measured layer needs their results.
 
     Args:
         graph: the layers.
-        inputs: what the model is given, in the order of ``graph.inputs``; those on ``meta`` become
+        inputs: the model's inputs, in the order of ``graph.inputs``; inputs on ``meta`` become
             random tensors.
         device: where the layers run.
         training: whether backward passes are measured.
         repeats: how often each pass is timed.
-        step: told the name of each layer that is measured as it begins.
-        optimizer: whose step is measured, in training; None for none.
-        remembered: what is known of the layers; each measurement is added to it as soon as it is
-            there.
+        step: called with the name of each layer when its measurement begins.
+        optimizer: the optimizer whose step is measured, in training; None (default) for none.
+        remembered: known measurements; each new one is added immediately.
 
     Returns:
-        One measurement for each layer, in their order.
+        One measurement for each layer, in order.
 
     Raises:
-        ProfilingError: a layer failed or did not fit; the message names it.
+        ProfilingError: if a layer failed or did not fit; the message names it.
     """
     remembered = remembered or Remembered()
     missing = {layer.name for layer in remembered.missing(graph.layers)}
@@ -92,6 +94,7 @@ def measure_layers(
                 remembered.put(layer, measured)
                 del trial
         values.update(zip(layer.writes, writes, strict=True))
+        # free values after their last reader
         done = {
             name for name in (*layer.reads, *layer.writes) if last_reader.get(name, -1) <= index
         }
@@ -104,7 +107,7 @@ def measure_layers(
 def _values(
     layer: Layer, device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
 ) -> tuple[tuple[Any, ...], list[int]]:
-    """What the layer writes, and the positions of those reads that it changes in place."""
+    """Return the layer's writes, and the positions of the reads that it changes in place."""
     versions = [read._version if isinstance(read, Tensor) else 0 for read in reads]
     with torch.no_grad():
         writes = tuple(layer.function(device, state, reads))
@@ -117,10 +120,10 @@ def _values(
 
 
 def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
-    """Measure the passes of a layer that has not run yet, and their memory."""
-    # weights cast in one pass would be missing in the recording of the next
+    """Measure time and memory of a layer's passes, for a layer that has not run yet."""
+    # autocast caches casted weights; a recording would lack the casts cached by an earlier pass
     with autocast.uncached(trial.device):
-        trial.forward()  # libraries choose kernels and take their workspaces
+        trial.forward()  # the first run selects kernels and allocates workspaces
         if training:
             trial.backward()
         write_bytes = tuple(
@@ -134,7 +137,10 @@ def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
 def _step_ms(
     trial: Trial, parameters: Sequence[Tensor], optimizer: OptimizerState, repeats: int
 ) -> float | None:
-    """The time of the optimizer's step on the layer's parameters; None where it cannot be had."""
+    """Return the step time of the optimizer on the layer's parameters, in ms.
+
+    None if it cannot be measured.
+    """
     if optimizer.name is None:
         return None
     if not trial.parameters:
@@ -145,14 +151,14 @@ def _step_ms(
                 trial, optimizer.step(parameters, trial.parameters), min(repeats, _STEPS)
             )
     except Exception:
-        # whatever a user's optimizer raises, or too little memory for its state: the rest is
-        # measured
+        # a user's optimizer may raise anything, or its state may not fit: measure the rest
         return None
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether an error says that there was too little memory; of the host's torch tells in words
-    alone.
+    """Return whether an error reports a lack of memory.
+
+    For host memory, torch raises a RuntimeError that only its text identifies.
     """
     return isinstance(
         error, (torch.OutOfMemoryError, MemoryError)
@@ -162,7 +168,7 @@ def ran_out(error: Exception) -> bool:
 def _blamed(
     layer: Layer, graph: LayerGraph, device: torch.device, error: BaseException
 ) -> BaseException:
-    """Say which layer an error is of, and of one for want of memory what the layer takes."""
+    """Return a ProfilingError that names the layer and, for lack of memory, its needs."""
     if not isinstance(error, Exception):
         return error
     lines = str(error).splitlines() or [""]
@@ -176,15 +182,19 @@ def _blamed(
             f"take a smaller batch ({lines[0]})"
         )
     else:
-        text = f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}{_given(layer, graph)}"
+        text = (
+            f"layer {layer.name!r} failed on {device}: {type(error).__name__}: {lines[0]}"
+            f"{_given(layer, graph)}"
+        )
     blamed = ProfilingError(text)
     blamed.__cause__ = error
     return blamed
 
 
 def _given(layer: Layer, graph: LayerGraph) -> str:
-    """For a message: the example inputs that a layer reads, which may be what it fails on; capture
-    sees no kernels.
+    """Return a note on the example inputs that a layer reads, which may be the cause.
+
+    Capture does not run kernels, so invalid input values fail only here.
     """
     read = [
         graph.values[name]

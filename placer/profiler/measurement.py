@@ -1,4 +1,4 @@
-"""What is measured of one layer."""
+"""The measurement of one layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from placer.profiler.timing import LayerTime
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of one layer on one type of device.
+    """Time and memory of one layer on one type of device.
 
     Attributes:
-        time: of its passes.
-        memory: that they need.
-        write_bytes: the sizes of what it writes: under autocast not those that the graph was
-            captured with.
-        optimizer_ms: of the optimizer's step on its parameters; None without an optimizer, or where
-            the step failed.
+        time: the times of its passes.
+        memory: the memory of its passes.
+        write_bytes: bytes of each write; under autocast they differ from the captured sizes.
+        optimizer_ms: step time of the optimizer on its parameters, in ms; None without an
+            optimizer, or if the step failed.
     """
 
     time: LayerTime

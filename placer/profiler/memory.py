@@ -1,15 +1,13 @@
-"""What one layer keeps and needs in memory, by running it once while every allocation of a tensor
-is written down.
+"""Memory of one layer, from one run during which every tensor allocation is recorded.
 
     bytes held
       ▲              ┌─┐ forward workspace
-      │          ┌───┘ └──┐┌──┐      ┌──┐ backward workspace: gradients of writes and reads, and what kernels need
-      │      ┌───┘        ││  └──┐ ┌─┘  └──┐
+      │          ┌───┘ └──┐┌──┐      ┌──┐ backward workspace: gradients of writes and reads,
+      │      ┌───┘        ││  └──┐ ┌─┘  └──┐                  and temporaries of kernels
       │      │   saved    └┘     └─┘       └───
       └──────┴──── forward ────┴─── backward ───▶ time
 
-State is never counted here, nor the gradients that parameters keep: a placement holds both all the
-time.
+State and the gradients of parameters are excluded: a placement holds both permanently.
 """
 
 from __future__ import annotations
@@ -26,49 +24,46 @@ from placer.devices.allocator.storage_watch import StorageLog, key_of, peak_byte
 from placer.profiler.backward_split.split_memory import Slices, measure_halves
 from placer.profiler.trial import Trial
 
-# What a recorded pass takes of a GPU beyond what it holds at once. Small tensors have pieces of 2
-# MiB of their own, of which the last is not full; nor is what lies beside it; and gaps stay. On two
-# H200s it was 2 to 39 MiB, 8 in the mean, in 28 passes of ResNet-101, a U-Net, Inception-v3 and a
+# Reserved memory of a recorded pass beyond its peak of allocated bytes. Small tensors use 2 MiB
+# pieces, the last of which is not full; the same holds for medium ones, and gaps remain. On two
+# H200s it was 2 to 39 MiB, 8 on average, in 28 passes of ResNet-101, a U-Net, Inception-v3 and a
 # GPT.
 _PIECES_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """The memory of one layer for one micro-batch.
+    """The memory of one layer for one micro-batch, in bytes.
 
     Attributes:
-        saved_bytes: storages made inside the layer and kept for its backward pass, each counted
-            once, without those of values that it reads or writes, and without its state.
-        saved_reads: positions, among the layer's reads, of the values that it keeps for its
-            backward pass.
-        saved_writes: the same among its writes.
-        forward_workspace_bytes: in training: the peak of the forward pass beyond state, reads, and
-            all that is kept for the backward pass, plus the reads that are not kept. In inference:
-            the peak beyond state, reads and writes.
-        backward_workspace_bytes: the peak of the backward pass beyond state, the gradients that the
-            parameters have, and all that was kept for it. The gradients of writes, until they were
-            used, and of reads are part of it, and those of parameters until they are added to the
-            ones that an earlier micro-batch left. 0 in inference.
-        pass_workspace_bytes: the same where nothing that was kept is freed while the backward pass
-            runs, and products are added to the gradients of parameters as they are made: a recorded
-            pass. 0 in inference, and where the layer cannot run so.
-        deferred_bytes: storages made by the half of the backward pass by input that the half by
-            weight needs, where the two run apart: gradients of results of linear layers and
-            convolutions, each storage once. 0 in inference.
-        input_workspace_bytes: the peak of the half by input where the two run apart, beyond state,
-            gradients of the parameters, and all that was kept, none of which is freed:
-            ``deferred_bytes`` and the gradients of reads included, those of parameters that wait
-            not. 0 in inference.
-        weights_workspace_bytes: the peak of the half by weight beyond what it waits with, of two
-            operations like the largest.
-        slices: of each storage of which gradients of reads are slices, as those of what is
-            concatenated are: its bytes, and the positions of these reads. All of it is held until
-            the last of them was used.
-        deferred_writes: the positions of the writes whose gradients are part of ``deferred_bytes``.
-        in_segments: whether the device's allocator takes memory in such segments.
-        fragmented_bytes: the most memory that stood empty beside the layer's tensors, where an
-            allocator counts it.
+        saved_bytes: storages created inside the layer and saved for its backward pass, each counted
+            once; without values that it reads or writes, and without its state.
+        saved_reads: positions, among the layer's reads, of the values saved for its backward pass.
+        saved_writes: positions, among its writes, of the values saved for its backward pass.
+        forward_workspace_bytes: in training, the peak of the forward pass beyond state, reads and
+            saved storages, plus the reads that are not saved. In inference, the peak beyond state,
+            reads and writes.
+        backward_workspace_bytes: the peak of the backward pass beyond state, existing gradients of
+            parameters, and saved storages. It includes the gradients of writes until they are used,
+            the gradients of reads, and new gradients of parameters until they are accumulated. 0 in
+            inference.
+        pass_workspace_bytes: the backward peak of a recorded pass, in which no saved storage is
+            freed and products accumulate into gradients of parameters directly. 0 in inference, and
+            if the layer cannot run so.
+        deferred_bytes: storages created by the input-gradient pass and needed by the
+            weight-gradient pass: gradients of results of linear layers and convolutions, each
+            storage once. 0 in inference.
+        input_workspace_bytes: the peak of the input-gradient pass beyond state, gradients of
+            parameters and saved storages, none of which is freed. It includes ``deferred_bytes``
+            and the gradients of reads, but not the deferred gradients of parameters. 0 in
+            inference.
+        weights_workspace_bytes: the peak of the weight-gradient pass beyond its deferred storages:
+            two operations of the largest kind.
+        slices: for each storage of which gradients of reads are slices (after a concatenation), its
+            bytes and the positions of these reads. All of it lives until its last slice is used.
+        deferred_writes: positions of the writes whose gradients are part of ``deferred_bytes``.
+        in_segments: whether the device's allocator reserves memory in segments.
+        fragmented_bytes: the peak of unusable free memory in these segments.
     """
 
     saved_bytes: int = 0
@@ -87,7 +82,7 @@ class LayerMemory:
 
     @property
     def pieces_bytes(self) -> int:
-        """What comes on top of each workspace where passes are recorded."""
+        """Return the bytes to add to each workspace where passes are recorded."""
         return _PIECES_BYTES if self.in_segments else 0
 
 
@@ -95,12 +90,12 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
     """Run the layer once and account for its memory.
 
     Args:
-        trial: the layer; it must have run before, so that libraries hold what they hold for good.
+        trial: the layer, after an earlier run, so that libraries hold their permanent workspaces.
         training: whether a backward pass follows.
 
     Returns:
-        Bytes for one micro-batch. Tensors are followed one by one; on CUDA, what the allocator's
-        peak shows beyond them (workspaces of libraries, rounding) is added to the workspaces.
+        Bytes for one micro-batch. Tensors are recorded individually; on CUDA, the difference to the
+        allocator's peak (workspaces of libraries, rounding) is added to the workspaces.
     """
     trial.writes = trial.gradients = ()
     log = StorageLog(trial.device, trial.state, trial.reads)
@@ -119,7 +114,7 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
         fresh = sum(_fresh_writes(trial, log).values())
         workspace = max(0, log.peak_bytes() - fresh) + forward_extra
         return LayerMemory(forward_workspace_bytes=workspace, fragmented_bytes=fragmented)
-    # of what lives still
+    # only storages that are still alive
     saved = {key for key, serial in noted if log.serial(key) == serial}
     return _training_memory(trial, log, saved, forward_extra, fragmented)
 
@@ -130,8 +125,7 @@ def _training_memory(
     fresh = _fresh_writes(trial, log)
     kept_writes = {key: size for key, size in fresh.items() if key in saved}
     inside = {key: size for key, size in log.live.items() if key not in fresh}
-    # A storage that is larger than the values that the layer writes of it: the rest is kept with
-    # them.
+    # If a storage is larger than the writes that lie in it, the rest of it is kept as well.
     rest = sum(log.live[key] - size for key, size in kept_writes.items())
     kept = sum(kept_writes.values()) + sum(inside.values()) + rest
     write_keys = [key_of(write) if isinstance(write, Tensor) else None for write in trial.writes]
@@ -161,8 +155,8 @@ def _training_memory(
         saved_writes=saved_writes,
         forward_workspace_bytes=forward_workspace,
         backward_workspace_bytes=backward_workspace,
-        # Where nothing was made and kept, nothing is freed; without parameters no product is added
-        # either.
+        # Without saved storages nothing would be freed early, and without parameters nothing
+        # accumulates: the recorded pass equals the eager one.
         pass_workspace_bytes=_pass_workspace(trial)
         if inside or kept_writes or trial.parameters
         else 0,
@@ -177,8 +171,9 @@ def _training_memory(
 
 
 def _pass_workspace(trial: Trial) -> int:
-    """What a backward pass holds that frees nothing of what was kept; 0 where the layer refuses to
-    run so.
+    """Return the peak of a backward pass that frees no saved storage.
+
+    0 if the layer cannot run so.
     """
     log = StorageLog(trial.device, trial.state, trial.reads)
     trial.set_gradients(present=True)
@@ -191,14 +186,14 @@ def _pass_workspace(trial: Trial) -> int:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # some operations (those of torch.compile) refuse to keep what a backward pass has used
+        # some operations (such as torch.compile's) cannot retain their graph
         return 0
     finally:
         trial.set_gradients(present=False)
 
 
 def _fresh_writes(trial: Trial, log: StorageLog) -> dict[int, int]:
-    """The storages that the layer made for its writes, with the bytes that the writes take of each."""
+    """Return the storages created for writes, with the bytes that the writes use of each."""
     sizes: dict[int, int] = {}
     for write in trial.writes:
         if isinstance(write, Tensor) and key_of(write) in log.live:

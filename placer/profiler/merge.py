@@ -1,7 +1,7 @@
-"""One profile from several of the same model: of unlike devices, and of several hosts.
+"""Merging of profiles of one model: from different devices, and from several hosts.
 
 node7: H200 x 8 ──▶ profile ─┐
-                             ├─▶ one profile: times by device type, the devices and links of all
+                             ├─▶ one profile: times by device type, all devices and links
 node9: A100 x 4 ──▶ profile ─┘
 """
 
@@ -31,23 +31,23 @@ _TOLD_APART = ("pass_workspace_bytes", "input_workspace_bytes")
 def merge_profiles(
     *profiles: Profile, network: Rate | Mapping[tuple[str, str], Rate] | None = None
 ) -> Profile:
-    """Join profiles of the same model, made on different devices.
+    """Merge profiles of the same model, measured on different devices.
 
-    Where two have measured the same type of device, the slower time counts: a pipeline waits for
-    its slowest stage. What differs in memory counts as the larger. Devices of several hosts are
-    named ``HOST/cuda:0``.
+    If two profiles measured the same device type, the slower time and the larger memory count: a
+    pipeline waits for its slowest stage. Devices of several hosts are named ``HOST/cuda:0``.
 
     Args:
-        profiles: of the same layers, micro-batch, optimizer and mode; two or more.
-        network: the way between the memories of two hosts, the same for all or by source and target
-            host; without it, devices of different hosts have no link, so that no value can cross.
+        profiles: two or more, with equal layers, micro-batch, optimizer and mode.
+        network: the rate between the memories of two hosts, one for all pairs or by (source host,
+            target host). Without it, devices of different hosts have no link, so no value can
+            cross.
 
     Returns:
-        One profile, its cluster that of all.
+        One profile with the devices of all.
 
     Raises:
-        ProfileError: one is no profile, or they are not of the same model, or one device is
-            described in two ways.
+        ProfileError: if an argument is not a profile, the profiles are of different models, or one
+            device is described in two ways.
     """
     if not profiles:
         raise ProfileError("there is no profile to merge")
@@ -96,7 +96,7 @@ def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:
             f"profile {number} has other layers than the first, {strange!r} among them: "
             "merge profiles of one model, cut into layers alike"
         )
-    # others may write the same in other words
+    # other torch versions may express the same graph with other operators
     same_torch = first.versions.get("torch") == other.versions.get("torch")
     if (
         first.graph_hash
@@ -135,7 +135,7 @@ def _layer(same: Sequence[Layer]) -> Layer:
 
 
 def _told_apart(sizes: Sequence[int], same: Sequence[Layer]) -> int:
-    """The larger workspace; 0 stands for that of an eager backward pass."""
+    """Return the larger workspace; 0 stands for the eager backward workspace."""
     whole = [layer.backward_workspace_bytes for layer in same]
     return max(own or other for own, other in zip(sizes, whole, strict=True)) if any(sizes) else 0
 
@@ -187,9 +187,7 @@ def _cluster(
 
 
 def on_hosts(cluster: Cluster) -> Cluster:
-    """The cluster with its devices named after their hosts, as placements for several hosts name
-    them.
-    """
+    """Return the cluster with devices named ``HOST/device``, as multi-host placements use."""
     names = {device.name: _on_host(device) for device in cluster.devices}
     return Cluster(
         devices=tuple(
@@ -226,9 +224,7 @@ def _between_hosts(
 
 
 def through_network(source: Device, network: Rate, target: Device) -> Rate:
-    """From a device to its host's memory, over the network, and to the other device, one after the
-    other.
-    """
+    """Return the rate of three copies in sequence: device to host, network, host to device."""
     legs = [leg for leg in (source.to_host, network, target.from_host) if leg is not None]
     return Rate(
         latency_s=_significant(sum(leg.latency_s for leg in legs)),
@@ -241,7 +237,7 @@ def _significant(value: float) -> float:
 
 
 def _versions(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all agree on once, what they do not side by side."""
+    """Return one version where all agree, else all of them, comma-separated."""
     named: Any = sorted((name, value) for versions in each for name, value in versions.items())
     return {
         name: ", ".join(dict.fromkeys(value for _, value in group))

@@ -1,4 +1,4 @@
-"""The optimizers that a profile knows, under their earlier name: see ``placer.optimizers``."""
+"""An alias of ``placer.optimizers``."""
 
 from placer.optimizers import OptimizerLike, OptimizerState
 

@@ -1,7 +1,7 @@
-"""A profile from what was measured of each layer, and from the values that pass between layers.
+"""Conversion of measurements to a profile, including the values between layers.
 
-A device also holds what only the caller sees: inputs until their last layer has read them; and
-results from the layer that makes them, in training until their gradients have come back to it, in
+A device also holds tensors that only the caller sees. Inputs stay until their last reader has run.
+Results stay from the layer that makes them: in training until their gradients have come back, in
 inference for good.
 """
 
@@ -34,16 +34,15 @@ def write(
     cluster: schema.Cluster | None,
     places: Mapping[str, torch.device] | None = None,
 ) -> schema.Profile:
-    """Write down what was measured.
+    """Return the profile of a measured graph.
 
     Args:
         graph: the layers.
         measured: by device type, one measurement for each layer.
         training: whether backward passes were measured.
-        optimizer: whose state counts.
+        optimizer: the optimizer whose state counts.
         cluster: the devices and links.
-        places: by device type, a device on which the optimizer's step may be tried; without it, the
-            host.
+        places: by device type, a device on which the optimizer's step may run; the host by default.
     """
     saved = {
         layer.name: _saved(layer, [rows[index] for rows in measured.values()])
@@ -133,9 +132,7 @@ def write(
 
 
 def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:
-    """By device type, the most memory that stood empty beside the tensors of a layer, at any batch
-    size.
-    """
+    """Return for each device type the largest fragmentation of any layer and batch size."""
     most: dict[str, int] = {}
     for of_size in measured:
         for kind, rows in of_size.items():
@@ -144,12 +141,15 @@ def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) ->
 
 
 def _beyond(least: float, values: Mapping[str, float]) -> dict[str, float]:
-    """Without those that say nothing, which keeps profiles small."""
+    """Return the values above ``least``; omitting the others keeps profiles small."""
     return {kind: value for kind, value in values.items() if value > least}
 
 
 def _weights(rows: Mapping[str, Measurement], grad_bytes: int) -> dict[str, float]:
-    """The weight halves; left out where there are no gradients of parameters, as that says it all."""
+    """Return the weight-gradient times.
+
+    Zeros are omitted for layers without gradients of parameters.
+    """
     halves = {kind: significant(row.time.weights_ms) for kind, row in rows.items()}
     return halves if grad_bytes else _beyond(0.0, halves)
 
@@ -163,7 +163,7 @@ class _Sent:
 
 
 def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
-    """The values that a layer keeps for its backward pass, on any type of device."""
+    """Return the values that a layer saves for its backward pass, on any device type."""
     saved: set[str] = set()
     for row in rows:
         saved.update(layer.reads[index] for index in row.memory.saved_reads)
@@ -172,9 +172,7 @@ def _saved(layer: Layer, rows: Sequence[Measurement]) -> set[str]:
 
 
 def _with_results(graph: LayerGraph, saved: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """What is kept in training: also what the model returns, by the layer that makes it, as the
-    loss is behind it.
-    """
+    """Return the values kept in training, with the model's results, which the loss reads."""
     return {
         layer.name: saved[layer.name] | set(graph.outputs).intersection(layer.writes)
         for layer in graph.layers
@@ -187,15 +185,19 @@ def _again(
     kept: Mapping[str, set[str]],
     sizes: Mapping[str, int],
 ) -> list[int]:
-    """By layer, what its measured workspace has of results that count as kept: less than nothing."""
+    """Return for each layer the (negative) bytes of results counted twice.
+
+    They are part of the measured workspace, but count as kept.
+    """
     return [
         -sum(sizes[name] for name in kept[layer.name] - saved[layer.name]) for layer in graph.layers
     ]
 
 
 def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
-    """By layer, the inputs and results that are there in inference as it runs, and that no edge
-    has.
+    """Return for each layer the bytes of live inputs and results that no edge covers.
+
+    This applies to inference.
     """
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
     readers = {name: [place[reader] for reader in found] for name, found in graph.readers().items()}
@@ -214,12 +216,12 @@ def _outside(graph: LayerGraph, sizes: Mapping[str, int]) -> list[int]:
 
 
 def _beside(workspace: int, around: int) -> int:
-    """Both; 0, which stands for another workspace that has the latter, stays 0."""
+    """Add ``around`` to a workspace; 0 stays 0, because it stands for another workspace."""
     return workspace + around if workspace else 0
 
 
 def _sizes(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> dict[str, int]:
-    """The bytes of every value, as it was on the type of device where it was largest."""
+    """Return the bytes of every value, on the device type where it is largest."""
     sizes = {name: value.bytes for name, value in graph.values.items()}
     for index, layer in enumerate(graph.layers):
         rows = [found[index].write_bytes for found in measured.values() if found[index].write_bytes]
@@ -240,7 +242,7 @@ def _edges(
     for name, readers in graph.readers().items():
         value = graph.values[name]
         targets = tuple(reader for reader in readers if reader != value.source)
-        # a number stays with the host
+        # numbers stay on the host
         if value.source is None or value.dtype is None or not targets:
             continue
         rest = rests.get(name, Rest())
@@ -259,9 +261,7 @@ def _edges(
 
 
 def _deferred(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) -> set[str]:
-    """The values whose gradients are part of what their layers leave to weight passes, on every
-    type of device.
-    """
+    """Return the values whose gradients are deferred to weight-gradient passes on all types."""
     found: set[str] = set()
     for index, layer in enumerate(graph.layers):
         of_each = [rows[index].memory.deferred_writes for rows in measured.values()]
@@ -270,7 +270,7 @@ def _deferred(graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]]) 
 
 
 def _first_kept(graph: LayerGraph, kept: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """By layer, the values that it keeps and none before it does."""
+    """Return for each layer the values that it keeps and no earlier layer does."""
     counted: set[str] = set()
     first = {}
     for layer in graph.layers:
@@ -285,8 +285,9 @@ def _step_share(
     measured: Mapping[str, Sequence[Measurement]],
     places: Mapping[str, torch.device],
 ) -> float:
-    """The largest share of temporaries over the types of GPUs; 0 on CPUs, which step parameters one
-    by one.
+    """Return the largest share of optimizer temporaries over the GPU types.
+
+    0 on CPUs, which step parameters one by one.
     """
     gpus = [kind for kind, rows in measured.items() if any(row.memory.in_segments for row in rows)]
     trained = [tensor for tensor in graph.state.values() if tensor.requires_grad]
@@ -296,13 +297,14 @@ def _step_share(
 
 
 def _material(size_bytes: int) -> int:
-    """Without what is too little to tell, which keeps profiles small."""
+    """Return the size, or 0 if it is below 1 MiB, which keeps profiles small."""
     return size_bytes if size_bytes >= 2**20 else 0
 
 
 def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
-    """What a recorded pass, or the half by input, holds; 0, which stands for what an eager pass
-    does, if about that.
+    """Return the workspace of a recorded or input-gradient pass.
+
+    0 stands for the eager backward workspace, and is returned if the difference is below 1 MiB.
     """
     eager = [memory.backward_workspace_bytes for memory in memories]
     own = max(size or other for size, other in zip(sizes, eager, strict=True))
@@ -312,7 +314,7 @@ def _told_apart(sizes: Iterable[int], memories: Sequence[LayerMemory]) -> int:
 def _placer_version() -> str:
     try:
         return version("torch-placer")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # a source tree that is not installed
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""A progress bar with the time left, on stderr."""
+"""A progress bar on stderr, with the remaining time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Shown = bool | Literal["always"]
-"""True: where stderr is a terminal; ``"always"``; or False."""
+"""True (if stderr is a terminal), ``"always"``, or False."""
 
 Step = Callable[[str], None]
-"""Called when a step begins, with what it does."""
+"""Called with a description when a step begins."""
 
 
 class Bar:
-    """Steps that are counted as they begin; more may become known on the way. Nothing is shown
-    before there are any.
+    """A counter of begun steps, whose total may grow; shown once there are any.
 
     Args:
-        progress: draws it; None where nobody looks.
+        progress: draws the bar; None draws nothing.
 
     Attributes:
-        total: the steps that are known of.
+        total: the number of known steps.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -35,34 +34,34 @@ class Bar:
         self._begun = 0
 
     def expect(self, steps: int) -> None:
-        """So many steps more will come."""
+        """Increase the total by a number of steps."""
         self.total += steps
         if self._progress is not None and self._task is not None and self.total:
             self._progress.update(self._task, total=self.total)
             self._progress.start()
 
     def __call__(self, description: str) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=description[-40:], completed=self._begun)
         self._begun += 1
 
     def finish(self) -> None:
-        """All steps are done."""
+        """Mark all steps as done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self.total)
 
 
 @contextmanager
 def progress_bar(shown: Shown, total: int = 0) -> Iterator[Bar]:
-    """Show a bar.
+    """Show a progress bar.
 
     Args:
         shown: whether and where.
-        total: the steps that are known of at the beginning.
+        total: the number of steps known at the start.
 
     Yields:
-        What is called as each step begins, with its description.
+        A function to call with a description when a step begins.
     """
     if not shown or not (shown == "always" or sys.stderr.isatty()):
         yield Bar(None)

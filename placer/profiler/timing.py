@@ -1,19 +1,18 @@
-"""The time that a device needs for one layer, apart from the time that the host needs to launch it.
+"""Device time of one layer, measured separately from the host's launch time.
 
-On CUDA every pass is recorded as a CUDA graph and replayed, so that launches do not count; what
-cannot be recorded is timed by events in a queue that is full before the device begins. Before each
-pass the device's cache is emptied, and then what a neighbour would just have made (the values that
-are read, or the gradients that come back) is written again while as much is read beside it, as a
-neighbour reads what it works on:
+On CUDA every pass is replayed as a CUDA graph, so launches do not count. Passes that cannot be
+recorded are timed by events in a queue that fills before the device begins. Before each pass, the
+device's cache is cleared. Then the tensors that a neighbouring layer would just have written (the
+reads, or the incoming gradients) are written again, while equally much is read, as a neighbour
+does:
 
-    clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...        ▮ is timed
+    clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...      ▮ is timed
 
-So weights, and what was kept for the backward pass, come from memory, as they do in a step of the
-whole model; and of a value that nearly fills the cache no more is there than its neighbour would
-have left. What keeps a device at its power limit is told as long as it takes under a load that
-lasts (see ``placer.devices.sustained_load``). Stages record halves by weight two at a time, which
-is timed apart, see ``concurrent_passes.py``. A CPU is host and device in one, and its caches are
-left as they are.
+So weights and saved activations come from memory, as in a step of the whole model, and the cache
+holds no more of a large value than its producer would have left. At the power limit, times are
+scaled to a sustained load (see ``placer.devices.sustained_load``). Stages run two weight-gradient
+passes concurrently; this is timed separately, see ``concurrent_passes.py``. On a CPU, device and
+host are the same, and caches are not cleared.
 """
 
 from __future__ import annotations
@@ -32,28 +31,26 @@ from placer.devices.tensor_parts import has_own_memory
 from placer.profiler.backward_split.concurrent_passes import measure_share
 from placer.profiler.trial import Trial
 
-# A layer that has taken so long on a CPU is not timed again: its noise is small beside it.
+# A CPU layer that has run this long, in seconds, is not timed again: its noise is small.
 _ENOUGH_S = 0.5
 
 _LAUNCHES = 3
-# How long a device works on a layer before it is timed, so that its clocks are those of work.
+# Seconds of work before timing, so that clocks are at their working level.
 _WARM_S = 0.1
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Times of one layer for one micro-batch, medians in milliseconds.
+    """Times of one layer for one micro-batch: medians in milliseconds.
 
     Attributes:
         forward_ms: device time of the forward pass.
-        backward_ms: device time of the backward pass, which adds to gradients that are there; 0 in
-            inference, and where no gradient flows.
+        backward_ms: device time of the backward pass, which accumulates into existing gradients; 0
+            in inference, and if no gradient flows.
         host_ms: time of the host to launch both, operation by operation.
-        weights_ms: the part of ``backward_ms`` that gradients of weights take which zero-bubble
-            schedules leave for later: of linear layers and convolutions, see
-            ``placer.capture.weight_grads.splittable_ops``.
-        spread: half of the range that holds the middle half of the timings of both passes, over
-            their median.
+        weights_ms: the part of ``backward_ms`` for deferrable weight gradients (linear layers and
+            convolutions), see ``placer.capture.weight_grads.splittable_ops``.
+        spread: half the interquartile range of the total times, over their median.
     """
 
     forward_ms: float
@@ -64,13 +61,13 @@ class LayerTime:
 
 
 def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True) -> LayerTime:
-    """Time the passes of a layer that has run before, backwards too in training.
+    """Time the passes of a layer that has run before; in training, backward too.
 
     Args:
         trial: the layer.
         training: whether the backward pass is timed too.
-        repeats: how often each is timed, at least once.
-        halves: whether its backward pass has a half that can wait.
+        repeats: how often each pass is timed, at least once.
+        halves: whether its backward pass has a deferrable part.
     """
     passes: list[Callable[[], None]] = [trial.forward]
     try:
@@ -89,20 +86,18 @@ def measure_time(trial: Trial, training: bool, repeats: int, halves: bool = True
 
 
 def _summary(columns: Sequence[Sequence[float]], host_ms: float) -> LayerTime:
-    """The medians of the times of a forward pass and, if there are any, of both halves of a
-    backward pass.
-    """
+    """Return the medians of the columns: forward pass and, if any, both backward parts."""
     forward_ms, *halves = (statistics.median(column) for column in columns)
     whole = [sum(times) for times in zip(*columns, strict=True)]
     return LayerTime(forward_ms, sum(halves), host_ms, sum(halves[1:]), spread(whole))
 
 
 def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
-    """Time an optimizer's step on the trial's parameters, which are given gradients for it.
+    """Time an optimizer's step on the trial's parameters, with gradients of zeros.
 
     Args:
         trial: the layer.
-        step: steps the optimizer of ``trial.parameters``.
+        step: runs one step of the optimizer of ``trial.parameters``.
         repeats: how often it is timed, at least once.
 
     Returns:
@@ -111,7 +106,7 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
     trial.writes = trial.gradients = ()
     trial.set_gradients(present=True)
     try:
-        step()  # the first one makes the optimizer's state
+        step()  # the first step creates the optimizer's state
         if trial.device.type != "cuda":
             return statistics.median(_cpu_times([step], repeats)[0][0])
         return statistics.median(devices.queued_ms([step], trial.device, repeats)[0])
@@ -122,22 +117,23 @@ def measure_step(trial: Trial, step: Callable[[], None], repeats: int) -> float:
 def _cuda_times(
     trial: Trial, passes: Sequence[Callable[[], None]], repeats: int
 ) -> tuple[list[list[float]], float]:
-    """The times of every pass, and the median time to launch all of them."""
+    """Return the times of every pass, and the median time to launch all of them."""
     host_ms = statistics.median(_launch_ms(trial.device, passes) for _ in range(_LAUNCHES))
-    # A cache may keep what is used often in a way that one pass through it does not push out: twice
-    # its size does.
+    # A cache policy may retain frequently used lines in one sweep of the cache's size; a sweep of
+    # twice its size evicts them.
     cache = torch.zeros(2 * devices.cache_bytes(trial.device) // 4, device=trial.device)
     fresh: list[Sequence[Any]] = [trial.reads, trial.write_gradients if trial.flows else (), ()]
     before = [_rewriting(cache, neighbours) for neighbours in fresh[: len(passes)]]
     try:
-        # A backward pass reuses memory of the forward pass, so that each backward needs its own
-        # forward before it.
+        # Passes replay in this order, because a backward graph reads memory that its forward graph
+        # wrote and frees it for reuse.
         replays = devices.record(passes, trial.device)
     except devices.NotRecordable:
         trial.writes = trial.gradients = ()
         devices.lasting_ms(passes, trial.device, _WARM_S)
         return devices.queued_ms(passes, trial.device, repeats, before), host_ms
     extra_ms = devices.replay_ms(trial.device)
+    # the warm-up also shows whether the layer slows down, as it does at the power limit
     warming = devices.lasting_ms(replays, trial.device, _WARM_S)
     columns = devices.queued_ms(replays, trial.device, repeats, before)
     at_limit = devices.is_at_limit([sum(times) for times in zip(*warming, strict=True)])
@@ -151,8 +147,9 @@ def _cuda_times(
 
 
 def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
-    """What leaves in the device's cache no more than a neighbour would: what it just made, and what
-    it read for it.
+    """Return a function that leaves in the cache what a neighbouring layer would leave.
+
+    This is the tensors that it wrote, and equally many bytes that it read.
     """
     tensors = [
         tensor for tensor in neighbours if isinstance(tensor, Tensor) and has_own_memory(tensor)
@@ -166,7 +163,7 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
 
     @torch.no_grad()
     def rewrite() -> None:
-        # reads it: what was written would have to go to memory while the layer is timed
+        # read, not write: dirty lines would be written back while the layer is timed
         cache.sum()
         for tensor, beside in pairs:
             if beside is None:
@@ -178,7 +175,7 @@ def _rewriting(cache: Tensor, neighbours: Sequence[Any]) -> Callable[[], None]:
 
 
 def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
-    """Zeros in the cache's place, laid out like a tensor; None where that is larger or elsewhere."""
+    """Return zeros inside the cache buffer with a tensor's layout; None if they do not fit."""
     size_bytes = tensor.untyped_storage().nbytes()
     if (
         tensor.device != cache.device
@@ -216,9 +213,7 @@ def _cpu_times(
 
 
 def spread(times: Sequence[float]) -> float:
-    """Half of the range that holds the middle half of these times, over their median; 0 for a
-    single one.
-    """
+    """Return half the interquartile range of the times over their median; 0 for one time."""
     if len(times) < 2 or not (middle := statistics.median(times)):
         return 0.0
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -226,7 +221,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def significant(value: float, digits: int = 4) -> float:
-    """The value with so many significant digits, which keeps profiles small and easy to compare."""
+    """Round to significant digits, which keeps profiles small and comparable."""
     return float(f"{value:.{digits}g}")
 
 

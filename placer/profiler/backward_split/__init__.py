@@ -1,1 +1,1 @@
-"""Measurements of backward passes that compute input and weight gradients apart."""
+"""Measurements of backward passes that compute input and weight gradients separately."""

@@ -1,13 +1,15 @@
-"""What is held beside slices of gradients that wait.
+"""Memory that slices of a shared gradient keep alive.
 
-Where values are concatenated their gradients are slices of one storage, all of which is held until
-the last of them was
-used: by the layer that made the value, or by one that reads it before, whose gradient is added to
+The gradients of concatenated values are slices of one storage. The storage lives until its last
+slice is used: by the layer that made the value, or by an earlier reader whose gradient is added to
 the slice.
 
     skip = first(x); y = up(middle(skip)); last(cat(y, skip))
 
-    last, backwards ──▶ slices of y and skip      up uses that of y; that of skip waits for middle, with all of it
+    last, backward ──▶ slices for y and for skip
+    up, backward       uses the slice for y
+    middle, backward   the slice for skip still waits, and keeps the whole storage alive
+    first, backward    uses the slice for skip
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from placer.profiler.measurement import Measurement
 
 @dataclass(frozen=True)
 class Rest:
-    """What is held beside a slice of a gradient, and from which layer on, as ``schema.Edge`` has
-    them.
+    """Bytes kept alive next to a slice of a gradient, and the layer until which they are kept.
+
+    The fields match ``rest_bytes`` and ``rest_until`` of ``schema.Edge``.
     """
 
     bytes: int = 0
@@ -32,7 +35,7 @@ class Rest:
 def beside_slices(
     graph: LayerGraph, measured: Mapping[str, Sequence[Measurement]], sizes: Mapping[str, int]
 ) -> tuple[list[int], dict[str, Rest]]:
-    """What is held beside slices, where there are any.
+    """Return the memory that waiting gradient slices keep alive.
 
     Args:
         graph: the layers.
@@ -40,9 +43,9 @@ def beside_slices(
         sizes: the bytes of every value.
 
     Returns:
-        By layer, what its backward pass finds of storages whose slices wait for layers that made
-        their values; and by value, what is held while its slice waits for a layer that reads it
-        before, which depends on who is where.
+        For each layer, the bytes present during its backward pass in storages whose slices wait for
+        layers that made their values. And by value, the bytes kept while its slice waits for an
+        earlier reader; they depend on the placement of the layers.
     """
     around, rests = [0] * len(graph.layers), dict[str, Rest]()
     place = {layer.name: index for index, layer in enumerate(graph.layers)}
@@ -55,6 +58,7 @@ def beside_slices(
         name: sorted({place[reader] for reader in readers})
         for name, readers in graph.readers().items()
     }
+    # the device type with the most memory counts
     for rows in measured.values():
         beside = [0] * len(graph.layers)
         for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
@@ -64,12 +68,16 @@ def beside_slices(
                     for name in dict.fromkeys(layer.reads[at] for at in positions)
                     if name in made
                 ]
+                # without another reader before it, the slice waits for the layer that made the
+                # value
                 alone = [made[name] for name in names if read[name][0] == index]
                 begins = min(alone, default=index)
                 for step in range(begins, index):
                     beside[step] += max(
                         0, whole - sum(sizes[name] for name in names if made[name] <= step)
                     )
+                # with an earlier reader, the slice is freed once that reader's gradient is added to
+                # it
                 shared = [name for name in names if made[name] < read[name][0] < index]
                 rest = whole - sum(sizes[name] for name in shared)
                 before = {name: read[name][-2] for name in shared if read[name][-1] == index}

@@ -1,13 +1,14 @@
-"""The memory of a backward pass whose halves run apart, by input and by weight, as zero-bubble
-schedules have them.
+"""Memory of a backward pass split into input-gradient and weight-gradient passes.
+
+Zero-bubble schedules run the two passes at different times.
 
     bytes held
-      ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  half by weight: two operations at a time
+      ▲        ┌──┐  ┌──┐            ┌─┐  ┌─┐  weight-gradient pass: two operations at a time
       │     ┌──┘  └──┘  └─┐          │ │  │ │
-      │  ┌──┘   deferred  └──────────┘ └──┘ └── gradients of results, until all halves by weight are over
-      └──┴─ half by input ┴──── other passes ────▶ time
+      │  ┌──┘   deferred  └──────────┘ └──┘ └── gradients of results, until the pass has ended
+      └──┴ input-grad. pass ┴── other passes ──▶ time
 
-What was kept stays until both are over, so nothing of it is free for them.
+Saved activations stay until both passes have ended, so none of their memory is freed in between.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ Slices = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Halves:
-    """The memory of the two halves, for one micro-batch, in bytes.
+    """Memory of the input-gradient and weight-gradient passes of one micro-batch, in bytes.
 
     Attributes:
-        deferred: of each storage that the half by input makes and the half by weight needs.
-        input_workspace_bytes: the most that the half by input holds beyond what was kept; those
-            included.
-        weights_workspace_bytes: the most that the half by weight holds beside them, of two
-            operations like the largest.
-        slices: of each storage of which gradients of reads are slices: its bytes, and the positions
+        deferred: the storages that the input-gradient pass creates and the weight-gradient pass
+            needs.
+        input_workspace_bytes: the peak of the input-gradient pass beyond saved activations,
+            ``deferred`` included.
+        weights_workspace_bytes: the peak of the weight-gradient pass beyond these: two operations
+            of the largest kind.
+        slices: for each storage of which gradients of reads are slices, its bytes and the positions
             of these reads.
-        deferred_writes: the positions of the writes whose gradients are among what is deferred.
+        deferred_writes: the positions of the writes whose gradients are in ``deferred``.
     """
 
     deferred: tuple[int, ...] = ()
@@ -56,11 +58,11 @@ class Halves:
 
 
 def measure_halves(trial: Trial) -> Halves:
-    """Run the layer forwards and, in halves, backwards, and account for the memory of both.
+    """Run a layer's split backward pass and measure the memory of both parts.
 
     Args:
-        trial: the layer; it must have run both ways before. If a trained parameter is sparse or a
-            wrapper, its backward pass is not split.
+        trial: the layer, after an earlier forward and backward pass. The pass is not split if a
+            trained parameter is sparse or a wrapper.
     """
     if not all(map(devices.is_block, trial.parameters)):
         return Halves()
@@ -69,8 +71,8 @@ def measure_halves(trial: Trial) -> Halves:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # Some operations (those of torch.compile) refuse to run backwards twice: the half by weight
-        # is not run then.
+        # Some operations (such as torch.compile's) cannot run backward twice; then the
+        # weight-gradient pass is not measured.
         return _measured(trial, again=False)
 
 
@@ -98,6 +100,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
         halves = zip(waiting.operations, found if again else [None] * len(found), strict=True)
         by_weight = [_weights_bytes(trial, log, *each) for each in halves]
         if devices.counts_bytes(trial.device):
+            # free the first run's tensors, so that they do not count in the second
             del gradients, found, halves
             input_bytes = _counted(trial, again)
         return Halves(deferred, input_bytes, LANES * max(by_weight, default=0), slices, arrived)
@@ -106,7 +109,10 @@ def _measured(trial: Trial, again: bool) -> Halves:
 
 
 def _counted(trial: Trial, again: bool) -> int:
-    """What the half by input holds where an allocator counts, without a log: see ``peak_bytes``."""
+    """Return the peak of the input-gradient pass by the allocator's count, without a log.
+
+    See ``storage_watch.peak_bytes``.
+    """
     waiting = _Waiting()
     with waiting:
         trial.forward()
@@ -128,13 +134,13 @@ def _slices(log: StorageLog, gradients: Mapping[int, Tensor]) -> tuple[Slices, .
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation whose weight gradients can wait.
+    """An operation whose weight gradients can be deferred.
 
     Attributes:
-        edge: where gradients of its result come in.
-        weights: that it has; the weight first.
-        in_place_bytes: what its half by weight holds, where it adds to the gradient of the weight
-            without making one; None where it makes one.
+        edge: the autograd edge that receives the gradient of its result.
+        weights: its weights; the weight itself first, then the bias.
+        in_place_bytes: the workspace of its weight-gradient computation if it accumulates in place;
+            None if it creates a gradient.
     """
 
     edge: GradientEdge
@@ -145,7 +151,7 @@ class _Operation:
 def _weights_bytes(
     trial: Trial, log: StorageLog, operation: _Operation, gradient: Tensor | None
 ) -> int:
-    """What the half by weight of one operation holds."""
+    """Return the peak memory of one operation's weight-gradient computation."""
     if gradient is None or operation.in_place_bytes is not None:
         return operation.in_place_bytes or 0
     wanted = [weight for weight in operation.weights if weight.requires_grad]
@@ -160,11 +166,11 @@ def _weights_bytes(
 
 
 class _Waiting(TorchFunctionMode):
-    """Notes the operations whose weight gradients can wait.
+    """A mode that collects the operations whose weight gradients can be deferred.
 
     Attributes:
-        operations: in the order in which they ran.
-        weights: the ``id`` of each weight of theirs.
+        operations: in execution order.
+        weights: the ``id`` of each of their weights.
     """
 
     def __init__(self) -> None:
@@ -174,7 +180,7 @@ class _Waiting(TorchFunctionMode):
 
     @property
     def edges(self) -> list[GradientEdge]:
-        """Where gradients of the operations' results come in."""
+        """Return the autograd edges that receive the gradients of the results."""
         return [operation.edge for operation in self.operations]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,8 +197,10 @@ class _Waiting(TorchFunctionMode):
 
 
 def _in_place_bytes(func: Any, result: Tensor, weights: Sequence[Tensor]) -> int | None:
-    """A linear layer's half by weight adds to the gradient as it multiplies, where that is of the
-    result's type.
+    """Return the workspace of a linear layer's accumulating product.
+
+    The product adds directly to a gradient of the result's dtype; otherwise it needs a copy. None
+    for other operations.
     """
     if func is not LINEAR:
         return None

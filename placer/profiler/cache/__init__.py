@@ -1,1 +1,1 @@
-"""Measurements and captures that are kept for later runs."""
+"""Measurements and captures stored for later runs."""

@@ -1,12 +1,12 @@
-"""Measurements kept in files, one small file each, so that nothing is measured twice.
+"""A cache of measurements, one small file each, so that nothing is measured twice.
 
     <folder>/layers/3f/3f09...c1.json      one layer on one type of device
     <folder>/links/a0/a07b...22.json       one link of one machine
     <folder>/graphs/7e/7e10...5d.json      the layers of one model at one batch size
 
-A key is a hash of everything that the measurement depends on, so that an entry is never out of
-date: what changes makes another key. Entries are written whole or not at all; one that cannot be
-read is measured and written again.
+A key is a hash of everything that the measurement depends on. So an entry never becomes stale: a
+changed condition gives another key. Entries are written atomically; an unreadable entry is measured
+and written again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from placer.errors import InputError
 from placer.utils.atomic_files import write_whole
 
 CacheLike = bool | str | os.PathLike[str]
-"""True: the folder that ``PLACER_CACHE`` names, else the user's own; False: none; or a folder."""
+"""True (the folder in ``PLACER_CACHE``, else the user's cache folder), False (no cache), or a
+folder."""
 
 _KINDS = ("layers", "links", "graphs")
 _OFF = ("", "0", "off", "no", "false")
@@ -37,7 +38,7 @@ class Cache:
     """A folder of measurements.
 
     Args:
-        folder: made when the first entry is written.
+        folder: created when the first entry is written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +46,7 @@ class Cache:
         self._writable = True
 
     def read(self, kind: str, key: str) -> Any:
-        """The content of an entry; None where there is none, or none that can be trusted."""
+        """Return the content of an entry; None if it is missing or damaged."""
         try:
             entry = json.loads(self._path(kind, key).read_text())
             content = entry["content"]
@@ -54,13 +55,14 @@ class Cache:
             return None
 
     def write(self, kind: str, key: str, content: Any) -> None:
-        """Keep an entry; a folder that cannot be written to is told of once and costs only the time
-        of measuring again.
+        """Store an entry; warn once if the folder is not writable.
+
+        Without a cache, the next run only has to measure again.
 
         Args:
             kind: ``layers``, ``links`` or ``graphs``.
             key: from ``key_of``.
-            content: what JSON can hold.
+            content: JSON-serialisable data.
         """
         if not self._writable:
             return
@@ -75,23 +77,23 @@ class Cache:
             )
 
     def entries(self) -> Iterator[Path]:
-        """The files of all entries."""
+        """Yield the files of all entries."""
         for kind in _KINDS:
             yield from (self.folder / kind).glob("??/*.json")
 
     def size(self) -> tuple[int, int]:
-        """How many entries there are, and their bytes."""
+        """Return the number of entries and their total bytes."""
         sizes = [path.stat().st_size for path in self.entries()]
         return len(sizes), sum(sizes)
 
     def clear(self, older_than_days: float = 0.0) -> int:
-        """Remove entries, and nothing else that may be in the folder.
+        """Remove entries; other files in the folder stay.
 
         Args:
-            older_than_days: keep what was written later.
+            older_than_days: keep entries that are younger than this.
 
         Returns:
-            How many were removed.
+            The number of removed entries.
         """
         latest = time.time() - 86_400 * older_than_days
         removed = 0
@@ -106,13 +108,13 @@ class Cache:
 
 
 def open_cache(cache: CacheLike = True) -> Cache | None:
-    """The cache that a user means, or None.
+    """Return the cache that a user selected, or None.
 
     Args:
-        cache: as ``CacheLike`` says; ``PLACER_CACHE=off`` turns the one of True off.
+        cache: see ``CacheLike``; ``PLACER_CACHE=off`` disables the default cache.
 
     Raises:
-        InputError: the folder is a file, or it is none.
+        InputError: if ``cache`` is not a folder.
     """
     if cache is False:
         return None
@@ -137,10 +139,10 @@ def open_cache(cache: CacheLike = True) -> Cache | None:
 
 
 def key_of(**facts: Any) -> str:
-    """A hash of facts, the same whatever their order: 64 hexadecimal digits.
+    """Return a hash of facts, independent of their order: 64 hexadecimal digits.
 
     Args:
-        **facts: what JSON can hold.
+        **facts: JSON-serialisable values.
     """
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -1,11 +1,10 @@
-"""The measurements of layers that are known already: from earlier in this run, and from earlier
-runs.
+"""Known measurements of layers, from this run and from earlier runs.
 
     layer ──▶ signature ─┐
-                         ├─▶ key ──▶ seen in this run?  in the cache?  else: measure, and keep
+                         ├─▶ key ──▶ seen in this run? in the cache? else: measure and store
     conditions ──────────┘
 
-Each is kept the moment it is there, so that a run that is interrupted goes on where it was.
+Each measurement is stored immediately, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _ENTRIES = TypeAdapter(Measurement)
 
 
 class Remembered:
-    """Measurements of layers by what they do.
+    """Measurements of layers by signature.
 
     Args:
-        cache: of earlier runs; None for this run alone.
-        facts: what the measurements depend on beside the layer, see ``conditions``.
-        repeats: how often passes are timed; an entry of fewer does not count.
+        cache: results of earlier runs; None for this run only.
+        facts: further conditions of the measurements, see ``conditions``.
+        repeats: how often passes are timed; cached entries with fewer repeats are ignored.
 
     Attributes:
-        measured: how many were measured in this run.
-        reused: how many were taken from the cache.
+        measured: number of layers measured in this run.
+        reused: number of layers taken from the cache.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Remembered:
         self.reused = 0
 
     def get(self, layer: Layer) -> Measurement | None:
-        """What is known of the layer, or None."""
+        """Return the known measurement of a layer, or None."""
         if (
             layer.signature not in self._seen
             and self._cache is not None
@@ -59,7 +58,7 @@ class Remembered:
         return self._seen.get(layer.signature)
 
     def put(self, layer: Layer, measurement: Measurement) -> None:
-        """Keep what was measured."""
+        """Store a measurement."""
         self._seen[layer.signature] = measurement
         self.measured += 1
         if self._cache is not None and layer.signature_is_complete:
@@ -70,7 +69,8 @@ class Remembered:
             self._cache.write("layers", self._key(layer), content)
 
     def missing(self, layers: Iterable[Layer]) -> list[Layer]:
-        """The layers that have to be measured: each signature once, at its first layer."""
+        """Return the layers to measure: each unknown signature once, at its first layer."""
+        # reversed, so that the first layer of a signature wins
         first = {layer.signature: layer for layer in reversed(list(layers))}
         return [layer for layer in first.values() if self.get(layer) is None]
 
@@ -87,8 +87,9 @@ class Remembered:
 
 
 def layers_to_run(graph: LayerGraph, measured: Iterable[Layer]) -> set[str]:
-    """The names of the layers that must run: those that are measured, and what their inputs come
-    from.
+    """Return the names of the layers that must run to measure some of them.
+
+    These are the measured layers and the layers that produce their inputs.
     """
     running = {layer.name for layer in measured}
     needed: set[str] = set()

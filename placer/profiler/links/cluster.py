@@ -1,4 +1,4 @@
-"""The devices and the links between them: memory limits, reserves, latencies and bandwidths."""
+"""Devices and links: memory limits, reserves, latencies and bandwidths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placer.profiler.progress import Shown, Step, progress_bar
 from placer.schema import Cluster, Device
 
 MemoryLimit = int | Mapping[DeviceLike, int] | None
-"""Bytes that a placement may use: on every device, by device, or all that there is."""
+"""Bytes that a placement may use: on every device, by device, or None for all memory."""
 
 
 def measure_cluster(
@@ -28,26 +28,25 @@ def measure_cluster(
 ) -> Cluster:
     """Measure devices and links.
 
-    A CUDA device's reserve is what it holds beside torch's tensors: contexts and kernels of this
-    and other programs, and the workspace of cuBLAS, both measured; in a profile also what stands
-    empty beside the tensors of the model's layers. CPU stand-ins share the machine's memory evenly
-    and have no reserve; a copy between two of them is a copy inside the machine's memory, measured
-    once and used for all.
+    A CUDA device's reserve is its memory use outside the model's tensors: contexts and kernels of
+    all programs, and cuBLAS workspaces. In a profile, it also covers fragmentation. CPU stand-ins
+    share the machine's memory evenly and have no reserve. A copy between two of them is a copy
+    within host memory; it is measured once and used for all pairs.
 
     Args:
-        devices: a count, a list of devices, or None for all.
-        memory_bytes: what a placement may use, in bytes, of every device or by device; None for all
-            of its memory.
-        progress: whether to show a bar.
-        cache: whether links that were measured since the machine started are taken from the cache,
-            see ``profile``.
+        devices: a count, a list of devices, or None (default) for all.
+        memory_bytes: bytes that a placement may use, for every device or by device; None (default)
+            for all of its memory.
+        progress: whether to show a progress bar.
+        cache: whether to reuse links measured since the machine started, see ``profile``.
 
     Returns:
         The devices, and a link for each directed pair.
 
     Raises:
-        InputError: a device is not there, or a limit is not positive or above the device's memory.
-        ProfilingError: bytes between a device and its host arrived changed, or a copy failed.
+        InputError: if a device is missing, or a limit is not positive or exceeds the device's
+            memory.
+        ProfilingError: if bytes between a device and its host arrived corrupted, or a copy failed.
     """
     found = hardware.resolve(devices)
     limits = resolve_limits(found, memory_bytes)
@@ -63,18 +62,18 @@ def measure(
     cache: Cache | None = None,
     fragmented_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Cluster:
-    """As ``measure_cluster``, on devices that are known to be there.
+    """Measure devices that are known to exist, as ``measure_cluster`` does.
 
     Args:
         found: the devices.
-        limits: what a user lets a placement take, by device.
-        step: told what begins.
-        cache: where links are kept.
-        fragmented_bytes: by device type, what stands empty beside a model's tensors; the reserve
-            has it, too.
+        limits: the bytes that a placement may use, by device.
+        step: called with a description when a measurement begins.
+        cache: stores link measurements.
+        fragmented_bytes: by device type, the fragmentation next to a model's tensors; added to the
+            reserve.
     """
     with hardware.unobserved(), hardware.keep_random_state(found):
-        # first, as access to peers takes memory too
+        # links first: enabling peer access takes device memory, which the reserve must include
         measured = measure_links(found, step, cache)
         hardware.release_cache()
         described = [
@@ -90,10 +89,11 @@ def measure(
 def resolve_limits(
     found: Sequence[torch.device], memory_bytes: MemoryLimit
 ) -> dict[torch.device, int]:
-    """The limits that a user gave, by device.
+    """Return the user's memory limits by device, in bytes.
 
     Raises:
-        InputError: a limit is not positive, above the device's memory, or of another device.
+        InputError: if a limit is not positive, exceeds the device's memory, or names another
+            device.
     """
     if memory_bytes is None:
         return {}
@@ -135,7 +135,7 @@ def _describe(
             total, hardware.library_bytes(device) + hardware.context_bytes(device) + fragments
         )
     memory = total if limit is None else limit
-    # A limit is what the placement may use, as long as the reserve fits beside it.
+    # The limit is usable memory, if total memory covers limit and reserve; the excess reduces it.
     reserve = (
         reserve
         if limit is None

@@ -1,9 +1,8 @@
-"""One directed way between two memories: its latency and bandwidth under several conditions, and
-whether bytes survive.
+"""Latency and bandwidth of one directed link under several loads, and its correctness.
 
-Bytes are compared where they arrive, with a pattern that came there from the host: a way is never
-trusted to judge itself. They are compared after copies alone, after copies both ways, and after
-copies beside computations.
+The received bytes are compared at the target with a pattern that came there from the host, so a
+link never verifies itself. They are compared after isolated copies, after copies in both
+directions, and after copies during computations.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from placer.schema import Rate
 HOST_SIZES = (64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
 DEVICE_SIZES = (256 * 2**10, 4 * 2**20, 32 * 2**20, 128 * 2**20)
 _REPEATS = 7
-_TILE = 1_048_573  # a prime: no power of two of the pattern's bytes repeats itself
+_TILE = 1_048_573  # a prime: the pattern has no period that is a power of two
 
 
 class Changed(Exception):
-    """Bytes arrived changed.
+    """A report of corrupted bytes.
 
     Attributes:
-        wrong: how many.
-        size_bytes: of how many.
+        wrong: number of corrupted bytes.
+        size_bytes: number of bytes copied.
     """
 
     def __init__(self, wrong: int, size_bytes: int) -> None:
@@ -41,7 +40,7 @@ def check(source: torch.device, target: torch.device, size_bytes: int = HOST_SIZ
     """Copy once and compare.
 
     Raises:
-        Changed: bytes arrived changed.
+        Changed: if bytes arrived corrupted.
     """
     item = _shipment(source, target, size_bytes)
     item.go()
@@ -55,21 +54,21 @@ def rate(
     both_ways: bool = False,
     computing: bool = False,
 ) -> Rate:
-    """Measure a way, alone or not.
+    """Measure latency and bandwidth of a link.
 
     Args:
         source: a device, or the host.
-        target: the same; one of the two is a device.
-        both_ways: while as much flows from ``target`` to ``source``.
-        computing: while the GPUs among the two multiply matrices.
+        target: a device, or the host; at least one of the two is a device.
+        both_ways: copy equally much in the other direction at the same time.
+        computing: multiply matrices on the GPUs among the two at the same time.
 
     Returns:
-        The line through the times of several sizes.
+        The line fitted through the times of several sizes.
 
     Raises:
-        Changed: bytes arrived changed.
+        Changed: if bytes arrived corrupted.
     """
-    # Pinned memory stays with the process, so that less of it is taken than of the devices'.
+    # torch keeps pinned host memory for the rest of the process, so host copies are smaller
     sizes = DEVICE_SIZES if source.type == target.type == "cuda" else HOST_SIZES
     busy = [device for device in (source, target) if device.type == "cuda"] if computing else []
     times: list[float] = []
@@ -77,16 +76,16 @@ def rate(
         items = [_shipment(source, target, size)] + (
             [_shipment(target, source, size)] if both_ways else []
         )
-        # sizes grow up to 16 times, and company slows down
+        # upper estimate for the next size: sizes grow up to 16-fold, and load slows copies down
         slowest_s = max(1e-3, 40 * times[-1] if times else 0)
         times.append(hardware.copy_s(items, _REPEATS, busy, min(1.0, _REPEATS * slowest_s))[0])
-        _compare(items[0])  # the other way is judged when it is measured itself
+        _compare(items[0])  # the reverse direction is verified by its own measurement
     latency_s, bandwidth = fit(sizes, times)
     return Rate(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
 
 
 def through_host(to_host: Rate, from_host: Rate) -> Rate:
-    """One after the other: what goes by way of the host's memory."""
+    """Return the rate of two copies in sequence, by way of the host."""
     seconds_per_byte = 1 / to_host.bandwidth_bytes_per_s + 1 / from_host.bandwidth_bytes_per_s
     return Rate(
         latency_s=significant(to_host.latency_s + from_host.latency_s),
@@ -97,7 +96,7 @@ def through_host(to_host: Rate, from_host: Rate) -> Rate:
 def _shipment(source: torch.device, target: torch.device, size_bytes: int) -> hardware.Shipment:
     sent = pattern(size_bytes, source)
     received = torch.zeros(size_bytes, dtype=torch.int8, device=target)
-    # the host's memory is pinned, as it is where copies are to be quick
+    # pinned host memory, as fast copies use it
     if "cuda" in (source.type, target.type):
         sent, received = (
             _pinned(tensor) if tensor.device == hardware.HOST else tensor
@@ -119,7 +118,7 @@ def _compare(item: hardware.Shipment) -> None:
 
 
 def pattern(size_bytes: int, device: torch.device = hardware.HOST) -> Tensor:
-    """Bytes that every process and device knows; little of them has to be sent there."""
+    """Return bytes known to every process and device, of which only one tile is transferred."""
     return _tile().to(device).repeat(-(-size_bytes // _TILE))[:size_bytes]
 
 
@@ -130,17 +129,17 @@ def _tile() -> Tensor:
 
 
 def fit(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """The latency and bandwidth of ``time = latency + size / bandwidth`` with the least squared
-    relative error.
+    """Fit ``time = latency + size / bandwidth`` with the least squared relative error.
 
     Args:
-        sizes: in bytes, at least two different ones.
-        times_s: measured, in seconds.
+        sizes: bytes; at least two different sizes.
+        times_s: measured seconds.
 
     Returns:
-        Latency in seconds, at least 0, and bandwidth in bytes per second; where the line does not
-        rise, the bandwidth is that of the largest size.
+        Latency in seconds, at least 0, and bandwidth in bytes per second. If the times do not
+        increase with size, the largest size alone determines the bandwidth.
     """
+    # weights of the relative error; weighted least squares around the weighted means
     weights = [1 / max(t, 1e-9) ** 2 for t in times_s]
     total = sum(weights)
     mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total

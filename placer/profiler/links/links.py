@@ -1,13 +1,12 @@
-"""The links between devices, and between each device and its host: measured, or taken from the
-cache.
+"""Links between devices and between devices and hosts, measured or from the cache.
 
-A link that changes bytes is never used: what would go over it goes by way of the host's memory, in
-this process from now on, and wherever a placement is used that was made with this cluster. Its
-times are those of that way.
+A link that corrupts bytes is never used. Its traffic goes through the host's memory, in this
+process and wherever a placement made with this cluster is used. Its rates are the rates of the
+detour.
 
-Links between devices of the same types that differ by less than measurements do are one and the
-same: each gets the medians of all. Which device takes which stage would else hang on the noise of a
-few microseconds.
+Links between devices of equal types that differ by less than the measurement noise are averaged:
+each gets their median rates. Otherwise a few microseconds of noise would decide which device gets
+which stage.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ _LOADS: dict[str, dict[str, bool]] = {
     "computing": {"computing": True},
     "both_ways_computing": {"both_ways": True, "computing": True},
 }
-# Measured again, on machines that others use too, a transfer of so many bytes takes up to this
-# share more or less.
+# Relative repeatability of a transfer, by its size in bytes, on machines with other users.
 _NOISE = {2**16: 0.5, 2**26: 0.25}
 
 Fields = dict[str, Any]
@@ -45,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Ports:
-    """The ways between one GPU and its host's memory."""
+    """The links between one GPU and its host's memory."""
 
     to_host: Rate
     from_host: Rate
@@ -53,11 +51,11 @@ class Ports:
 
 @dataclass
 class Connections:
-    """What was measured between devices.
+    """The measured links.
 
     Attributes:
-        links: one for each directed pair.
-        ports: by GPU, its ways to and from the host.
+        links: one for each directed pair of devices.
+        ports: for each GPU, its links to and from the host.
     """
 
     links: list[Link] = field(default_factory=list)
@@ -65,10 +63,10 @@ class Connections:
 
 
 def links_to_measure(found: Sequence[torch.device], cache: Cache | None = None) -> int:
-    """How many steps ``measure_links`` takes: each directed pair that is not cached, and each GPU's
-    host.
+    """Return the number of steps of ``measure_links``.
 
-    All pairs of stand-ins are one.
+    These are the uncached directed pairs, with all pairs of stand-ins counted as one, and the
+    uncached host links of GPUs.
     """
     known = _Known(cache)
     pairs = {
@@ -86,20 +84,19 @@ def links_to_measure(found: Sequence[torch.device], cache: Cache | None = None) 
 def measure_links(
     found: Sequence[torch.device], step: Step, cache: Cache | None = None
 ) -> Connections:
-    """Measure a link for each directed pair, and each GPU's ways to and from its host.
+    """Measure a link for each directed pair, and each GPU's links to and from its host.
 
-    All pairs of CPU stand-ins are one and the same memory, so their times are measured once; every
-    pair is checked.
+    All CPU stand-ins share the same memory, so their rates are measured once; every pair is
+    verified.
 
     Args:
         found: the devices.
-        step: told what begins.
-        cache: where links without a fault that were measured since the machine started are found,
-            and kept.
+        step: called with a description when a measurement begins.
+        cache: supplies and stores correct links measured since the machine started.
 
     Raises:
-        ProfilingError: bytes between a device and its host arrived changed, so that nothing is left
-            to trust.
+        ProfilingError: if bytes between a device and its host arrived corrupted, so that no data
+            there can be trusted.
     """
     measured, known = Connections(), _Known(cache)
     for device in found:
@@ -114,15 +111,15 @@ def measure_links(
 
 
 def evened(links: Sequence[Link], types: Mapping[str, str]) -> list[Link]:
-    """Links with the noise of their measurement taken out.
+    """Return the links with measurement noise averaged out.
 
     Args:
-        links: as they were measured; those of one route between the same types of devices are alike
-            where transfers, small and large, differ by no more than the noise.
-        types: by name, each device's.
+        links: measured links. Links of one route between equal device types form a group if their
+            small and large transfers differ by no more than the noise.
+        types: the type of each device, by name.
 
     Returns:
-        The same links in the same order; those that are alike have the medians of their rates.
+        The links in the same order, with the median rates of their group.
     """
     kinds: dict[Any, list[Link]] = {}
     for link in links:
@@ -141,7 +138,7 @@ def evened(links: Sequence[Link], types: Mapping[str, str]) -> list[Link]:
 
 
 def _groups(links: Sequence[Link]) -> list[list[Link]]:
-    """Links as fast as one another, the fastest first."""
+    """Group links of similar speed, the fastest group first."""
     groups: list[list[Link]] = []
     for link in sorted(links, key=lambda link: (-link.bandwidth_bytes_per_s, link.latency_s)):
         fitting = (group for group in groups if _is_alike(group[0], link))
@@ -161,7 +158,7 @@ def _is_alike(one: Link, other: Link) -> bool:
 
 
 def _median(rates: Sequence[Link | Rate | None]) -> Rate | None:
-    """Of rates in bytes per second and latencies in seconds; None where one was not measured."""
+    """Return the median rate (bytes/s, s); None if one link was not measured."""
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None
@@ -182,6 +179,7 @@ def _link(
     known: _Known,
 ) -> Link:
     key = _link_key(source, target)
+    # measure the direct route, even if an earlier profile set a detour
     hardware.straight(source, target)
     try:
         fields = rates.get(key) or known.get(source, target)
@@ -198,8 +196,10 @@ def _link(
 
 
 def _measure(source: torch.device, target: torch.device) -> Fields:
-    """The fields of a link; under load only between GPUs: a stand-in's copies are its computations'
-    own memory.
+    """Return the fields of a link.
+
+    Rates under load are measured between GPUs only: on stand-ins, copies and computations use the
+    same cores and memory.
     """
     measured: Fields = link_probe.rate(source, target).model_dump()
     if source.type == target.type == "cuda":
@@ -253,15 +253,16 @@ def _ports(device: torch.device, step: Step, known: _Known) -> Ports:
 
 
 def _link_key(source: torch.device, target: torch.device) -> tuple[str, str]:
-    """Pairs with one key share one measurement: all stand-ins are the same memory."""
+    """Return a key of the measurement that a pair shares: all stand-ins are the same memory."""
     return tuple(
         device.type if device.type == hardware.CPU else str(device) for device in (source, target)
     )  # type: ignore[return-value]
 
 
 class _Known:
-    """Links that were measured before in this machine, until it starts again: cards and the bus may
-    change then.
+    """Cached links of this machine since it started.
+
+    Cards and buses may change while it is off.
     """
 
     def __init__(self, cache: Cache | None) -> None:
@@ -269,7 +270,7 @@ class _Known:
         self._facts: dict[torch.device, Any] = {}
 
     def get(self, source: torch.device, target: torch.device) -> Fields:
-        """The fields of a link beside its ends; none where it is not known."""
+        """Return the fields of a link without its ends; empty if it is unknown."""
         content = (
             None if self._cache is None else self._cache.read("links", self._key(source, target))
         )
@@ -282,7 +283,7 @@ class _Known:
         )
 
     def ports(self, device: torch.device) -> list[Fields]:
-        """The fields of the ways to the host and from it; none unless both are known."""
+        """Return the fields of the links to and from the host; empty unless both are known."""
         both = [self.get(device, hardware.HOST), self.get(hardware.HOST, device)]
         return both if all(both) else []
 

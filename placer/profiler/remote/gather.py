@@ -1,11 +1,11 @@
-"""One profile of several hosts, each measured by a process of its own under torchrun.
+"""One profile of several hosts, each measured by one of its processes under torchrun.
 
-    node7: rank 0 ── profile ─┐                        ┌─▶ every rank: the profile of all
+    node7: rank 0 ── profile ─┐                        ┌─▶ every rank: the merged profile
     node7: rank 1 ── waits    ├─ gather, merge ────────┤
     node9: rank 2 ── profile ─┘   and the network      └─▶
                                   between 0 and 2
 
-The network is measured between the hosts' memories, one pair at a time, and every way is checked.
+The network is measured between the hosts' memories, one pair at a time, and verified.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ _REPEATS = 5
 
 
 def gather_profile(measure: Callable[[], Profile]) -> Profile:
-    """Measure on every host at once, and give every process the profile of all of them.
+    """Measure all hosts concurrently, and return the merged profile in every process.
 
     Call it in every process, as ``gather_profile(lambda: placer.profile(model, inputs))``. The
-    first process of each host measures that host's devices; the others of the host wait for it.
+    first process of each host measures that host's devices; its other processes wait.
 
     Args:
-        measure: makes the profile of the devices of one host.
+        measure: returns the profile of one host's devices.
 
     Returns:
-        The profiles merged, with a link for every pair of devices on different hosts.
+        The merged profile, with a link for every pair of devices on different hosts.
 
     Raises:
-        InputError: torch.distributed was not started.
-        ProfilingError: a host could not measure, or the network changes bytes; the same error in
-            every process.
-        ProfileError: the hosts have measured different models.
+        InputError: if torch.distributed is not initialised.
+        ProfilingError: if a host failed, or the network corrupts bytes; raised in every process.
+        ProfileError: if the hosts measured different models.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             "torch.distributed was not started: run under torchrun, and call "
             "torch.distributed.init_process_group first"
         )
-    # of the hosts' memories, whatever the user's own group is of
+    # gloo: the network is measured between host memories, whatever backend the user has
     group = dist.new_group(backend="gloo")
     hosts: list[str] = _all(devices.host_name(), group)
     leaders = {host: hosts.index(host) for host in hosts}
@@ -67,7 +66,7 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
 
 
 def _tried(measure: Callable[[], Profile]) -> tuple[Profile | None, str]:
-    """A profile, or what went wrong: other processes wait, and must be told."""
+    """Return a profile, or the error text: the other processes must learn of the failure."""
     try:
         return measure(), ""
     except Exception as error:
@@ -81,7 +80,7 @@ def _all(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[str, str], Rate]:
-    """The way between every two hosts, by source and target; measured one after another."""
+    """Return the rate between every two hosts by (source, target), measured one at a time."""
     ways: dict[tuple[str, str], Rate] = {}
     wrong = 0
     for source, sender in leaders.items():
@@ -102,15 +101,15 @@ def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[st
 
 
 def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
-    """Time the way to another process, there and back; and how many bytes arrived changed."""
+    """Return the rate to another process, and the number of corrupted bytes."""
     times = {}
     for size in (1, *HOST_SIZES):
         sent = pattern(size)
         times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))
     changed = _round_trip(pattern(HOST_SIZES[-1]), receiver, group)[1]
     back_s = times.pop(1) / 2
-    # The way there carries more than the way back; on a busy host the one byte may by chance have
-    # been the slower.
+    # The answer is one byte, so the forward direction takes most of the time. On a busy host the
+    # one-byte round trip may be slower by chance.
     one_way = [
         max(there_and_back / 2, there_and_back - back_s) for there_and_back in times.values()
     ]
@@ -119,7 +118,7 @@ def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
 
 
 def _round_trip(sent: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> tuple[float, int]:
-    """The seconds until the other end has answered, and its answer."""
+    """Return the seconds until the other end answered, and its answer."""
     answer = torch.zeros(1, dtype=torch.int64)
     began = time.perf_counter()
     dist.send(sent, receiver, group=group)
@@ -128,9 +127,7 @@ def _round_trip(sent: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> 
 
 
 def _receive(sender: int, group: dist.ProcessGroup) -> None:
-    """The other end of ``_send``: answer at once, and the last time with how many bytes were
-    changed.
-    """
+    """Answer ``_send`` at once, and finally with the number of corrupted bytes."""
     answer = torch.zeros(1, dtype=torch.int64)
     for size in (1, *HOST_SIZES):
         received = torch.zeros(size, dtype=torch.int8)

@@ -1,6 +1,4 @@
-"""From a model and example inputs to the graphs that another machine can profile: no weights leave
-this one.
-"""
+"""Graphs of a model that another machine can profile; weights are not included."""
 
 from __future__ import annotations
 
@@ -30,22 +28,22 @@ def describe(
     batch_sizes: Sequence[int] | None = None,
     options: BatchOptions = DEFAULT_OPTIONS,
 ) -> list[Graph]:
-    """Capture a model and describe it as data; the model is left as it was.
+    """Capture a model and describe it as data; the model stays unchanged.
 
     Args:
         model: any module, on any device, ``meta`` included.
-        example_inputs: of one micro-batch, as for ``profile``.
-        training: whether a training step or inference is to be profiled.
-        granularity: how the model is cut into layers.
+        example_inputs: one micro-batch, as for ``profile``.
+        training: whether to profile a training step or inference.
+        granularity: how the model is divided into layers.
         batch_sizes: as for ``profile``.
-        options: what was declared of the batch.
+        options: the declared batch layout.
 
     Returns:
         One graph, or one for each batch size, the smallest first.
 
     Raises:
-        InputError: inputs, granularity or batch sizes cannot be used.
-        CaptureError: the model could not be captured, or has an operation that cannot be described.
+        InputError: if inputs, granularity or batch sizes are invalid.
+        CaptureError: if the model cannot be captured or has an operation that cannot be described.
     """
     args, kwargs = profile_inputs.split(example_inputs)
     with unobserved(), torch.inference_mode(False), profile_inputs.mode(model, training):
