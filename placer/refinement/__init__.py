@@ -1,1 +1,1 @@
-"""Runs a placement's stages, corrects the profile by what they took, and places again."""
+"""Refinement of placements: measure the stages, correct the profile, solve again."""

@@ -1,12 +1,12 @@
-"""From the times of whole stages to a corrected profile, a new placement, and whether to go on.
+"""Correction of a profile by the measured times of whole stages.
 
-placement ──▶ measure its stages ──▶ correct the profile ──▶ solve again ──▶ the same?  done
+placement ──▶ measure its stages ──▶ correct the profile ──▶ solve again ──▶ unchanged? done
     ▲                                                              │
-    └──────────────────────────── another one ◀────────────────────┘
+    └────────────────────────── a new placement ◀──────────────────┘
 
-A stage's time is shared among its layers as the first profile has it, so that their sum is what was
-measured: layers that run one after another cost less or more than apart. The loss belongs to no
-layer; its time goes to the layer that feeds it, unless the profile has it there already, and moves
+A stage's time is distributed over its layers in proportion to the original profile, because
+consecutive layers take more or less time together than separately. The loss belongs to no layer.
+Its time goes to the layer whose result it reads, unless the profile includes it already, and moves
 with that layer.
 """
 
@@ -20,10 +20,10 @@ from placer.schema import Layer, Placement, PlacementRequest, Profile
 from placer.schema.refinement import Ended, Refinement, Round, StageTime
 
 ROUNDING = 1e-9
-"""Loads may be over the bottleneck that is asked for by this share."""
+"""Relative tolerance of loads against the requested bottleneck."""
 
 LONGEST_MS = 1e9
-"""In place of a bottleneck: no device is busier."""
+"""A bottleneck in milliseconds that no device exceeds."""
 
 Measure = Callable[[Placement], Sequence[StageTime]]
 Solve = Callable[[PlacementRequest], Placement]
@@ -37,21 +37,22 @@ def improve(
     rounds: int = 3,
     tolerance: float = 0.01,
 ) -> Refinement:
-    """Measure a placement, correct the profile, solve again, until nothing moves.
+    """Measure a placement, correct the profile and solve again, until the placement is stable.
 
     Args:
-        placement: the first to be measured; an answer to ``request``.
-        request: the question; its profile is the one that is corrected.
-        measure: gives the time of each stage of a placement.
-        solve: answers a question.
-        rounds: the most placements that are measured, at least 1.
-        tolerance: a gain below this share of the objective is not worth another round.
+        placement: the first placement to measure; an answer to ``request``.
+        request: the request whose profile is corrected.
+        measure: returns the time of each stage of a placement.
+        solve: answers a request.
+        rounds: maximum number of measured placements, at least 1 (default 3).
+        tolerance: stop if the relative gain of another round is below this (default 0.01).
 
     Returns:
-        Every round, and the best placement that was measured.
+        Every round, and the best measured placement.
 
     Raises:
-        InfeasibleError: objective ``devices``: none that was measured keeps within the bottleneck.
+        InfeasibleError: for the objective ``devices``, if no measured placement keeps within the
+            bottleneck.
     """
     profile, done = request.profile, list[Round]()
     ended: Ended = "rounds"
@@ -68,7 +69,7 @@ def improve(
         measured = inf if _over(request, done[-1].placement) else done[-1].measured_value
         if _settled(placement, following, measured, tolerance):
             ended = "settled"
-            # with its bound, now that the profile is what was measured
+            # the new solution of the same map carries a bound for the corrected profile
             if _map(following) == _map(placement):
                 done[-1] = done[-1].model_copy(update={"placement": following})
             break
@@ -76,6 +77,7 @@ def improve(
             ended = "repeated"
             break
         placement = following
+    # placements within the requested bottleneck first, then the best value
     best = min(done, key=lambda one: (_over(request, one.placement), one.measured_value))
     if _over(request, best.placement):
         busiest = max(best.placement.devices, key=lambda load: load.load_ms)
@@ -88,20 +90,21 @@ def improve(
 
 
 def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[StageTime]) -> Profile:
-    """The profile in which the layers of each stage take together what was measured.
+    """Return the profile with each stage's layers scaled to the measured time.
 
     Args:
-        profile: what is corrected: layers of no stage, and times on other types of device, stay.
-        request: its profile says how a stage's time is shared among its layers; its devices, of
-            which type they are.
-        stages: what was measured.
+        profile: the profile to correct; layers outside the stages, and times on other device types,
+            stay.
+        request: its profile distributes a stage's time over the layers; its devices give the device
+            types.
+        stages: the measurements.
     """
     shares = {layer.name: layer for layer in request.profile.layers}
     types = {device.name: device.type for device in request.devices}
     changed = {layer.name: layer for layer in profile.layers}
     for stage in stages:
         members, kind = [shares[name] for name in stage.layers], types[stage.device]
-        # A profile that has the loss in the layer that feeds it shares it out like all else.
+        # If the profile includes the loss in a layer, it is distributed like that layer's time.
         apart = not request.profile.with_loss
         loss_forward_ms, loss_backward_ms = (
             stage.loss_forward_ms * apart,
@@ -125,7 +128,7 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
 
 
 def predicted(stage: StageTime, profile: Profile, request: PlacementRequest) -> StageTime:
-    """The stage with what this profile says of it."""
+    """Return the stage with this profile's prediction."""
     kind = next(device.type for device in request.devices if device.name == stage.device)
     members = [layer for layer in profile.layers if layer.name in set(stage.layers)]
     return stage.model_copy(
@@ -139,7 +142,7 @@ def predicted(stage: StageTime, profile: Profile, request: PlacementRequest) -> 
 
 
 def _shared(parts: Sequence[float], total: float) -> list[float]:
-    """The total, in proportion to the parts; evenly where they are all nothing."""
+    """Return the total divided in proportion to the parts; evenly if all of them are zero."""
     total, whole = max(0.0, total), sum(parts)
     if not whole:
         return [total / len(parts)] * len(parts)
@@ -149,8 +152,9 @@ def _shared(parts: Sequence[float], total: float) -> list[float]:
 def _weights(
     members: Sequence[Layer], kind: str, backward: Sequence[float], measured: float | None
 ) -> list[float]:
-    """The weight halves: as measured, else the share of the backward pass that they had; never more
-    than it.
+    """Return the weight-gradient times, never more than the backward times.
+
+    They are measured, or have the same share of the backward pass as before.
     """
     before = [layer.weight_half_ms(kind) for layer in members]
     if measured is not None:
@@ -193,17 +197,16 @@ def _round(
 
 
 def _over(request: PlacementRequest, placement: Placement) -> float:
-    """By how much the busiest device is over the bottleneck that is asked for, in milliseconds; 0
-    within it.
-    """
+    """Return by how many ms the busiest device exceeds the requested bottleneck; 0 if within it."""
     busiest = max(load.load_ms for load in placement.devices)
     most_ms = inf if request.bottleneck_ms is None else request.bottleneck_ms * (1 + ROUNDING)
     return max(0.0, busiest - most_ms)
 
 
 def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Placement:
-    """The same map under another profile: the question with every layer pinned; it may be busier
-    than is asked for.
+    """Return the same layer map, evaluated with the request's profile.
+
+    The request pins every layer and lifts the bottleneck, so that the solver only evaluates.
     """
     pinned = request.constraints.model_copy(update={"pinned": dict(placement.layer_devices)})
     changed = {
@@ -217,7 +220,7 @@ def _valued(placement: Placement, request: PlacementRequest, solve: Solve) -> Pl
         raise InfeasibleError(
             f"the placement that was measured is no answer to the request: {reason}"
         )
-    # What was proven, and compared, was so with another profile.
+    # Proofs and comparisons refer to another profile, so they are removed.
     kept = {
         "status": "feasible",
         "method": placement.method,

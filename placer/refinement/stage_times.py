@@ -1,9 +1,7 @@
-"""The stages of a placement, run on their devices as the executor runs them, and what each of them
-takes.
+"""Times of a placement's stages, run on their devices as the executor runs them.
 
-In a stage layers that run one after another cost less or more than apart, the loss is part of the
-last stage, and gradients are added to those of earlier micro-batches: all that shows here, and
-nowhere before.
+These runs show what separate layers cannot: consecutive layers take more or less time together, the
+last stage includes the loss, and gradients accumulate over micro-batches.
 """
 
 from __future__ import annotations
@@ -34,26 +32,24 @@ from placer.schema.refinement import StageTime
 
 Pass = Callable[[], None]
 Timer = Callable[[Sequence[Pass], torch.device, int], list[float]]
-"""From passes that run one after another, their device and a number of repeats to the time of each,
-in ms."""
+"""A function from (consecutive passes, device, repeats) to the time of each pass in ms."""
 
-# So long a device works before it is timed: one at its power limit lowers its clocks.
+# Seconds of work before timing, after which a device at its power limit has lowered its clocks.
 _WARM_S = 0.2
 
 
 class Stages:
-    """Runs a model's stages under any placement, and times them; afterwards the model is as it was,
-    and where it was.
+    """A runner and timer of a model's stages under any placement; the model stays unchanged.
 
     Args:
         model: the model.
-        example_inputs: of one micro-batch.
-        loss_fn: ``loss_fn(output, target)``, in training; if None, a mean of the outputs.
-        target: of one micro-batch, for ``loss_fn``.
+        example_inputs: one micro-batch.
+        loss_fn: ``loss_fn(output, target)``, in training; None for a mean of the outputs.
+        target: the target of one micro-batch for ``loss_fn``.
         repeats: how often each pass is timed.
-        backend: of torch.compile; None where stages run as they are.
+        backend: of torch.compile; None for uncompiled stages.
         timer: times passes on a device.
-        profile: of the model that is to be measured.
+        profile: the profile of the model, to verify that it is the same model.
     """
 
     def __init__(
@@ -81,12 +77,12 @@ class Stages:
         self._timer = timer
 
     def measure(self, placement: Placement) -> list[StageTime]:
-        """The time of each stage for one micro-batch.
+        """Return the time of each stage for one micro-batch.
 
         Raises:
-            InputError: the inputs are not what the model takes, or its parameters not as large as
-                the profile's.
-            ProfilingError: the model cannot be captured, so its stages cannot be run.
+            InputError: if the model rejects the inputs, or its parameters differ in size from the
+                profile's.
+            ProfilingError: if the model cannot be captured, so its stages cannot run separately.
         """
         model = self._model
         places = [devices.parse(name) for name in dict.fromkeys(placement.layer_devices.values())]
@@ -121,7 +117,8 @@ class Stages:
             passes = [slot.passes[phase] for phase in stage.phases]
             forward, backward, *weights = self._timer(passes, stage.device, self._repeats)
             last = stage.head is not None
-            # its backward pass has one more forwards, which is no layer's
+            # a recomputed stage runs forward again in its backward pass, which the solver adds
+            # itself
             if stage.device in flow.recomputed():
                 backward = max(0.0, backward - forward)
             measured.append(
@@ -140,7 +137,7 @@ class Stages:
         return measured
 
     def _loss_ms(self, flow: DataFlow) -> tuple[float, float]:
-        """The time of the loss alone, forwards and backwards."""
+        """Return the forward and backward time of the loss by itself, in ms."""
         with torch.no_grad():
             outputs, where = flow.called_for_loss(self._args, self._kwargs)
         leaves, structure = flatten(outputs)
@@ -156,7 +153,8 @@ class Stages:
         made: list[Tensor] = []
 
         def forward() -> None:
-            # a graph of autograd that lived on from another lane would be waited for in a recording
+            # a live autograd graph from another stream would add a dependency on it to the
+            # recording
             made.clear()
             loss, _ = loss_and_values(
                 self._loss_fn(structure.unflatten(leaves), goal_structure.unflatten(goals))
@@ -172,7 +170,7 @@ class Stages:
     def _infer(self, flow: DataFlow) -> list[StageTime]:
         inputs = flow.laid_out((self._args, self._kwargs))
         capture, tensors = flow.captured(inputs), inputs.tensors
-        assert capture is not None  # else it was refused
+        assert capture is not None  # _refuse_others has raised otherwise
         if self._backend is not None:
             return self._infer_compiled(flow, Known(capture, tensors, self._backend))
         graph, places = flow.layers(capture)
@@ -213,7 +211,7 @@ class Stages:
         return measured
 
     def _timed(self, passes: Sequence[Pass], device: torch.device) -> list[float]:
-        """The times of passes that were not run before, as CUDA graphs where that can be."""
+        """Return the times of new passes, recorded as CUDA graphs if possible."""
         for run in passes:
             run()
         if device.type == "cuda":
@@ -222,9 +220,7 @@ class Stages:
         return self._timer(passes, device, self._repeats)
 
     def _refuse_others(self, flow: DataFlow) -> None:
-        """A model without stages, or one whose layers are called like the profile's and are not the
-        profile's.
-        """
+        """Raise for a model without stages, or one whose parameters differ from the profile's."""
         capture = flow.captured(flow.laid_out((self._args, self._kwargs)))
         if capture is None:
             self._refuse_what_fails(flow)
@@ -250,25 +246,25 @@ class Stages:
 
     @torch.no_grad()
     def _refuse_what_fails(self, flow: DataFlow) -> None:
-        """Inputs that the model itself fails on, as it does when it is captured."""
+        """Raise an InputError for inputs that the model itself fails on."""
         try:
             flow(*self._args, chunks=1, **self._kwargs)
-        except Exception as error:  # whatever the model's own code may raise
+        except Exception as error:  # the model's own code may raise anything
             text = f"the model fails on the example inputs: {type(error).__name__}: {error}"
             text += input_forms.input_advice(error, self._args)
             raise InputError(f"{text}; give inputs such as it was profiled with") from error
 
 
 def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
-    """The time of each pass, in ms, when they run one after another, again and again.
+    """Return the time of each pass in ms, when they repeatedly run one after another.
 
-    On CUDA as under a load that lasts: a device at its power limit lowers its clocks, and raises
-    them again, about once a second (see ``placer.devices.sustained_load``). Else the median.
+    On CUDA this is the mean under a sustained load, since clocks oscillate at the power limit (see
+    ``placer.devices.sustained_load``). On the CPU it is the median.
 
     Args:
-        passes: work that was issued before at least once.
+        passes: work that was issued at least once before.
         device: where they run.
-        repeats: how often each is timed; on CUDA, in a row, for some seconds.
+        repeats: how often each is timed; on CUDA, in each of several rounds during two seconds.
     """
     if device.type == "cuda":
         return _under_lasting_load(passes, device, repeats)
@@ -282,7 +278,7 @@ def device_times(passes: Sequence[Pass], device: torch.device, repeats: int) -> 
 
 
 def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: int) -> list[float]:
-    """The means over time of the medians of a few."""
+    """Return the mean over two seconds of the medians of ``repeats`` timings."""
     _warm_up(passes, device)
     rounds: list[list[float]] = []
     began = time.perf_counter()
@@ -294,7 +290,7 @@ def _under_lasting_load(passes: Sequence[Pass], device: torch.device, repeats: i
 
 
 def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
-    """Until a device at its power limit has lowered its clocks."""
+    """Run the passes until a device at its power limit has lowered its clocks."""
     began = time.perf_counter()
     while time.perf_counter() - began < _WARM_S:
         for run in passes:
@@ -304,7 +300,7 @@ def _warm_up(passes: Sequence[Pass], device: torch.device) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Gives parameters their gradients, and buffers their values, back."""
+    """Restore the gradients of parameters and the values of buffers."""
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     try:
@@ -331,8 +327,8 @@ def _names(part: Segment) -> tuple[str, ...]:
 
 
 def _mean(output: Any, target: Any) -> Tensor:
-    """A loss of next to no time: the sum of the means of all that can be differentiated."""
-    # the first of two passes forwards, which keeps nothing
+    """Return a loss of almost no cost: the sum of the means of all differentiable outputs."""
+    # the first forward pass of a recomputed stage runs without gradients
     again = not torch.is_grad_enabled()
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
     found = [

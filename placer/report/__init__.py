@@ -1,4 +1,4 @@
-"""Tables and pictures of profiles and placements, for people."""
+"""Human-readable tables and pictures of profiles and placements."""
 
 from placer.report.comparing import compare, comparison_table
 from placer.report.comparison_page import comparison_report

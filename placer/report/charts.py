@@ -1,7 +1,6 @@
-"""Charts as SVG text: stacked columns along the layers of a model, and stacked bars for devices.
+"""SVG charts: stacked columns along a model's layers, and stacked bars for devices.
 
-Nothing is fetched and nothing runs: shapes, text, and a title for each shape that a pointer rests
-on.
+They contain shapes, text, and a tooltip for each shape; no scripts and no external references.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from placer.utils.units import Text
 __all__ = ["Bar", "Chart", "Part", "bars", "columns", "drawing", "legend"]
 
 WIDTH = 960
-"""Of every chart, in its own units; it is scaled to the page."""
+"""Width of every chart in its own units; the page scales it."""
 
 _MOST_COLUMNS = 160
 _HEIGHT, _TOP, _BOTTOM, _LEFT = 190, 8, 26, 74
@@ -32,15 +31,16 @@ svg .limit{stroke:var(--text,#16191d);stroke-width:2;stroke-dasharray:4 3}
 svg .c0{fill:#0072b2}svg .c1{fill:#e69f00}svg .c2{fill:#009e73}svg .c3{fill:#cc79a7}
 svg .c4{fill:#56b4e9}svg .c5{fill:#d55e00}svg .c6{fill:#f0e442}svg .c7{fill:#8c8c8c}
 """
-"""Colours that people tell apart who see few of them, from Okabe and Ito's palette."""
+"""Styles of the charts; colours of Okabe and Ito's palette, distinguishable with colour blindness.
+"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of thing, for every column or bar.
+    """One series of a chart.
 
     Attributes:
-        name: as the legend has it.
+        name: the text in the legend.
         color: 0 to 7.
         values: one for each column, at least 0.
     """
@@ -55,10 +55,10 @@ class Chart:
     """Columns of stacked parts.
 
     Attributes:
-        title: what is shown.
+        title: the heading.
         labels: one for each column.
-        parts: from the bottom up.
-        text: writes a value with its unit.
+        parts: the series, from the bottom up.
+        text: formats a value with its unit.
     """
 
     title: str
@@ -72,10 +72,10 @@ class Bar:
     """One bar of stacked parts.
 
     Attributes:
-        label: in front of it.
+        label: the text before it.
         values: name, colour and size of each part.
-        figure: behind it, in words.
-        limit: where a mark is set; None for none.
+        figure: the text after it.
+        limit: the value of a mark; None for no mark.
     """
 
     label: str
@@ -85,7 +85,7 @@ class Bar:
 
 
 def columns(chart: Chart) -> tuple[str, int]:
-    """Draw the columns, of neighbouring layers together where there are too many.
+    """Draw the columns; too many neighbours are merged.
 
     Returns:
         The shapes, and their height.
@@ -122,7 +122,7 @@ def columns(chart: Chart) -> tuple[str, int]:
 
 
 def bars(rows: Sequence[Bar], text: Text) -> tuple[str, int]:
-    """Draw bars, one below the other, all to the same scale.
+    """Draw bars below one another, to the same scale.
 
     Returns:
         The shapes, and their height.
@@ -148,20 +148,21 @@ def bars(rows: Sequence[Bar], text: Text) -> tuple[str, int]:
         if row.limit is not None:
             at = _NAMES + row.limit * scale
             shapes.append(
-                f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 3}" y2="{y + _BAR + 3}"/>'
+                f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" '
+                f'y1="{y - 3}" y2="{y + _BAR + 3}"/>'
             )
         shapes.append(_label(WIDTH - _FIGURES + 8, y + 13, row.figure, "start"))
     return "".join(shapes), max(1, len(rows) * _STEP)
 
 
 def drawing(title: str, shapes: str, height: int, style: bool = False) -> str:
-    """Shapes as an ``svg`` element.
+    """Return shapes as an ``svg`` element.
 
     Args:
-        title: for people who cannot see it.
+        title: the accessible name.
         shapes: from ``columns`` or ``bars``.
-        height: of the shapes.
-        style: whether it brings its own colours, as a file of its own must.
+        height: the height of the shapes.
+        style: whether to include the colours, as a separate file needs.
     """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
@@ -170,7 +171,7 @@ def drawing(title: str, shapes: str, height: int, style: bool = False) -> str:
 
 
 def legend(parts: Sequence[tuple[str, int]], y: int = 0) -> tuple[str, int]:
-    """The name of each colour in a row; and its height."""
+    """Return the legend as one line of shapes, and its height."""
     shapes, x = [], _LEFT
     for name, color in parts:
         shapes.append(f'<rect class="c{color}" x="{x}" y="{y + 4}" width="12" height="12"/>')
@@ -180,7 +181,7 @@ def legend(parts: Sequence[tuple[str, int]], y: int = 0) -> tuple[str, int]:
 
 
 def _gathered(chart: Chart) -> tuple[list[str], list[Part]]:
-    """The columns, at most so many: neighbours are added up."""
+    """Return at most ``_MOST_COLUMNS`` columns: the sums of neighbours."""
     count = len(chart.labels)
     size = -(-count // _MOST_COLUMNS) or 1
     starts = range(0, count, size)

@@ -1,6 +1,4 @@
-"""Devices and links as tables: what each can hold, how fast bytes flow between them, and which hang
-together.
-"""
+"""Tables of devices and links: capacities, bandwidths and groups."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ _RIGHT = ("memory", "usable", "to host", "from host", "bandwidth", "latency", *_
 
 
 def cluster_table(cluster: Cluster) -> RenderableType:
-    """The devices, the links, what is wrong with any, and which devices share a switch or a host.
+    """Return tables of devices and links, with faults and groups of devices.
 
     Args:
-        cluster: as measured; what was not is left out.
+        cluster: the measurements; columns without any are left out.
     """
     grid = _grid("Devices", list(_device_row(cluster.devices[0], cluster)))
     for device in cluster.devices:
@@ -53,7 +51,7 @@ def cluster_table(cluster: Cluster) -> RenderableType:
 
 
 def fault_texts(cluster: Cluster) -> list[str]:
-    """What is wrong with links, in words."""
+    """Return a line about each faulty link."""
     return [
         f"link {link.source} -> {link.target}: {link.fault or 'not to be used'}; copies go by way "
         "of the host's memory"
@@ -63,7 +61,7 @@ def fault_texts(cluster: Cluster) -> list[str]:
 
 
 def island_texts(cluster: Cluster) -> list[str]:
-    """Which devices share a host, or a switch, in words; nothing where all of them share all."""
+    """Return lines about devices that share a host or a switch; empty if all share the same."""
     found = islands(cluster)
     if len(found) < 2 or len(found) == len(cluster.devices):
         return []
@@ -103,7 +101,7 @@ def _figures(link: Link, loads: list[str]) -> tuple[str, ...]:
 
 
 def _link_rows(cluster: Cluster, loads: list[str]) -> list[tuple[str, ...]]:
-    """A row a link, or one for all where every pair has the same."""
+    """Return one row for each link, or a single row if all links are equal."""
     figures = [_figures(link, loads) for link in cluster.links]
     count = len(cluster.devices)
     if len(set(figures)) == 1 and len(figures) == count * (count - 1) > 2:

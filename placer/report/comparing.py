@@ -1,4 +1,4 @@
-"""Two profiles, or two placements, held against each other."""
+"""Comparison of two profiles or two placements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Change", "PlacementComparison", "ProfileComparison", "compare", "com
 
 _WHICH = ("first", "second")
 
-# A change by a larger share than this is marked, if it is also larger than the timings' own spread.
+# Smallest relative change that is marked, if it also exceeds the spread of the timings.
 _NOTABLE = 0.05
 
 _SETTINGS = (
@@ -38,12 +38,12 @@ class _Result(BaseModel):
 
 
 class Change(_Result):
-    """A quantity in the first and in the second; None where one does not have it.
+    """A quantity in both; None where one does not have it.
 
     Attributes:
-        first: its value there.
-        second: its value here.
-        notable: whether they differ by more than what measurements scatter.
+        first: its value in the first.
+        second: its value in the second.
+        notable: whether they differ by more than the noise of measurements.
     """
 
     first: float | None
@@ -52,7 +52,7 @@ class Change(_Result):
 
     @property
     def ratio(self) -> float | None:
-        """The second over the first; None where that says nothing."""
+        """Return the second over the first; None if it is undefined."""
         return self.second / self.first if self.first and self.second is not None else None
 
 
@@ -61,8 +61,8 @@ class LayerChanges(_Result):
 
     Attributes:
         name: of the layer.
-        time_ms: forward and backward, by device type.
-        memory_bytes: state, what is kept for the backward pass, and workspace.
+        time_ms: forward plus backward time in ms, by device type.
+        memory_bytes: state, saved activations, and workspace.
     """
 
     name: str
@@ -71,13 +71,13 @@ class LayerChanges(_Result):
 
 
 class ProfileComparison(_Result):
-    """Two profiles.
+    """A comparison of two profiles.
 
     Attributes:
-        settings: what they were made with, where it differs, in words.
-        time_ms: of all layers, by device type.
-        memory_bytes: of all layers.
-        layers: in the order of the first, then those that only the second has.
+        settings: the conditions that differ, as text.
+        time_ms: total of all layers in ms, by device type.
+        memory_bytes: total of all layers.
+        layers: in the order of the first, then the layers that only the second has.
     """
 
     settings: dict[str, tuple[str, str]]
@@ -87,12 +87,11 @@ class ProfileComparison(_Result):
 
 
 class Move(_Result):
-    """Neighbouring layers that are on one device in the first placement and on another in the
-    second.
+    """Consecutive layers with the same change of device.
 
     Attributes:
         layers: their names, in execution order.
-        source: the device in the first; None where the first does not have the layers.
+        source: the device in the first; None if the first does not have the layers.
         target: the device in the second.
     """
 
@@ -102,16 +101,16 @@ class Move(_Result):
 
 
 class PlacementComparison(_Result):
-    """Two placements.
+    """A comparison of two placements.
 
     Attributes:
-        settings: what they are for, where it differs, in words.
-        objective: of both; empty where they differ.
-        objective_value: in the objective's unit; compared only if both have the same objective.
-        bound: what is proven of it.
-        load_ms: how long each device is busy.
-        memory_bytes: what each device holds at its worst moment.
-        moves: what is elsewhere.
+        settings: the conditions that differ, as text.
+        objective: the common objective; empty if they differ.
+        objective_value: in the objective's unit; compared only for a common objective.
+        bound: the proven bound.
+        load_ms: busy time per micro-batch of each device.
+        memory_bytes: peak memory of each device.
+        moves: the layers on other devices.
     """
 
     settings: dict[str, tuple[str, str]]
@@ -127,14 +126,14 @@ Comparison = ProfileComparison | PlacementComparison
 
 
 def compare(first: object, second: object) -> Comparison:
-    """Hold two profiles, or two placements, against each other.
+    """Compare two profiles or two placements.
 
     Args:
         first: a profile or a placement.
-        second: the same kind of thing.
+        second: the same kind of object.
 
     Raises:
-        InputError: they are of different kinds, or of another one.
+        InputError: if they are of different or unsupported kinds.
     """
     if isinstance(first, Profile) and isinstance(second, Profile):
         return _profiles(first, second)
@@ -184,7 +183,7 @@ def _total_ms(profile: Profile, kind: str) -> float | None:
 
 
 def _total_bytes(profile: Profile) -> float:
-    """What all layers hold, and the largest workspace: no two work at a time."""
+    """Return the memory of all layers, with the largest workspace, as one layer runs at a time."""
     return sum(map(_kept_bytes, profile.layers)) + max(
         map(_workspace_bytes, profile.layers), default=0
     )
@@ -246,7 +245,7 @@ def _held_bytes(load: DeviceLoad | None) -> float | None:
 
 
 def _moves(first: Mapping[str, str], second: Mapping[str, str]) -> list[Move]:
-    """Runs of layers with the same change; those that stay are left out."""
+    """Return runs of layers with the same change; unmoved layers are left out."""
     ways = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
     runs = groupby(ways, key=lambda way: way[1:])
     return [
@@ -262,11 +261,11 @@ def _differing(first: object, second: object, fields: Sequence[str]) -> dict[str
 
 
 def comparison_table(found: Comparison, names: tuple[str, str] | None = None) -> RenderableType:
-    """What rich prints for people; notable changes are bold.
+    """Return the comparison as a rich table; notable changes are bold.
 
     Args:
         found: from ``compare``.
-        names: of the first and the second, their files say.
+        names: headings of the first and the second, such as their files.
     """
     settings = (
         []
@@ -282,7 +281,7 @@ def comparison_table(found: Comparison, names: tuple[str, str] | None = None) ->
 
 
 def _unbroken(lines: Sequence[str]) -> Text:
-    """Lines with names of files: these are copied, so they stay whole."""
+    """Return text that is never wrapped, because file names in it are copied."""
     return Text("\n".join(lines), no_wrap=True, overflow="ignore")
 
 

@@ -1,4 +1,4 @@
-"""Two profiles or placements side by side, as one HTML file."""
+"""A comparison of two profiles or placements as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SHOWN = 12
 
 
 def comparison_report(found: Comparison) -> str:
-    """A report for people: what changed most as bars, then the whole table.
+    """Return a report with bars for the largest changes and the whole table.
 
     Args:
         found: from ``compare``.
 
     Returns:
-        One HTML document, which refers to nothing outside itself.
+        One self-contained HTML document.
     """
     if isinstance(found, ProfileComparison):
         title = "Two profiles"
@@ -48,7 +48,7 @@ def comparison_report(found: Comparison) -> str:
 
 
 def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str]) -> str:
-    """Two bars for each of those that changed most; nothing where nothing did."""
+    """Return two bars for each of the largest changes, or a note that nothing changed."""
     moved = {name: change for name, change in changes.items() if change.first != change.second}
     largest = sorted(
         moved, key=lambda name: -abs((moved[name].second or 0.0) - (moved[name].first or 0.0))
@@ -69,7 +69,10 @@ def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str
                     figure + (ratio if which == "second" else ""),
                 )
             )
-    return f"<h2>{escape(title)}</h2>{legend([('first', 0), ('second', 1)])}{drawing(title, *bars(rows, text))}"
+    return (
+        f"<h2>{escape(title)}</h2>{legend([('first', 0), ('second', 1)])}"
+        f"{drawing(title, *bars(rows, text))}"
+    )
 
 
 def _table(found: Comparison) -> str:

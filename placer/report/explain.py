@@ -1,6 +1,4 @@
-"""Tables of placements, profiles and clusters: what was decided, what it rests on, and what is
-proven about it.
-"""
+"""Tables of placements, profiles and clusters: decisions, their basis and their proofs."""
 
 from __future__ import annotations
 
@@ -40,11 +38,11 @@ _STATUSES = {
 
 
 def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
-    """The subject's table as plain text.
+    """Return the subject's table as plain text.
 
     Args:
         subject: what to explain.
-        width: of a line, in characters.
+        width: of a line, in characters (default 120).
     """
     console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
     with console.capture() as captured:
@@ -53,12 +51,12 @@ def explain(subject: Placement | Profile | Cluster, width: int = 120) -> str:
 
 
 def table(subject: Placement | Profile | Cluster) -> RenderableType:
-    """What rich prints for people.
+    """Return the subject as a rich table.
 
     Args:
-        subject: a placement (per device: layers, compute, transfers, memory, the bottleneck marked;
-            then what is proven), a profile (per layer: times and memory; then the devices) or a
-            cluster (devices and links).
+        subject: a placement (for each device layers, compute, transfers and memory, with the
+            bottleneck marked; then the proofs), a profile (for each layer times and memory; then
+            the devices) or a cluster (devices and links).
     """
     if isinstance(subject, Placement):
         return _placement(subject)
@@ -77,14 +75,17 @@ def _placement(placement: Placement) -> RenderableType:
 
 
 def proven(placement: Placement) -> list[str]:
-    """Objective, bound, gap, status, time and speed-up, a line each; or why there is no placement."""
+    """Return lines about objective, bound, gap, status, time and speed-up.
+
+    If there is no placement, the lines explain why.
+    """
     if placement.infeasible is not None or not placement.layer_devices:
         return _no_placement(placement)
     return _proven(placement)
 
 
 def segment_texts(placement: Placement) -> list[str]:
-    """By device the layers that it holds, from each segment's first to its last, a line each."""
+    """Return a line for each device with the first and last layer of each of its segments."""
     return [
         f"{device:10}  {_run_text(runs)}"
         for device, runs in _segments(placement.layer_devices).items()
@@ -119,7 +120,7 @@ def _devices(placement: Placement, *, shares: bool = True) -> Table:
 
 
 def _segments(layer_devices: Mapping[str, str]) -> dict[str, list[tuple[str, ...]]]:
-    """By device, its maximal runs of layers in execution order."""
+    """Return for each device its maximal runs of layers in execution order."""
     runs: dict[str, list[tuple[str, ...]]] = {}
     for device, layers in groupby(layer_devices, key=lambda layer: layer_devices[layer]):
         runs.setdefault(device, []).append(tuple(layers))
@@ -143,7 +144,7 @@ def _memory_text(load: DeviceLoad, shares: bool) -> str:
 
 
 def _proven(placement: Placement) -> list[str]:
-    """Objective, bound, gap, status, time and speed-up, a line each."""
+    """Return lines about objective, bound, gap, status, time and speed-up."""
     lines = [f"objective   {_objective_text(placement)}"]
     if placement.bound is not None:
         gap = "" if placement.gap is None else f", gap {placement.gap:.2%}"
@@ -179,7 +180,7 @@ def _proven(placement: Placement) -> list[str]:
 
 
 def _step(placement: Placement, step: Step) -> list[str]:
-    """The whole batch, and the best of what else was looked at."""
+    """Return lines about the whole batch, and the best alternatives."""
     rate = "" if step.samples_per_s is None else f", {step.samples_per_s:.4g} samples/s"
     lines = [
         f"batch       {count_text(step.batch_size, 'sample')}: {_choice_text(placement)}{rate}, "
@@ -227,9 +228,15 @@ def _single_text(placement: Placement) -> str:
     faster = f"speed-up {placement.speedup:.2f}x" if placement.speedup is not None else ""
     value = _value_text(placement, single.objective_value)
     if not single.fits:
-        missing = f"does not fit on one device: short of {bytes_text(single.short_bytes)} on {single.device}"
+        missing = (
+            f"does not fit on one device: short of {bytes_text(single.short_bytes)} "
+            f"on {single.device}"
+        )
         if single.load_ms is not None:
-            return f"{missing}; with enough memory busy for {ms_text(single.load_ms)} for one micro-batch"
+            return (
+                f"{missing}; with enough memory busy for {ms_text(single.load_ms)} "
+                "for one micro-batch"
+            )
         return f"{missing}; with enough memory {value}, {faster}" if faster else missing
     if single.load_ms is not None:
         return f"{single.device} alone is busy for {ms_text(single.load_ms)} for one micro-batch"

@@ -1,6 +1,4 @@
-"""Tables that leave out what is least wanted where a terminal is narrow, rather than break numbers
-over lines.
-"""
+"""Tables that omit less important columns on narrow terminals instead of wrapping numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ _ANY_WIDTH = 10_000
 
 
 class Fitting:
-    """The first of some renderables that there is room for; the last where there is room for none.
+    """The first renderable that fits the width; the last if none fits.
 
     Args:
-        choices: the widest first.
+        choices: the renderables, widest first.
     """
 
     def __init__(self, *choices: RenderableType) -> None:
         self._choices = choices
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich prints."""
+        """Yield the renderable to print."""
         free = options.update(max_width=_ANY_WIDTH)
         for choice in self._choices[:-1]:
             if Measurement.get(console, free, choice).maximum <= options.max_width:

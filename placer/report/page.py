@@ -1,6 +1,4 @@
-"""Reports as one HTML file: nothing is fetched, nothing runs, and what it shows can be sent to
-anybody.
-"""
+"""Reports as self-contained HTML files, without scripts or external references."""
 
 from __future__ import annotations
 
@@ -21,7 +19,8 @@ __all__ = ["html_report", "legend", "page"]
 _MOST_ROWS = 5_000
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" \
+content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title><style>
 :root{{color-scheme:light dark;--back:light-dark(#fff,#14171a);--text:light-dark(#16191d,#e8eaed);
@@ -43,16 +42,16 @@ th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:12re
 def html_report(
     subject: Profile | Placement | PlacementRequest | Cluster, profile: Profile | None = None
 ) -> str:
-    """A report for people: figures, pictures of time and memory, and every layer.
+    """Return a report with figures, charts of time and memory, and every layer.
 
     Args:
-        subject: what to show; of a request its profile.
-        profile: the one that a placement was made from; then its layers are shown in their devices'
-            colours. Times of another micro-batch size are not the placement's: they are left out,
-            and the report says so.
+        subject: what to show; of a request, its profile.
+        profile: the profile that a placement was made from. Its layers are shown in the colours of
+            their devices. Times of another micro-batch size do not apply to the placement; they are
+            left out, with a note.
 
     Returns:
-        One HTML document, which refers to nothing outside itself.
+        One self-contained HTML document.
     """
     if isinstance(subject, PlacementRequest):
         subject = subject.profile
@@ -64,7 +63,7 @@ def html_report(
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """A whole document around sections that are HTML already."""
+    """Return a document around sections of HTML."""
     return _PAGE.format(title=escape(title), body="".join(sections), style=STYLE)
 
 
@@ -120,7 +119,7 @@ def _columns(chart: Chart) -> str:
 
 
 def legend(parts: Sequence[tuple[str, int]]) -> str:
-    """The name of each colour."""
+    """Return the legend of a chart as HTML."""
     square = (
         '<svg viewBox="0 0 1 1" aria-hidden="true"><rect class="c{}" width="1" height="1"/></svg>'
     )
@@ -179,7 +178,10 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in rows[:_MOST_ROWS]
     )
     more = f"<p>and {len(rows) - _MOST_ROWS} more</p>" if len(rows) > _MOST_ROWS else ""
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{more}"
+    )
 
 
 def _list(lines: Iterable[str]) -> str:

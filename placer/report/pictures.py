@@ -28,10 +28,12 @@ _USES = {
 
 
 def picture(subject: Profile | Placement) -> str:
-    """A file of its own in SVG: time and memory by layer of a profile, or by device of a placement.
+    """Return a self-contained SVG file.
+
+    It shows time and memory by layer of a profile, or by device of a placement.
 
     Args:
-        subject: a profile, or a placement that was found.
+        subject: a profile, or a feasible placement.
     """
     shapes, y = [], 0
     for title, keys, (drawn, height) in _sections(subject):
@@ -66,7 +68,7 @@ def _bar_keys(rows: Sequence[Bar]) -> list[tuple[str, int]]:
 
 
 def layer_charts(profile: Profile) -> list[Chart]:
-    """Time by layer for each type of device, then memory by layer; the layers in execution order."""
+    """Return charts of time by layer for each device type, then of memory by layer."""
     kinds = sorted({kind for layer in profile.layers for kind in layer.forward_ms})
     labels = [layer.name for layer in profile.layers]
     charts = []
@@ -90,7 +92,7 @@ def layer_charts(profile: Profile) -> list[Chart]:
 
 
 def placed_chart(placement: Placement, profile: Profile) -> Chart:
-    """Time by layer, in the colour of the device that the placement puts it on."""
+    """Return a chart of time by layer, coloured by the layer's device."""
     types = (
         {device.name: device.type for device in profile.cluster.devices} if profile.cluster else {}
     )
@@ -118,7 +120,7 @@ def _time_ms(layer: Layer, device: str, placement: Placement, kind: str | None) 
 
 
 def device_bars(placement: Placement) -> list[tuple[str, list[Bar], Text]]:
-    """Time per micro-batch of each device, then its memory against its limit."""
+    """Return bars of each device's time per micro-batch, then of its memory and limit."""
     times = [
         Bar(
             load.device,
@@ -154,5 +156,5 @@ def _uses(memory: MemoryUse) -> dict[str, float]:
 
 
 def _filled(parts: Sequence[Part]) -> list[Part]:
-    """The parts that are anywhere above zero; the first if none is."""
+    """Return the parts with a positive value; the first part if there is no such part."""
     return [part for part in parts if any(part.values)] or list(parts[:1])

@@ -1,4 +1,4 @@
-"""A refinement as a table: what each round predicted, and what was measured."""
+"""A table of a refinement: each round's predictions and measurements."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ENDED = {
 
 
 def refinement_table(refinement: Refinement) -> RenderableType:
-    """Per round and stage: the pass predicted and measured, and how far they are apart; then how it
-    ended.
+    """Return a row for each round and stage, with prediction, measurement and difference.
 
-    Where stages were to be compiled, also what that gained in the last round.
+    Below it, lines report each round, how the refinement ended, and the gain of compiled stages in
+    the last round.
 
     Args:
         refinement: from ``placer.refine``.

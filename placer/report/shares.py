@@ -1,6 +1,4 @@
-"""Where a model's time and memory go, as bars of text: the layers that take most, and how much all
-others take.
-"""
+"""Text bars of a model's time and memory: the largest layers, and the total of the others."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ _NAME = 26
 
 
 def share_texts(profile: Profile) -> list[str]:
-    """A heading and bars for the time on each type of device, then for memory.
+    """Return headings and bars for the time on each device type, then for memory.
 
     Args:
-        profile: what was measured.
+        profile: the measurements.
 
     Returns:
-        Lines; none for a model of one layer, whose share is known.
+        Lines; empty for a model of one layer.
     """
     if len(profile.layers) < 2:
         return []
@@ -54,7 +52,8 @@ def _bars(values: Mapping[str, float], text: Text) -> list[str]:
         rows.append((f"{len(values) - _SHOWN} others", max(0.0, rest)))
     most = max(value for _, value in rows)
     return [
-        f"  {_name(name)} {'█' * round(_WIDTH * value / most):{_WIDTH}} {value / total:4.0%}  "
+        f"  {_name(name)} {'█' * round(_WIDTH * value / most):{_WIDTH}} "
+        f"{value / total:4.0%}  "
         f"{text(value)}"
         for name, value in rows
     ]

@@ -1,8 +1,10 @@
-"""Which devices hang together: inferred from the links that were measured, and from the hosts that
-devices are in.
+"""Groups of well-connected devices, inferred from measured links and hosts.
 
-bandwidths between pairs, sorted:   25  26  ║  380  384        the widest gap, where it is a factor of two or more
-pairs on the fast side join:        {cuda:0, cuda:1}  {cuda:2, cuda:3}      as those on one switch do
+Sorted bandwidths of device pairs are split at the widest gap, if it is a factor of two or more.
+Pairs on the fast side join, like devices on one switch:
+
+    bandwidths:   25  26  ║  380  384
+    groups:       {cuda:0, cuda:1}  {cuda:2, cuda:3}
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from placer.schema import Cluster
 
 __all__ = ["Island", "islands"]
 
-# Bandwidths further apart than this are those of different ways: two lanes or one, a switch or the
-# host's bus.
+# Smallest ratio of bandwidths that indicates different kinds of links: two lanes or one, a switch
+# or the host's bus.
 _GAP = 2.0
 
 
 @dataclass(frozen=True)
 class Island:
-    """Devices that faster links join to one another than to the rest.
+    """Devices that are joined by faster links than to the rest.
 
     Attributes:
         host: where they are.
@@ -34,10 +36,10 @@ class Island:
 
 
 def islands(cluster: Cluster) -> list[Island]:
-    """The devices in groups: those of one host, and among them those that share a switch.
+    """Return groups of devices by host, and within a host by fast links.
 
     Args:
-        cluster: whose links were measured; devices without links between them share nothing.
+        cluster: the measured links; devices without links between them are not joined.
     """
     found = []
     for host in dict.fromkeys(device.host for device in cluster.devices):
@@ -47,7 +49,7 @@ def islands(cluster: Cluster) -> list[Island]:
 
 
 def _strengths(cluster: Cluster, names: Sequence[str]) -> dict[tuple[str, str], float]:
-    """The bandwidth between two devices, the slower direction's."""
+    """Return the bandwidth of each pair of devices, in its slower direction."""
     bandwidths = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
     return {
         (a, b): min(bandwidths.get((a, b), 0.0), bandwidths.get((b, a), 0.0))
@@ -72,7 +74,10 @@ def _groups(
 
 
 def _threshold(strengths: Sequence[float]) -> float:
-    """The least bandwidth of the fast side; with no gap, that of all; without links, more than any."""
+    """Return the least bandwidth of the fast side.
+
+    Without a gap it is the least of all, and without links infinity.
+    """
     if not strengths:
         return float("inf")
     steps = list(pairwise(sorted(set(strengths))))

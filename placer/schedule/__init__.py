@@ -1,69 +1,74 @@
-"""Schedules as data: the order in which stages run micro-batches, how many they hold, and how long
-a step takes.
+"""Schedules: the order of passes in a pipeline, the memory that they need, and their time.
 
-A step of 3 stages and 4 micro-batches. Digits are forward passes, letters backward passes (a belongs to 0); each takes
-one unit of time::
+A step of 3 stages and 4 micro-batches. Digits are forward passes, letters are backward passes (a
+belongs to 0); each takes one unit of time::
 
-    fill-drain      stage 0   0 1 2 3 . . . . a b c d      all forward passes, then all backward passes (GPipe);
-                    stage 1   . 0 1 2 3 . . a b c d .      every stage holds 4 micro-batches
-                    stage 2   . . 0 1 2 3 a b c d . .
+    fill-drain      stage 0   0 1 2 3 . . . . a b c d      all forward passes, then all backward
+                    stage 1   . 0 1 2 3 . . a b c d .      passes (GPipe); every stage holds 4
+                    stage 2   . . 0 1 2 3 a b c d . .      micro-batches
 
-    1f1b            stage 0   0 1 2 . . a 3 b . c . d      stage p of S first runs S - 1 - p forward passes, then one
-                    stage 1   . 0 1 . a 2 b 3 c . d .      forward and one backward in turn, then the backward passes
-                    stage 2   . . 0 a 1 b 2 c 3 d . .      that are left; it holds S - p micro-batches
+    1f1b            stage 0   0 1 2 . . a 3 b . c . d      stage p of S runs S - 1 - p forward
+                    stage 1   . 0 1 . a 2 b 3 c . d .      passes, then forward and backward in
+                    stage 2   . . 0 a 1 b 2 c 3 d . .      turn; it holds S - p micro-batches
 
-Both take (chunks + stages - 1) * (forward + backward) where stages are equal and transfers free.
+Both take (chunks + stages - 1) * (forward + backward) if stages are equal and transfers free.
 
-``zero-bubble`` splits a backward pass: the input-gradient pass (letters), for which the stage before waits, and the
-weight-gradient pass (capitals), for which no stage waits, so that it can fill a bubble. Each takes one unit here. A
-stage holds a micro-batch from its forward pass to its weight-gradient pass, and has room for a number of them. The more
-room, the smaller the bubble::
+``zero-bubble`` splits a backward pass. The previous stage waits for the input-gradient pass (small
+letters). No stage waits for the weight-gradient pass (capitals), so it can fill a bubble. Each
+takes one unit here. A stage holds a micro-batch from its forward pass to its weight-gradient pass.
+It has room for a limited number of them; more room means a smaller bubble::
 
-    room 2 S        stage 0   0 1 2 3 . a A b B c C d D .  the most of use (2 S, or all micro-batches): no wait but for
-                    stage 1   . 0 1 2 a 3 b A c B d C D .  filling the pipeline (ZB-H2)
+    room 2 S        stage 0   0 1 2 3 . a A b B c C d D .  the useful maximum (2 S, or all): idle
+                    stage 1   . 0 1 2 a 3 b A c B d C D .  only while the pipeline fills (ZB-H2)
                     stage 2   . . 0 a 1 b 2 c 3 d A B C D
 
-    room S          stage 0   0 1 2 . . a A 3 b B c C . d D     as much as the first stage has under 1f1b
-                    stage 1   . 0 1 2 a A b B c 3 C . d D .     (ZB-H1)
+    room S          stage 0   0 1 2 . . a A 3 b B c C . d D     as much as the first stage has
+                    stage 1   . 0 1 2 a A b B c 3 C . d D .     under 1f1b (ZB-H1)
                     stage 2   . . 0 a 1 b 2 c A B 3 d C D .
 
-    room S - p      stage 0   0 1 2 . . a A 3 b B . c C . d D   as much as each stage has under 1f1b, the least: a stage
-                    stage 1   . 0 1 . a A 2 b B 3 c C . d D .   runs a weight-gradient pass before the next forward
-                    stage 2   . . 0 a A 1 b B 2 c C 3 d D . .   pass, but still after it has sent gradients back
+    room S - p      stage 0   0 1 2 . . a A 3 b B . c C . d D   as much as each stage has under
+                    stage 1   . 0 1 . a A 2 b B 3 c C . d D .   1f1b, the minimum: forward passes
+                    stage 2   . . 0 a A 1 b B 2 c C 3 d D . .   wait for weight-gradient passes
 
     1f1b            stage 0   0 1 2 . . . . a a 3 b b . c c . d d   the same passes, not split
                     stage 1   . 0 1 . . a a 2 b b 3 c c . d d . .
                     stage 2   . . 0 a a 1 b b 2 c c 3 d d . . . .
 
-What a stage keeps of each micro-batch that it holds, and once for several or all of them::
+A stage keeps some memory for each micro-batch that it holds, and some only once::
 
-    fill-drain, 1f1b    each: activations, inputs and results;    once: what a backward pass works in
-    zero-bubble         each: the same;    once for each weight-gradient pass that may be put off: what the
-                        input-gradient pass works in, or leaves to it;    once: what a weight-gradient pass works in
+    fill-drain, 1f1b    each micro-batch: activations, inputs and results
+                        once: the workspace of a backward pass
+    zero-bubble         each micro-batch: activations, inputs and results
+                        each deferred weight-gradient pass: workspace and results of the
+                        input-gradient pass
+                        once: the workspace of a weight-gradient pass
 
-With room S - p a stage puts off no weight-gradient pass beyond its next input-gradient pass, so
-that ``zero-bubble`` takes about the memory of 1f1b. Each micro-batch more takes its activations,
-and lets one more weight-gradient pass be put off (``sharing``): a stage needs S - p micro-batches
-in flight to have work until gradients come back, and more of them only for weight-gradient passes
-to fill bubbles with. A lower bound on these passes would save what they leave, but leave the room
-unused; a higher one would take memory for passes that are never put off.
+With room S - p, a stage defers no weight-gradient pass beyond its next input-gradient pass, so
+``zero-bubble`` takes about the memory of 1f1b. Each additional micro-batch takes its activations
+and lets one more weight-gradient pass be deferred (``sharing``). A stage needs S - p micro-batches
+in flight to stay busy until gradients come back; more of them only supply weight-gradient passes
+for the bubbles. A smaller limit on deferred passes would save their memory but leave the room
+unused. A larger limit would reserve memory for passes that are never deferred.
 
-With several stages on a device, here 4 on 2, filling takes less::
+With several stages per device, here 4 on 2, the pipeline fills faster::
 
-    interleaved     stage 0   0 1 . . 2 . 3 . . a . b . . . . c d  stages 0 and 2 are on one device, 1 and 3 on the
-                    stage 1   . 0 1 . . . . 2 a 3 b . . . . c d .  other: rounds of 2 micro-batches go through both;
-                    stage 2   . . 0 1 . a . b 2 . 3 . . c . d . .  (chunks * own stages + devices - 1) * (forward +
-                    stage 3   . . . 0 a 1 b . . . . 2 c 3 d . . .  backward of a stage)
+    interleaved     stage 0   0 1 . . 2 . 3 . . a . b . . . . c d  device 0 has stages 0 and 2,
+                    stage 1   . 0 1 . . . . 2 a 3 b . . . . c d .  device 1 has stages 1 and 3;
+                    stage 2   . . 0 1 . a . b 2 . 3 . . c . d . .  rounds of 2 micro-batches go
+                    stage 3   . . . 0 a 1 b . . . . 2 c 3 d . . .  through both
 
-Steps in a row overlap: a device begins the next when its own part of this one is over, its optimizer (o) included.
-Under zero-bubble, with room for 2 S micro-batches and at least 2 S - 1 of them, equal stages then never wait. Here a
-step takes 11 units of time alone, and 10 in a row::
+This takes (chunks * own stages + devices - 1) * (forward + backward of a stage).
+
+Consecutive steps overlap: a device begins the next step when its own part of this one is done, its
+optimizer (o) included. Under zero-bubble, with room for 2 S micro-batches and at least 2 S - 1 of
+them, equal stages never wait in steady state. Here an isolated step takes 11 units of time, and a
+steady-state step 10::
 
     zero-bubble     stage 0   0 1 2 a A b B c C o 0 1 2 a A b B c C o .
                     stage 1   . 0 a 1 b 2 c A B C o 0 a 1 b 2 c A B C o
 
-``plan`` gives the order, ``simulate`` the exact timeline of one step or of several, transfers
-included, ``in_a_row_ms`` what each of many takes.
+``plan`` returns the order, ``simulate`` the exact timeline of one or more steps with transfers, and
+``in_a_row_ms`` the steady-state time of a step.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (ZB-H1, ZB-H2).
 """

@@ -1,36 +1,35 @@
-"""Orders that devices find for themselves: whenever one is free, it takes the most urgent pass that
-is ready.
+"""Orders found by list scheduling: a free device runs its most urgent ready pass.
 
-The most urgent is a backward pass (a stage waits for its input half), then a forward pass where
-there is room for another micro-batch, then a weight half (nobody waits for it). So unlike stages
-are balanced as well as they can be without foresight. Of several stages of one device, the one that
-is nearest to the end goes first.
+Urgency, highest first: a backward pass (an earlier stage waits for its gradient), a forward pass if
+there is room for another micro-batch, a weight-gradient pass (no stage waits for it). Unlike stages
+are thus balanced as well as possible without lookahead. Among several stages of one device, the
+latest goes first.
 
-Or the most urgent is the pass with the longest way to the end of the step: a device that has the
-first stage and the last, as tied embeddings make one, then leaves to the end what nobody waits for.
+Alternatively, urgency is the longest path from the pass to the end of the step. A device with the
+first and the last stage, as tied embeddings require, then leaves the passes to the end that no
+stage waits for.
 
-Where no stage waits for gradients, as none does for the first one's, a weight half goes before a
-backward pass: it makes room for a micro-batch, and while it runs gradients may come later than they
-are said to.
+If no stage waits for a device's gradients, as for the first stage, a weight-gradient pass goes
+before a backward pass. It makes room for a micro-batch, and the gradients may arrive later than
+predicted meanwhile.
 
-A stage may also have memory for fewer input-gradient passes than it has room for micro-batches:
-then such a pass waits until the weight-gradient pass of an earlier micro-batch has freed that
-memory.
+A stage may have memory for fewer input-gradient passes than micro-batches in flight. Then such a
+pass waits until the weight-gradient pass of an earlier micro-batch has freed that memory.
 
-Transfers take the time that they are said to take, and a stage as many buffers as it has room, as
-in the simulation: a pass is ready when what it reads has come, and that may leave when there is a
-buffer for it. Of a micro-batch the stages of one device run in their order, as what passes between
-them is no transfer.
+Transfers take the given times, and a stage has as many buffers as room, as in the simulation. A
+pass is ready when its inputs have arrived; an input is sent when there is a buffer for it. The
+stages of one device process a micro-batch in order, because values between them are not
+transferred.
 
-Times are counted in whole ticks, so that their sums are exact. Stages of equal layers come to equal
-times by sums in another order; in floating point the order of passes would hang on the last digit
-of one of them, and who adds up otherwise, as the referee does, would find another step.
+Times are integer ticks, so their sums are exact. Equal stages may sum their layers in different
+orders; with floating-point times, the last digit would decide the order of passes, and the referee,
+which sums differently, would find another step.
 
-It never gets stuck: micro-batches keep their order, and the first that is not done has room
+The algorithm cannot deadlock: micro-batches stay in order, and the first unfinished one has room
 everywhere.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rule here in place of
-their fixed orders.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the greedy rule replaces their
+fixed orders.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ PHASES: tuple[Phase, ...] = ("forward", "backward", "weights")
 URGENT: tuple[Phase, ...] = ("backward", "forward", "weights")
 
 URGENT_AT_THE_END: tuple[Phase, ...] = ("forward", "weights", "backward")
-"""Where gradients come to their end."""
+"""Order of urgency on devices that send no gradients back."""
 
 IDLE = -1
-"""Wakes a device that has run a pass, in place of the urgency of one that is ready."""
+"""An event that only wakes a device after a pass; others carry the urgency of a ready pass."""
 
 TICKS_PER_MS = 2**20
-"""About a nanosecond each. As a power of two it leaves no time of few decimals half-way between two
-ticks."""
+"""Ticks per millisecond, about one per nanosecond. A power of two: times with few decimals are
+never halfway between two ticks."""
 
 
 def greedy(
@@ -65,19 +64,18 @@ def greedy(
     longest_first: bool = False,
     put_off: Sequence[int] | None = None,
 ) -> list[Pass]:
-    """The passes of a step, by their start.
+    """Return the passes of a step, ordered by start.
 
     Args:
-        places: by stage, its device.
-        times: by phase, then stage, in milliseconds; with phase ``weights`` backward passes are in
-            two halves.
+        places: the device of each stage.
+        times: by phase, the time of each stage in ms; with the phase ``weights``, backward passes
+            are split.
         chunks: micro-batches in a batch, at least 1.
-        room: by stage, for how many micro-batches at once, at least 1.
-        transfers: between the stages; if empty they are a chain, and what passes takes no time.
-        longest_first: whether the most urgent pass is the one with the longest way to the end of
-            the step.
-        put_off: by stage, how many weight-gradient passes may wait at once; as many as there is
-            room for if left out.
+        room: for each stage, the maximum number of micro-batches in flight, at least 1.
+        transfers: between stages; empty (default) for a chain whose transfers take no time.
+        longest_first: whether urgency is the longest path to the end of the step.
+        put_off: for each stage, the maximum number of pending weight-gradient passes; ``room`` by
+            default.
     """
     return _Greedy(
         places,
@@ -105,7 +103,7 @@ class _Greedy:
         longest_first: bool,
         put_off: Sequence[int],
     ) -> None:
-        # by first stage: of devices that are ready at once, which goes first is no chance
+        # numbered by first stage, so that ties between devices are resolved deterministically
         number: dict[int, int] = {}
         self._places = [number.setdefault(place, len(number)) for place in places]
         self._chunks, self._room, self._put_off = chunks, room, put_off
@@ -115,14 +113,13 @@ class _Greedy:
         self._split = "weights" in times
         self._ends: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
         self._through = self._ends["weights" if self._split else "backward"]
-        # When a micro-batch's values have come, and its gradients, and when its weight half may
-        # run.
+        # by phase and stage, the times at which each micro-batch is ready for that pass
         self._ready: dict[Phase, list[list[int]]] = {
             phase: [[] for _ in places] for phase in PHASES
         }
         self._inputs: list[list[tuple[int, int, int | None]]] = [[] for _ in places]
         self._targets: list[list[int]] = [[] for _ in places]
-        self._senders = [0] * len(places)  # how many send gradients back
+        self._senders = [0] * len(places)  # number of stages that send gradients to it
         self._lanes: dict[Lane, int] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         for source, target, there_ms, back_ms in transfers:
@@ -137,9 +134,8 @@ class _Greedy:
         self._stages: dict[int, list[int]] = {}
         for stage in reversed(range(len(places))):
             self._stages.setdefault(self._places[stage], []).append(stage)
-        # By stage, the one before it on its device, whose passes it needs, and the one behind it,
-        # which needs its own: of a micro-batch they run in this order, as one may read what the
-        # other made, or received.
+        # The previous and next stage of the same device. They process a micro-batch in this order,
+        # since one may read what the other made or received.
         self._needs: dict[Phase, list[int | None]] = {
             phase: [None] * len(places) for phase in PHASES
         }
@@ -155,9 +151,9 @@ class _Greedy:
         self._urgency = {
             one: place for urgent in self._urgent.values() for place, one in enumerate(urgent)
         }
-        # heaps of what is ready, by urgency
+        # for each device, a heap of the urgencies of its ready passes
         self._open: dict[int, list[int]] = {device: [] for device in self._stages}
-        # when, which device, and what may be ready there, by its urgency
+        # a heap of events: time, device, and the urgency of a pass that becomes ready
         self._wake: list[tuple[int, int, int]] = []
 
     def _most_urgent_first(self, stages: Sequence[int]) -> list[tuple[Phase, int]]:
@@ -166,9 +162,10 @@ class _Greedy:
         return [(phase, stage) for phase in phases for stage in stages]
 
     def _longest_first(self) -> Callable[[Sequence[int]], list[tuple[Phase, int]]]:
-        """What orders a device's passes by what follows them, to the end of the micro-batch's way."""
+        """Return a function that orders a device's passes by their longest path to the end."""
         count = len(self._places)
         forward, backward = [0] * count, [0] * count
+        # longest path backward: from a stage's backward pass to the first stage's
         for stage in range(count):
             ways = [
                 ticks + backward[source]
@@ -177,6 +174,7 @@ class _Greedy:
             ]
             backward[stage] = self._times["backward"][stage] + max(ways, default=0)
         behind = [0] * count
+        # longest path forward: through later forward passes, then back to the start
         for stage in reversed(range(count)):
             forward[stage] = self._times["forward"][stage] + max(
                 behind[stage], backward[stage], backward[-1]
@@ -199,7 +197,7 @@ class _Greedy:
         return order
 
     def run(self) -> list[Pass]:
-        """Play the step."""
+        """Simulate the step and return its passes, ordered by start."""
         free = dict.fromkeys(self._stages, 0)
         for stage in range(len(self._places)):
             self._bring_values(stage)
@@ -209,6 +207,7 @@ class _Greedy:
             ready = self._open[device]
             if urgency != IDLE:
                 heapq.heappush(ready, urgency)
+            # collect all events of this moment first: one of them may be more urgent
             is_told_more = self._wake and self._wake[0][:2] == (now, device)
             if is_told_more or not ready or now < free[device]:
                 continue
@@ -222,10 +221,11 @@ class _Greedy:
         return [item for _, _, item in sorted(begun, key=lambda task: task[:2])]
 
     def _hand_on(self, stage: int, phase: Phase, number: int, end: int) -> None:
-        """Tell who waits for a pass."""
+        """Make the passes ready that wait for this one."""
         behind = self._behind[phase][stage]
         if behind is not None and number < len(self._ready[phase][behind]):
             self._open_at(max(end, self._ready[phase][behind][number]), phase, behind)
+        # the memory of this weight-gradient pass is free for a later input-gradient pass
         freed_for = number + self._put_off[stage]
         if phase == "weights" and freed_for < len(self._ready["backward"][stage]):
             self._open_at(max(end, self._ready["backward"][stage][freed_for]), "backward", stage)
@@ -242,8 +242,10 @@ class _Greedy:
             self._bring_values(stage)
 
     def _note_loss(self, stage: int) -> None:
-        """A stage that gets no gradients waits for the loss, and for its own forward pass, which
-        that may not need.
+        """Make backward passes ready that start from the loss.
+
+        A stage without incoming gradients also waits for its own forward pass, which the loss may
+        not depend on.
         """
         if not self._senders[stage]:
             loss, own, ready = (
@@ -255,7 +257,7 @@ class _Greedy:
                 self._note("backward", stage, max(loss[number], own[number]))
 
     def _bring_values(self, stage: int) -> None:
-        """Let the values of the next micro-batches come, as far as they are made and there is room."""
+        """Send the next micro-batches' values to a stage, once they exist and there is room."""
         ends, through = self._ends["forward"], self._through[stage]
         for number in range(len(self._ready["forward"][stage]), self._chunks):
             before = number - self._room[stage]
@@ -270,7 +272,7 @@ class _Greedy:
             self._note("forward", stage, came)
 
     def _bring_gradients(self, stage: int, number: int, end: int) -> None:
-        """Send gradients back."""
+        """Send a micro-batch's gradients back."""
         for source, _, ticks in self._inputs[stage]:
             if ticks is None:
                 continue
@@ -281,14 +283,12 @@ class _Greedy:
                 self._note("backward", source, max(arrived))
 
     def _carry(self, lane: Lane, ready: int, ticks: int) -> int:
-        """When a transfer that may leave at some time has come."""
+        """Return the arrival time of a transfer that may start at ``ready``."""
         self._lanes[lane] = max(ready, self._lanes.get(lane, 0)) + ticks
         return self._lanes[lane]
 
     def _note(self, phase: Phase, stage: int, ready: int) -> None:
-        """The next micro-batch of a stage is, or will be, ready for a pass; never before the one
-        before it.
-        """
+        """Record when a stage's next micro-batch is ready for a pass."""
         number, need = len(self._ready[phase][stage]), self._needs[phase][stage]
         self._ready[phase][stage].append(ready)
         if (
@@ -301,7 +301,7 @@ class _Greedy:
             self._open_at(ready, phase, stage)
 
     def _open_at(self, time: int, phase: Phase, stage: int) -> None:
-        """From then on a stage's device may run one more of its passes."""
+        """Schedule an event from which the stage's device may run one more of its passes."""
         heapq.heappush(self._wake, (time, self._places[stage], self._urgency[phase, stage]))
 
 

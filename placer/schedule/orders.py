@@ -12,60 +12,59 @@ from placer.schedule.simulate import step_ms
 from placer.schema import Schedule, ScheduleChoice
 
 SHORTER = 1e-6
-"""An order must save this share of a step: sums in another order, as the referee's, choose the
-same."""
+"""Minimum relative gain of another order. Sums in another order, as the referee's, then select the
+same one."""
 
 
 def in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
-    """Return the most micro-batches that a stage has a use for at once in training, where each
-    device has one stage.
+    """Return the largest useful number of micro-batches in flight at a stage in training.
+
+    This applies where each device has one stage.
 
     Args:
         schedule: the schedule; ``auto`` counts as ``1f1b``.
         stages: the number of stages.
-        stage: counted from 0 in pipeline order.
+        stage: from 0, in pipeline order.
         chunks: micro-batches in a batch.
     """
     if schedule == "zero-bubble":
-        # A step alone would do with one less. In steady state the last stage waits until its last
-        # gradients have gone all the way back and the first micro-batch of the next step has come:
-        # it needs weight-gradient passes to fill that time.
+        # An isolated step would need one fewer. In steady state, the last stage waits until its
+        # last gradients have reached the first stage and the first micro-batch of the next step has
+        # come. It needs weight-gradient passes to fill that time.
         return min(chunks, 2 * stages if stages > 1 else 1)
     return least_in_flight(schedule, stages, stage, chunks)
 
 
 def least_in_flight(schedule: ScheduleChoice, stages: int, stage: int, chunks: int) -> int:
-    """Return the fewest micro-batches for which a stage must have room at once; see ``in_flight``.
+    """Return the smallest feasible number of micro-batches in flight; see ``in_flight``.
 
-    Only ``zero-bubble`` runs with fewer than ``in_flight`` says: each micro-batch less lengthens
-    the step and saves memory, down to the number of ``1f1b``. With fewer still, no stage could work
+    Only ``zero-bubble`` works with fewer than ``in_flight``: each micro-batch fewer lengthens the
+    step and saves memory, down to the number of ``1f1b``. With even fewer, no stage could work
     while its gradients are on their way.
 
     Args:
         schedule: the schedule; ``auto`` counts as ``1f1b``.
         stages: the number of stages.
-        stage: counted from 0 in pipeline order.
+        stage: from 0, in pipeline order.
         chunks: micro-batches in a batch.
     """
     return chunks if schedule == "fill-drain" else min(chunks, stages - stage)
 
 
 def sharing(schedule: ScheduleChoice, stages: int, stage: int, chunks: int, room: int) -> int:
-    """Return how many of the micro-batches in flight at a stage share the memory in which a
-    backward pass works.
+    """Return how many micro-batches in flight share the memory of one backward pass.
 
-    All share one, as a backward pass leaves nothing there, but under ``zero-bubble``: the
-    input-gradient pass leaves to the weight-gradient pass what that needs. With the least room a
-    weight-gradient pass runs before the next input-gradient pass anyway, so that all share one.
-    Each further micro-batch in the room lets one more weight-gradient pass be put off, for which
-    there is memory as well.
+    Usually all of them, because a backward pass leaves nothing behind. Under ``zero-bubble``, the
+    input-gradient pass leaves data for the weight-gradient pass. With the least room, a
+    weight-gradient pass runs before the next input-gradient pass, so all still share one. Each
+    further micro-batch lets one more weight-gradient pass be deferred, which takes its own memory.
 
     Args:
         schedule: the schedule.
         stages: the number of stages.
-        stage: counted from 0 in pipeline order.
+        stage: from 0, in pipeline order.
         chunks: micro-batches in a batch.
-        room: for how many micro-batches at once the stage has room.
+        room: the maximum number of micro-batches in flight at the stage.
     """
     if schedule != "zero-bubble":
         return room
@@ -85,38 +84,38 @@ def plan(
     room: Sequence[int] | None = None,
     training: bool = True,
 ) -> Plan:
-    """Which pass follows which on each device.
+    """Return the order of passes on each device.
 
-    Where a device has several stages, ``1f1b`` and ``zero-bubble`` do not apply, and ``fill-drain``
-    is planned. ``interleaved`` is Megatron's order where the stages go round the devices equally
-    often and the micro-batches come in whole rounds; else devices take what is ready (see
-    ``greedy``). Where no device has several it is ``1f1b``.
+    ``1f1b`` and ``zero-bubble`` require one stage per device; otherwise ``fill-drain`` is used.
+    ``interleaved`` is Megatron's order if all devices have equally many stages in round-robin order
+    and the micro-batches come in whole rounds. Otherwise it is the greedy order (see ``greedy``),
+    and with one stage per device ``1f1b``.
 
-    With ``transfers`` ``zero-bubble`` and ``interleaved`` are the shortest of that order and of
-    those in which devices take what is ready, and what has come; ``interleaved`` also of the one in
-    which passes with the longest way to the end of the step go first.
+    With ``transfers``, ``zero-bubble`` and ``interleaved`` are the shortest of these orders and of
+    greedy orders that account for transfers. ``interleaved`` also tries the greedy order by longest
+    path.
 
     Args:
         schedule: the schedule.
-        places: by stage in pipeline order, the index of its device.
+        places: the device index of each stage, in pipeline order.
         chunks: micro-batches in a batch, at least 1.
-        forward_ms: by stage; asked by ``zero-bubble`` and ``interleaved``, whose orders follow
-            unlike stages. All equal if left out.
-        backward_ms: by stage, both halves; twice the forward pass if left out.
-        weights_ms: by stage, the weight half; half of the backward pass if left out.
-        transfers: between the stages, for ``zero-bubble`` and ``interleaved``; none if left out.
-        room: by stage, for how many micro-batches at once: for ``zero-bubble``, and for
-            ``interleaved`` where a device has several stages. If left out, as many as ``in_flight``
-            says, or as the order needs.
-        training: without it there are forward passes alone, in the order of micro-batches.
+        forward_ms: for each stage; ``zero-bubble`` and ``interleaved`` depend on it. Equal by
+            default.
+        backward_ms: for each stage, the whole backward pass; twice ``forward_ms`` by default.
+        weights_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by default.
+        transfers: between stages, for ``zero-bubble`` and ``interleaved``; none by default.
+        room: for each stage, the maximum number of micro-batches in flight, for ``zero-bubble``,
+            and for ``interleaved`` with several stages per device. By default ``in_flight``, or
+            what the order needs.
+        training: whether there are backward passes (default); otherwise micro-batches run in order.
 
     Raises:
-        InputError: no stages, no micro-batches, times or room for another number of stages, or what
-            is no time or no room.
+        InputError: if there are no stages or micro-batches, or a list has the wrong length or an
+            invalid entry.
 
     Source: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019; Narayanan
     et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021, section 2.2;
-    Qi et al., ICLR 2024.
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
     """
     places = tuple(places)
     if not places or chunks < 1:
@@ -168,9 +167,7 @@ def _refuse_no_times(name: str, times: Sequence[float]) -> None:
 
 
 def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
-    """Return the shorter of two orders in which devices take what is ready: with and without regard
-    to transfers.
-    """
+    """Return the shorter of two greedy orders, with and without regard to transfers."""
     count = len(pipeline.places)
     room = given or [in_flight("zero-bubble", count, stage, chunks) for stage in range(count)]
     shared = [sharing("zero-bubble", count, stage, chunks, held) for stage, held in enumerate(room)]
@@ -182,8 +179,7 @@ def _zero_bubble(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -
         "backward": inputs,
         "weights": pipeline.weights_ms,
     }
-    # Micro-batches that share a memory follow one another after at least so many others: see
-    # Plan.backward_memory.
+    # Micro-batches that share memory must be at least this far apart, see Plan.backward_memory.
     put_off = [held // among for held, among in zip(room, shared, strict=True)]
     orders = _greedy(pipeline, times, chunks, room, put_off)
     plans = [
@@ -200,7 +196,7 @@ def _greedy(
     room: Sequence[int],
     put_off: Sequence[int] | None = None,
 ) -> list[tuple[Pass, ...]]:
-    """An order that does not know of transfers, and one that does."""
+    """Return a greedy order that ignores transfers, and one that includes them."""
     known = [(), pipeline.transfers] if pipeline.transfers else [()]
     return [
         tuple(greedy(pipeline.places, times, chunks, room, transfers, put_off=put_off))
@@ -209,7 +205,7 @@ def _greedy(
 
 
 def _shortest(pipeline: Pipeline, plans: Sequence[Plan]) -> Plan:
-    """The order with the shortest step; of those that are about as long, the first."""
+    """Return the plan with the shortest step; among similar ones the first."""
     best = plans[0]
     least_ms = step_ms(pipeline, best) if len(plans) > 1 else 0.0
     for other in plans[1:]:
@@ -229,7 +225,7 @@ def _one_forward_one_backward(places: tuple[int, ...], chunks: int) -> Plan:
 
 
 def _fill_turn_drain(stage: int, held: int, chunks: int) -> Iterator[Pass]:
-    """Fill up to so many micro-batches, then one backward pass for every forward pass, then drain."""
+    """Yield ``held`` forward passes, then backward and forward in turn, then backward passes."""
     for micro_batch in range(held):
         yield Pass(stage, "forward", micro_batch)
     for micro_batch in range(chunks):
@@ -239,26 +235,25 @@ def _fill_turn_drain(stage: int, held: int, chunks: int) -> Iterator[Pass]:
 
 
 def _clock(stages: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """Stage and micro-batch, tick by tick, the latest stage first within a tick."""
+    """Yield (stage, micro-batch) tick by tick, the latest stage first within a tick."""
     for tick in range(stages + chunks - 1):
         for stage in reversed(range(max(0, tick - chunks + 1), min(stages, tick + 1))):
             yield stage, tick - stage
 
 
 def _interleaved(pipeline: Pipeline, chunks: int, given: Sequence[int] | None) -> Plan:
-    """Megatron's order, if it applies, or one that devices find for themselves: the shortest."""
+    """Return the shortest of Megatron's order, if it applies, and greedy orders."""
     return _shortest(pipeline, _interleaved_plans(pipeline, chunks, given))
 
 
 def roomy_plans(pipeline: Pipeline, chunks: int) -> list[Plan]:
-    """The orders of ``interleaved`` where devices have several stages: as ``plan`` tries them, and
-    one for much memory.
+    """Return candidate orders of ``interleaved`` with several stages per device.
 
-    In that one a stage may hold all micro-batches at once, so that nothing waits for room: passes
-    with the longest way to the end of the step go first.
+    These are the orders that ``plan`` tries, and one for ample memory: a stage may hold all
+    micro-batches at once, and passes with the longest path to the end go first.
 
     Args:
-        pipeline: the stages, of which a device has several.
+        pipeline: the stages; a device has several.
         chunks: micro-batches in a batch.
     """
     plans = _interleaved_plans(pipeline, chunks, None)
@@ -297,16 +292,16 @@ def _interleaved_plans(pipeline: Pipeline, chunks: int, given: Sequence[int] | N
 
 
 def _whole(pipeline: Pipeline) -> dict[Phase, Sequence[float]]:
-    """The times of passes whose backward passes are not in halves."""
+    """Return the times of unsplit passes."""
     return {"forward": pipeline.forward_ms, "backward": pipeline.backward_ms}
 
 
 def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator[Pass]:
-    """The passes of one device: rounds of as many micro-batches as devices go through its stages in
-    turn.
+    """Yield the passes of one device in Megatron's interleaved order.
 
-    Before the first backward pass it runs two forward passes for each device behind it and a round
-    for each further stage of its own, then one forward and one backward in turn.
+    A round of micro-batches, one for each device, goes through all stages of a device in turn.
+    Before its first backward pass, a device runs two forward passes for each device after it, and a
+    round for each further stage of its own. Then forward and backward passes alternate.
     """
     total = chunks * per_device
 
@@ -327,13 +322,13 @@ def _megatron(rank: int, devices: int, per_device: int, chunks: int) -> Iterator
 
 
 def merged(orders: Sequence[Sequence[Pass]]) -> tuple[Pass, ...]:
-    """One order of all passes, each after what it waits for, from the order on each device.
+    """Merge the orders of all devices into one, in which every pass follows its inputs.
 
-    A forward pass waits for that of the stage before, a backward pass for that of the stage behind,
-    the last stage's for its own forward pass.
+    A forward pass needs the previous stage's forward pass, a backward pass the next stage's
+    backward pass, and the last stage's backward pass its own forward pass.
 
     Raises:
-        InputError: some wait for each other for ever.
+        InputError: if the orders deadlock.
     """
     stages = 1 + max((item.stage for order in orders for item in order), default=0)
     done: set[Pass] = set()

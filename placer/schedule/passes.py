@@ -1,4 +1,4 @@
-"""The words of a schedule: passes, the stages that they go through, and the timeline of a step."""
+"""The data types of schedules: passes, pipelines of stages, plans and timelines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Literal, NamedTuple
 from placer.errors import InputError
 
 Phase = Literal["forward", "backward", "weights"]
-"""``weights`` is the half of a backward pass that computes the gradients of parameters, where it
-runs apart."""
+"""The kind of a pass; ``weights`` is a separate weight-gradient pass."""
 
 Lane = tuple[int, int, Phase]
-"""The device that sends, the one that receives, and whether values or gradients go there."""
+"""A direction between two devices: sender, receiver, and whether it carries values or gradients."""
 
 
 class Pass(NamedTuple):
@@ -27,7 +26,7 @@ class Pass(NamedTuple):
 
 
 class TimelineTask(NamedTuple):
-    """A pass with its device and its times, in milliseconds from the start of the step."""
+    """A pass with its device and its times in ms since the start of the step."""
 
     stage: int
     phase: Phase
@@ -38,10 +37,10 @@ class TimelineTask(NamedTuple):
 
 
 class TimelineTransfer(NamedTuple):
-    """What goes from one stage to another for one micro-batch, with its times in milliseconds.
+    """A transfer between two stages for one micro-batch, with its times in ms.
 
-    In phase ``forward`` it is values, in phase ``backward`` their gradients, from the reader to the
-    maker.
+    In phase ``forward`` it carries values, in phase ``backward`` their gradients, from the reader
+    to the producer.
     """
 
     source: int
@@ -53,13 +52,13 @@ class TimelineTransfer(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one device sends to another for one micro-batch, by stage.
+    """The data that one device sends to another for one micro-batch.
 
     Attributes:
         source: the stage that makes the values.
         target: the first stage on the receiving device that reads them.
-        forward_ms: how long the values take.
-        gradient_ms: how long their gradients take back; None if none come.
+        forward_ms: transfer time of the values.
+        gradient_ms: transfer time of their gradients; None if there are none.
     """
 
     source: int
@@ -70,17 +69,16 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a step in pipeline order, what each takes for one micro-batch, and what passes
-    between them.
+    """The stages of a step in pipeline order, with times for one micro-batch.
 
     Attributes:
-        places: by stage, the index of its device; a device may have several.
-        forward_ms: by stage.
-        backward_ms: by stage, both halves.
-        weights_ms: by stage, the part of ``backward_ms`` that gradients of parameters take.
-        transfers: between stages of different devices; each source comes before its target.
-        optimizer_ms: by stage, its part of the optimizer's step, which follows the last pass of its
-            device; empty where there is none.
+        places: for each stage, the index of its device; a device may have several.
+        forward_ms: for each stage.
+        backward_ms: for each stage, the whole backward pass.
+        weights_ms: for each stage, the part of ``backward_ms`` for gradients of parameters.
+        transfers: between stages of different devices; each source precedes its target.
+        optimizer_ms: for each stage, its part of the optimizer's step, which follows the last pass
+            of its device; empty for none.
     """
 
     places: tuple[int, ...]
@@ -108,9 +106,9 @@ class Pipeline:
                 )
 
     def optimizer_by_device(self) -> dict[int, float]:
-        """By device, how long the optimizer's step on all of its stages takes."""
+        """Return the time of the optimizer's step on each device, in ms."""
         total: dict[int, float] = defaultdict(float)
-        # of none there are no times
+        # optimizer_ms is empty without an optimizer
         for place, time_ms in zip(self.places, self.optimizer_ms, strict=False):
             total[place] += time_ms
         return dict(total)
@@ -127,16 +125,17 @@ class Pipeline:
         gradient_ms: float = 0.0,
         optimizer_ms: Sequence[float] = (),
     ) -> Pipeline:
-        """Stages in a row, each of which reads from the one before.
+        """Return a chain of stages, each of which reads from the previous one.
 
         Args:
-            forward_ms: by stage.
-            backward_ms: by stage, both halves.
-            weights_ms: by stage, the weight half; half of the backward pass if left out.
-            places: by stage, its device; a device each if left out.
-            transfer_ms: from a stage to the next, where that is on another device.
-            gradient_ms: from a stage back to the one before.
-            optimizer_ms: by stage; none if left out.
+            forward_ms: for each stage.
+            backward_ms: for each stage, the whole backward pass.
+            weights_ms: for each stage, the weight-gradient pass; half of ``backward_ms`` by
+                default.
+            places: the device of each stage; one device per stage by default.
+            transfer_ms: from a stage to the next one on another device.
+            gradient_ms: from a stage back to the previous one.
+            optimizer_ms: for each stage; none by default.
         """
         places = tuple(range(len(forward_ms)) if places is None else places)
         return cls(
@@ -155,18 +154,19 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Plan:
-    """In which order passes run, the same for the solver and for execution.
+    """The order of passes, shared by solver and executor.
 
     Attributes:
-        places: by stage, the index of its device.
+        places: for each stage, the index of its device.
         chunks: micro-batches in a batch.
-        issue: every pass, after all that it waits for; each device runs its own in this order.
-        in_flight: by stage, for how many micro-batches it has room: begun forwards, not yet done
-            backwards.
-        split: whether backward passes are in two halves, ``backward`` and ``weights``.
+        issue: every pass, after all that it depends on; each device runs its own passes in this
+            order.
+        in_flight: for each stage, the maximum number of micro-batches between forward and last
+            backward pass.
+        split: whether backward passes are split into ``backward`` and ``weights``.
         training: whether there are backward passes.
-        sharing: by stage, how many of the micro-batches in flight share the memory in which a
-            backward pass works; all of them if left out. See ``orders.sharing``.
+        sharing: for each stage, how many micro-batches in flight share the memory of one backward
+            pass; all of them if empty. See ``orders.sharing``.
     """
 
     places: tuple[int, ...]
@@ -178,12 +178,11 @@ class Plan:
     sharing: tuple[int, ...] = ()
 
     def backward_memory(self, stage: int) -> list[int]:
-        """Return by micro-batch in flight at a stage the number of the memory in which its backward
-        pass works.
+        """Return for each micro-batch in flight the index of its backward pass's memory.
 
-        The micro-batches are dealt out in runs of about equal length, one for each that shares a
-        memory. The first of each run has memory 0, the second memory 1, and so on: of 5
-        micro-batches, two of which share, 0 1 | 0 1 2.
+        The micro-batches are divided into consecutive runs of about equal length, one run for each
+        that shares a memory. Within a run, memory 0, 1, ... are used in order. Of 5 micro-batches,
+        two of which share: 0 1 | 0 1 2.
         """
         room = self.in_flight[stage]
         runs = self.sharing[stage] if self.sharing else room
@@ -191,7 +190,7 @@ class Plan:
         return [place for begin, end in pairwise(ends) for place in range(end - begin)]
 
     def by_device(self) -> dict[int, tuple[Pass, ...]]:
-        """The passes of each device, in the order in which it runs them."""
+        """Return the passes of each device, in its execution order."""
         orders: dict[int, list[Pass]] = defaultdict(list)
         for item in self.issue:
             orders[self.places[item.stage]].append(item)
@@ -200,16 +199,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step, or several in a row.
+    """One simulated step, or several consecutive ones.
 
     Attributes:
         step_ms: from the first start to the last end of a pass.
-        tasks: the passes, by start, then stage.
-        transfers: what passed between devices, by start.
-        busy_ms: by device, the time that it computes; devices without stages are left out.
-        in_flight: by stage, the most micro-batches that it holds at once: run forwards, not yet
-            backwards.
-        ends_ms: by step, when its last pass or optimizer ends.
+        tasks: the passes, ordered by start, then stage.
+        transfers: between devices, ordered by start.
+        busy_ms: computing time of each device that has stages.
+        in_flight: for each stage, the peak number of micro-batches between forward and last
+            backward pass.
+        ends_ms: for each step, the end of its last pass or optimizer step.
     """
 
     step_ms: float
@@ -221,18 +220,18 @@ class Timeline:
 
     @property
     def idle_ms(self) -> dict[int, float]:
-        """By device, the time that it does not compute."""
+        """Return the idle time of each device."""
         return {device: self.step_ms - busy for device, busy in self.busy_ms.items()}
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time that is idle, from 0 to 1."""
+        """Return the idle share of the devices' time, from 0 to 1."""
         there = self.step_ms * len(self.busy_ms)
         return 1.0 - sum(self.busy_ms.values()) / there if there else 0.0
 
 
 def most_held(passes: Iterable[Pass], stages: int, last: Phase) -> tuple[int, ...]:
-    """By stage, the most micro-batches at once between their forward pass and the ``last`` one."""
+    """Return for each stage the peak number of micro-batches from forward to ``last`` pass."""
     held, most = [0] * stages, [0] * stages
     for stage, phase, _ in passes:
         held[stage] += (phase == "forward") - (phase == last)

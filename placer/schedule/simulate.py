@@ -1,28 +1,30 @@
-"""The exact time of steps: passes in their order, transfers beside them, a lane for each way
-between two devices.
+"""Exact simulation of steps: passes in plan order, with concurrent transfers.
 
-Of pass (s, phase, m), stage s, micro-batch m, on device d, in the order of the plan::
+For the pass (s, phase, m) of stage s and micro-batch m on device d, in the order of the plan::
 
-    start(pass)         = max of the end of the pass before on d, and of what it waits for
-    end(pass)           = start + forward(s), backward(s), or, in two halves, backward(s) - weights(s) and weights(s)
-    forward (s, m)      waits for the values of every transfer t to s: they leave when their stage's forward pass of m
-                        has ended, the lane (device of t.source, d, forward) is free, and s has
-                        room: the last pass of micro-batch m - in_flight(s) through s has ended
-    backward (s, m)     waits for the gradients of every transfer from s: each leaves when the backward pass of m of the
-                        stage that reads has ended and the lane (its device, d, backward) is free; a
-                        stage that gets no gradients waits for the loss, the end of the last stage's
-                        forward pass of m
+    start(pass)         = max of the end of the previous pass on d and of its inputs below
+    end(pass)           = start + forward(s), or backward(s), or for a split backward pass
+                          backward(s) - weights(s) and then weights(s)
+    forward (s, m)      needs the values of every transfer t to s. Each is sent when
+                          - its stage's forward pass of m has ended,
+                          - the lane (device of t.source, d, forward) is free, and
+                          - s has room: micro-batch m - in_flight(s) has left s
+    backward (s, m)     needs the gradients of every transfer from s. Each is sent when
+                          - the reading stage's backward pass of m has ended, and
+                          - the lane (its device, d, backward) is free.
+                        A stage without incoming gradients needs the loss, which is the end
+                        of the last stage's forward pass of m
 
-A lane carries one transfer at a time, in the order of the passes that bring them about. So it is in
-execution: a stage has as many buffers as it has micro-batches in flight, and copies run beside
+A lane carries one transfer at a time, in the order of the passes that cause them. Execution works
+likewise: a stage has one buffer per micro-batch in flight, and copies run concurrently with
 computations.
 
-Steps in a row go through the same devices, lanes and buffers, and nothing else joins one step to the next::
+Consecutive steps share devices, lanes and buffers, and nothing else connects them::
 
-    first pass on d     also waits for the optimizer on d, which follows d's last pass of the step before
+    first pass on d     also waits for the optimizer on d, after d's last pass of the step before
     first transfer      also waits until its lane has carried the last one of the step before
-    forward (s, m)      with m < in_flight(s): s has room when the micro-batch of the step before that had the same
-                        buffer, the last one that is m modulo in_flight(s), is through
+    forward (s, m)      with m < in_flight(s): s has room when the previous step's micro-batch in
+                        the same buffer, the last one equal to m modulo in_flight(s), has left
 """
 
 from __future__ import annotations
@@ -45,15 +47,16 @@ from placer.schedule.passes import (
 
 
 def simulate(pipeline: Pipeline, plan: Plan, steps: int = 1) -> Timeline:
-    """The timeline of a step, or of several in a row.
+    """Return the timeline of one step, or of several consecutive ones.
 
     Args:
-        pipeline: the stages' times and what passes between them.
+        pipeline: the stages' times, and the transfers between them.
         plan: the order of passes, for the same stages on the same devices.
-        steps: how many in a row, from idle devices; their micro-batches are numbered on.
+        steps: number of consecutive steps (default 1), starting with idle devices; micro-batches
+            are numbered consecutively.
 
     Raises:
-        InputError: there is no step.
+        InputError: if ``steps`` is below 1.
     """
     if steps < 1:
         raise InputError(f"steps is {steps}: give a number of steps in a row, 1 or more")
@@ -74,25 +77,24 @@ def simulate(pipeline: Pipeline, plan: Plan, steps: int = 1) -> Timeline:
 
 
 def step_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """How long the passes of a step alone take, in milliseconds: ``simulate`` without the timeline."""
+    """Return the time of an isolated step's passes in ms, without building the timeline."""
     row = StepsInARow(pipeline, plan)
     row.play()
     return row.passes_end_ms
 
 
 class StepsInARow:
-    """Steps as they are played, pass by pass, each where the one before has left devices, lanes and
-    buffers.
+    """A simulator of consecutive steps, each starting from the state that the previous one left.
 
     Args:
         pipeline: as for ``simulate``.
         plan: as for ``simulate``.
-        keep: whether tasks and transfers are kept.
+        keep: whether tasks and transfers are recorded.
 
     Attributes:
-        tasks: the passes so far, where they are kept.
-        transfers: the same of what passes between devices.
-        passes_end_ms: when the latest pass ended.
+        tasks: the recorded passes.
+        transfers: the recorded transfers between devices.
+        passes_end_ms: the latest end of a pass.
     """
 
     def __init__(self, pipeline: Pipeline, plan: Plan, *, keep: bool = False) -> None:
@@ -124,6 +126,7 @@ class StepsInARow:
         self._finals = [[0.0] * plan.chunks for _ in stages]
         self._landed = [[0.0] * plan.chunks for _ in stages]
         self._free = dict.fromkeys(sorted(set(pipeline.places)), 0.0)
+        # by stage and micro-batch, the previous user of its buffer
         self._before = [self._same_buffer(stage) for stage in stages]
         self._steps = 0
         self.tasks: list[TimelineTask] = []
@@ -131,8 +134,9 @@ class StepsInARow:
         self.passes_end_ms = 0.0
 
     def _same_buffer(self, stage: int) -> list[int]:
-        """By micro-batch, the one that had its buffer before; where that is not smaller, it is of
-        the step before.
+        """Return for each micro-batch the previous user of its buffer.
+
+        If that number is not smaller, it belongs to the previous step.
         """
         held, chunks = min(self._plan.in_flight[stage], self._plan.chunks), self._plan.chunks
         return [
@@ -140,7 +144,7 @@ class StepsInARow:
         ]
 
     def play(self) -> float:
-        """Play another step; when the last of its passes and optimizers ends."""
+        """Simulate another step and return the end of its last pass or optimizer step, in ms."""
         for landed in self._landed:
             landed[:] = [-inf] * self._plan.chunks
         for stage, phase, micro_batch in self._plan.issue:
@@ -152,8 +156,9 @@ class StepsInARow:
         return max(self._free.values())
 
     def busiest_ms(self) -> float:
-        """What the busiest device has to do in a step, its optimizer included: no step takes less
-        after another.
+        """Return the busiest device's work in a step, optimizer included, in ms.
+
+        This is a lower bound of the steady-state step.
         """
         work = dict.fromkeys(self._free, 0.0) | self._optimizer
         for stage, phase, _ in self._plan.issue:
@@ -162,8 +167,9 @@ class StepsInARow:
 
     @property
     def state(self) -> list[float]:
-        """All that the next step takes over: when devices and lanes are free, and when buffers
-        were.
+        """Return the state that the next step starts from.
+
+        It consists of the times at which devices, lanes and shared buffers became free.
         """
         ends = [*self._free.values(), *self._lanes.values()]
         if self._plan.training:
@@ -178,7 +184,7 @@ class StepsInARow:
         return ends
 
     def begin(self, state: Sequence[float]) -> None:
-        """Let the next step take over this, as ``state`` has it."""
+        """Set the state that the next step starts from, in the form of ``state``."""
         ends = iter(state)
         self._free = {device: next(ends) for device in self._free}
         self._lanes = {lane: next(ends) for lane in self._lanes}
@@ -204,11 +210,11 @@ class StepsInARow:
             )
 
     def _number(self, micro_batch: int) -> int:
-        """Of a micro-batch, counted on from step to step."""
+        """Return the number of a micro-batch, counted over all steps."""
         return self._steps * self._plan.chunks + micro_batch
 
     def _ready(self, stage: int, phase: Phase, micro_batch: int) -> float:
-        """When all that a pass waits for is there, beside its device."""
+        """Return when all inputs of a pass are present, regardless of its device."""
         if phase == "weights":
             return -inf
         if phase == "backward":
@@ -244,7 +250,7 @@ class StepsInARow:
     def _carry(
         self, source: int, target: int, phase: Phase, micro_batch: int, ready: float, time_ms: float
     ) -> float:
-        """When a transfer that may start at some time is done."""
+        """Return the end of a transfer that may start at ``ready``."""
         lane = self._places[source], self._places[target], phase
         start = max(ready, self._lanes[lane])
         end = self._lanes[lane] = start + time_ms

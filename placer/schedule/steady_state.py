@@ -1,25 +1,25 @@
-r"""What a step takes where steps follow one another, as in a training loop, once they have settled.
+"""The steady-state time of a step in a training loop.
 
-A step takes over from the one before when devices, lanes and buffers are free (x), and hands the same on. Each of these
-is the largest of sums of times. So, where (+) is the larger of two and (*) their sum, a step is a matrix::
+A step starts from the times x at which devices, lanes and buffers became free, and leaves new ones.
+Each new time is the maximum of sums of times. So, with (+) for the maximum and (*) for the sum, a
+step is a matrix product in max-plus algebra::
 
-    x(i + 1) = A (*) x(i)         A[j, k]: the longest chain of passes and transfers from k, where the step begins,
-                                  to j, where it ends
+    x(i + 1) = A (*) x(i)         A[j, k]: the longest chain of passes and transfers from k, at the
+                                  step's start, to j, at its end
 
-From step to step the ends grow, in the mean, by the largest mean of a cycle of A: of a chain that
-comes back to where it began, one step later or several. That is the time of a step in a row. Mostly
-the longest chain is one step long; then each step takes as long as the next. Else several together
-do, as many as the chain is long.
+Over many steps the times grow, on average, by the largest cycle mean of A: the mean time per step
+of a chain that returns to its origin after one or more steps. This is the steady-state time of a
+step. Usually the critical cycle spans one step, and all steps take equally long. If it spans
+several, the pattern repeats after that number of steps.
 
-Of every x the entries of A (*) x - x enclose that mean: the largest is not below it, the smallest
-not above. A few steps are played; mostly the two meet, or the largest meets what one device has to
-do. Where they do not, the longest chains are followed, a step forward costing the mean that is
-known, as long as there is one that comes back with more. Either way the time is exact, but for
+For every x, the smallest and the largest entry of A (*) x - x enclose the cycle mean. A few steps
+are simulated; usually the two bounds meet, or the upper one meets the work of the busiest device.
+Otherwise the largest cycle mean is found by following longest chains, with the known mean
+subtracted from each step, until no cycle has a larger mean. Either way the time is exact up to
 rounding.
 
 Source: Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity", 1992, chapter 3; Lawler,
-"Combinatorial
-Optimization: Networks and Matroids", 1976, section 3.13.
+"Combinatorial Optimization: Networks and Matroids", 1976, section 3.13.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from placer.schedule.passes import Pipeline, Plan
 from placer.schedule.simulate import StepsInARow
 
 PLAYED = 6
-"""So many steps are played in the hope that they settle."""
+"""Steps simulated before the exact method; usually enough for the bounds to meet."""
 
 ROUNDING = 1e-12
-"""Sums in another order differ by this share."""
+"""Relative tolerance for sums in a different order."""
 
 
 def in_a_row_ms(pipeline: Pipeline, plan: Plan) -> float:
-    """The time from the end of a step to that of the next, in milliseconds, once steps in a row
-    have settled.
+    """Return the steady-state time from the end of a step to the end of the next, in ms.
 
-    It is exact: the mean over as many steps as the ends take to repeat. A step may begin before the
-    one before has ended, see ``simulate``, so it is never more than what a step takes alone, the
-    optimizer included.
+    This is exact: the mean over the steps after which the pattern repeats. A step may begin before
+    the previous one has ended, see ``simulate``; so it is never more than the time of an isolated
+    step with its optimizer.
 
     Args:
-        pipeline: the stages' times, the optimizer's included, and what passes between them.
+        pipeline: the stages' times, the optimizer included, and the transfers between them.
         plan: the order of passes.
     """
     row = StepsInARow(pipeline, plan)
@@ -63,7 +62,7 @@ def in_a_row_ms(pipeline: Pipeline, plan: Plan) -> float:
 
 
 class _Traced(float):
-    """A time with that from which the longest chain to it comes, of all that the step took over."""
+    """A time that remembers which initial time its longest chain started from."""
 
     __slots__ = ("origin",)
     origin: int
@@ -78,21 +77,20 @@ class _Traced(float):
 
 
 class _Link(NamedTuple):
-    """The last step of a longest chain: from where it comes, and how long it is."""
+    """The last step of a longest chain: its origin and its length."""
 
     origin: int
     time_ms: float
 
 
 def _longest_mean(row: StepsInARow, mean: float) -> float:
-    """The largest mean of a chain that comes back to where it began, at least the one that is
-    known.
-    """
+    """Return the largest cycle mean, given one that is known to be reached."""
     state = row.state
     links: dict[int, _Link] = {}
     while True:
         ends = _traced_step(row, state)
         slack = ROUNDING * max(map(abs, ends))
+        # times that still grow faster than the mean lie on or behind a cycle with a larger mean
         later = {place: end for place, end in enumerate(ends) if end - mean > state[place] + slack}
         if not later:
             return mean
@@ -109,15 +107,15 @@ def _longest_mean(row: StepsInARow, mean: float) -> float:
 
 
 def _traced_step(row: StepsInARow, state: Sequence[float]) -> list[_Traced]:
-    """What a step hands on that takes this over."""
+    """Return the times after a step from this state, with their origins."""
     row.begin([_Traced(time_ms, place) for place, time_ms in enumerate(state)])
     row.play()
-    # all are: each device, lane and buffer was used
+    # all entries are _Traced, since each device, lane and buffer was used
     return [end for end in row.state if isinstance(end, _Traced)]
 
 
 def _mean_of_a_round(links: Mapping[int, _Link]) -> float | None:
-    """The mean of a chain that comes back to where it began; None if none does."""
+    """Return the mean of a cycle in the chain of links; None if there is no cycle."""
     seen: dict[int, int] = {}
     for start in links:
         place = start
