@@ -31,7 +31,8 @@ h1{{font-size:1.5rem}}h2{{font-size:1.15rem;margin:1.6rem 0 .4rem}}
 table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}}
 th,td{{text-align:right;padding:.2rem .7rem;border-bottom:1px solid var(--line)}}
 td{{white-space:nowrap}}
-th:first-child,td:first-child{{text-align:left;white-space:normal;min-width:12rem;overflow-wrap:anywhere}}
+th:first-child,td:first-child{{text-align:left;white-space:normal;\
+min-width:12rem;overflow-wrap:anywhere}}
 .scroll{{overflow-x:auto}}pre{{overflow-x:auto;font-size:.85rem}}
 .key{{display:inline-block;margin-right:1.2rem;font-size:.9rem}}
 .key svg{{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem}}

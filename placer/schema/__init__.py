@@ -1,10 +1,10 @@
-"""The wire types: what is profiled, what is asked, what is answered.
+"""Wire types of profiles, requests and placements.
 
     Profile + Cluster  ->  PlacementRequest  ->  Placement
 
-Every quantity carries its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes.
-Unknown fields, NaN, infinities and negative quantities are refused. The types are immutable;
-``model_copy(update=...)`` makes a changed copy.
+Every quantity has its unit in its name: ``_ms`` milliseconds, ``_s`` seconds, ``_bytes`` bytes.
+Unknown fields, NaN, infinities and negative quantities are rejected. The types are immutable;
+``model_copy(update=...)`` returns a changed copy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What every wire type shares: its configuration, the names and units of its fields, and the checks
-of lists.
-"""
+"""The common base of all wire types: configuration, names, units and list checks."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from placer.errors import InputError
 from placer.schema.faults import first_fault, nearest
 
 SCHEMA_VERSION: Literal["1"] = "1"
-"""The version of every wire type; a reader refuses one that it does not know."""
+"""Version of every wire type; readers reject other versions."""
 
 MERGED = "+"
-"""Joins the names of layers that were merged because they depend on one another both ways."""
+"""Separator in names of merged layers, which depended on one another in both directions."""
 WHOLE = "(model)"
-"""The one layer of a model that calls no module."""
+"""Name of the only layer of a model without submodule calls."""
 
 V = TypeVar("V")
 M = TypeVar("M", bound=BaseModel)
@@ -36,17 +34,17 @@ MAX_LAYERS = 100_000
 MAX_DEVICES = 1_024
 
 FIRST = FailFast()
-"""Of a list, only the first faulty element is reported: a million faults would take a gigabyte to
-describe."""
+"""Reports only the first faulty element of a list: describing a million faults would take a
+gigabyte."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
-"""Of a layer, a device and others; a layer that was merged of many modules names them all."""
+"""A name of a layer, a device and others. A merged layer's name lists all of its modules."""
 Milliseconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 def in_order(named: dict[str, V]) -> dict[str, V]:
-    """Sorted by name, so that equal questions are written, and hashed, alike."""
+    """Return the dictionary sorted by key, so that equal requests serialise and hash equally."""
     return named if len(named) < 2 else dict(sorted(named.items()))
 
 
@@ -54,62 +52,62 @@ IN_ORDER = AfterValidator(in_order)
 TimesMs = Annotated[dict[Name, Milliseconds], Field(max_length=64), IN_ORDER]
 
 Objective = Literal["throughput", "step", "latency", "memory", "devices"]
-"""What is made small: the bottleneck (ms), the time of a whole batch (ms), one sample's critical
-path (ms), the largest memory use (bytes), or the number of devices that keep within a
-bottleneck."""
+"""The minimised quantity: the bottleneck (ms), the time of a whole batch (ms), the critical path of
+one micro-batch (ms), the largest memory use (bytes), or the number of devices within a bottleneck.
+"""
 
 Schedule = Literal["fill-drain", "1f1b", "zero-bubble", "interleaved"]
 """The order of micro-batches in training, drawn in ``placer.schedule``."""
 ScheduleChoice = Literal["auto", Schedule]
-"""``auto``: the best for the batch, under objective ``step``."""
+"""A schedule, or ``auto``: the best one for the batch, under the objective ``step``."""
 
 Steps = Literal["alone", "in-a-row"]
-"""Which step objective ``step`` makes short: one from idle devices to idle devices, or one of many,
-as in a training
-loop: a device begins the next step when its own part of this one is over, its optimizer
-included."""
+"""The step that the objective ``step`` minimises: an isolated step, from idle devices to idle
+devices, or a steady-state step of a training loop. In the latter, a device begins the next step
+when its own part of this one, with its optimizer, is done."""
 
 Transfers = Literal["added", "overlapped"]
 Recompute = Literal["never", "auto", "always"]
-"""Whether a device runs forwards once more before each backward pass; ``auto``: where memory would
-not do otherwise."""
+"""Whether a device runs forward again before each backward pass; ``auto``: only if memory requires
+it."""
 
 Limiting = Literal["memory", "link", "layer", "work"]
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 
 class Wire(BaseModel):
-    """A type that travels: unknown fields and numbers that are none are refused; it never changes."""
+    """An immutable wire type that rejects unknown fields and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __init__(self, **fields: Any) -> None:
-        """Check what a program gives.
+        """Create the object from validated fields.
 
         Raises:
-            InputError: a field that is not known, is missing, or contradicts another.
+            InputError: if a field is unknown or missing, or contradicts another.
         """
         with _told(type(self)):
             super().__init__(**fields)
 
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else pydantic reads by way of it, slowly
+    # without it, pydantic validates JSON through __init__, slowly
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """The type from what JSON holds, or from one of its own; ``options`` are pydantic's.
+        """Return the object from decoded JSON or from an instance; ``options`` are pydantic's.
 
         Raises:
-            InputError: as for a field of the constructor, or it is no dictionary.
+            InputError: as for the constructor, or if ``obj`` is not a dictionary.
         """
         with _told(cls):
             return super().model_validate(obj, **options)
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """The type from JSON; ``options`` are pydantic's.
+        """Return the object from JSON; ``options`` are pydantic's.
 
         Raises:
-            InputError: as for a field of the constructor, or it is no JSON.
+            InputError: as for the constructor, or if the text is not JSON.
         """
         with _told(cls):
             return super().model_validate_json(json_data, **options)
@@ -117,9 +115,7 @@ class Wire(BaseModel):
 
 @contextmanager
 def _told(kind: type[BaseModel]) -> Iterator[None]:
-    """Tells what pydantic finds wrong as Placer does; its own error, with every place, is the
-    cause.
-    """
+    """Convert pydantic's errors to InputError; the original, with all locations, is the cause."""
     try:
         yield
     except ValidationError as error:
@@ -127,22 +123,22 @@ def _told(kind: type[BaseModel]) -> Iterator[None]:
 
 
 def read_json(kind: type[M], text: str | bytes, *, strict: bool = False) -> M:
-    """As ``kind.model_validate_json``, for those who tell of every fault.
+    """Return ``kind`` from JSON, with pydantic's own error, for callers that report every fault.
 
     Args:
-        kind: of what the JSON holds.
+        kind: the type to read.
         text: the JSON.
-        strict: whether ``"1"`` is no number.
+        strict: whether to reject ``"1"`` as a number.
 
     Raises:
-        ValidationError: pydantic's own, with every place.
+        ValidationError: pydantic's error with all locations.
     """
     read: M = kind.__pydantic_validator__.validate_json(text, strict=strict or None)
     return read
 
 
 def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
-    """Raises ValueError for the first name that is listed twice."""
+    """Raise a ValueError for the first repeated name."""
     if len(set(names)) == len(names):
         return
     seen: set[str] = set()
@@ -155,9 +151,7 @@ def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
 def refuse_unknown(
     where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer"
 ) -> None:
-    """Raises ValueError for the first name that is not among the known ones, with the nearest of
-    these.
-    """
+    """Raise a ValueError for the first unknown name, with the most similar known one."""
     known = known if isinstance(known, (dict, set)) else set(known)
     for name in names:
         if name not in known:

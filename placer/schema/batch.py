@@ -1,4 +1,4 @@
-"""Many questions in one exchange with the service, and their answers."""
+"""Several requests in one exchange with the service, and their answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_REQUESTS = 64
 
 
 class Batch(Wire):
-    """Questions that are asked together, each answered by itself.
+    """Requests that are sent together and answered independently.
 
     Attributes:
-        shared: fields that every request has which does not say otherwise: the profile, as a rule.
-        requests: each a PlacementRequest once ``shared`` is filled in.
+        shared: default fields of every request, usually the profile.
+        requests: each a PlacementRequest after ``shared`` is filled in.
     """
 
     schema_version: str = SCHEMA_VERSION
@@ -27,15 +27,15 @@ class Batch(Wire):
 
 
 class BatchAnswer(Wire):
-    """What became of one question of a batch.
+    """The answer to one request of a batch.
 
     Attributes:
-        status: the HTTP status that it would have been answered with alone: 200, 202, 422, 429, ...
-        id: of the placement; None where the question has a fault.
-        placement: the answer; None while there is none.
-        progress: how far the solve is that goes on.
+        status: the HTTP status of the same request by itself: 200, 202, 422, 429, ...
+        id: of the placement; None if the request is invalid.
+        placement: the answer; None until there is one.
+        progress: the state of an unfinished solve.
         problem: why there is no answer: an RFC 9457 problem.
-        retry_after_s: when to ask again, where that may help.
+        retry_after_s: seconds to wait before another attempt, if that may help.
     """
 
     status: int

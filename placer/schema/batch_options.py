@@ -1,6 +1,4 @@
-"""What a batch is: where its samples lie, how its loss is reduced, and how results of micro-batches
-are joined.
-"""
+"""Batch layout: batch dimensions, loss reduction, and joining of micro-batch results."""
 
 from __future__ import annotations
 
@@ -18,70 +16,70 @@ from pydantic.json_schema import SkipJsonSchema
 
 from placer.schema.base import Name, Wire
 
-_LAST_DIMENSION = 63  # torch's tensors have at most 64 dimensions
+_LAST_DIMENSION = 63  # tensors have at most 64 dimensions
 Dimension = Annotated[int, Field(ge=0, le=_LAST_DIMENSION)]
-"""A dimension of a tensor, counted from 0."""
+"""A dimension of a tensor, from 0."""
 
 Cut = Dimension | Literal["items"] | None
-"""How an input or a target is cut into micro-batches: along a dimension, by the items of a list, or
-not at all."""
+"""How a value is split into micro-batches: along a dimension, by the items of a list, or not
+(None)."""
 
 Reduced = Literal["mean", "sum", "max", "min", "same"]
 JoinName = Dimension | Literal["items", "list"] | Reduced
 Joiner = Callable[[list[Any], list[int]], Any]
-"""From the results of micro-batches, and the number of samples in each, to the result of the batch.
-"""
+"""A function from the micro-batches' results and sample counts to the batch's result."""
 Join = JoinName | SkipJsonSchema[Joiner]
-"""How results are joined: concatenated along a dimension or as lists, reduced, kept apart, or by a
-function."""
+"""How results are joined: concatenated along a dimension or as lists, reduced, kept separate, or by
+a function."""
 
 Weigh = Callable[[Any, Any], Any]
-"""From the inputs and the target of a batch to the weight of each sample in the loss, a tensor of
+"""A function from a batch's inputs and target to the weight of each sample in the loss, a tensor of
 shape ``(N,)``."""
 
 _CUTS: tuple[str, ...] = ("items",)
 _JOINS: tuple[str, ...] = ("items", "list", *get_args(Reduced))
 
 OTHERS = "*"
-"""The name that stands for every value without an entry of its own."""
+"""The name that matches every value without an entry of its own."""
 
 Rule = TypeVar("Rule")
 
 
 class BatchOptions(Wire):
-    """How a batch is cut into micro-batches, and how their results and losses make those of the
-    batch.
+    """How a batch is split into micro-batches, and how their results and losses are joined.
 
-    A value is named as the model names it: an input by its parameter of ``forward`` (or its
-    position), a part of it with the key, index or attribute behind a dot (``"targets"``,
-    ``"batch.pixel_values"``, ``"0"``); a part of the target or of a result likewise (``"logits"``,
-    ``"losses.aux"``, ``"1"``). An entry holds for all that is below it. ``"*"`` stands for all
-    values without an entry.
+    A value is named as in the model: an input by its parameter of ``forward`` (or its position),
+    and its parts by key, index or attribute after a dot (``"targets"``, ``"batch.pixel_values"``,
+    ``"0"``). Parts of targets and results are named likewise (``"logits"``, ``"losses.aux"``,
+    ``"1"``). An entry applies to everything below it. ``"*"`` matches all values without an entry.
 
         BatchOptions(inputs=1)                                        # (length, batch, features)
-        BatchOptions(inputs={"images": "items"}, target="items")      # a list of images, a list of targets
-        BatchOptions(inputs={"table": None}, outputs={"hidden": 1})   # not cut; joined along dimension 1
-        BatchOptions(reduction="sum")                                 # the loss is a sum over samples
+        BatchOptions(inputs={"images": "items"}, target="items")      # lists of images and targets
+        BatchOptions(inputs={"table": None}, outputs={"hidden": 1})   # not split; joined along dim
+        1
+        BatchOptions(reduction="sum")                                 # the loss is a sum over
+        samples
 
     Attributes:
-        inputs: the dimension that is the batch, 0 by default; ``"items"`` for a list with one item
-            for each sample; None for what every micro-batch is given whole; or one of these for
-            each name. The first value that is cut gives the number of samples. Tensors without an
-            entry of their own that have another size there go whole.
-        target: the same for the target of a training step. ``"auto"``: along the first dimension;
-            if ``inputs`` declares another one, along the dimension whose size is the number of
-            samples, of several the dimension of ``inputs``.
+        inputs: the batch dimension, 0 by default; ``"items"`` for a list with one item per sample;
+            None for values that every micro-batch receives whole; or a dictionary of these by name.
+            The first split value determines the number of samples. Tensors without an entry that
+            have another size in that dimension are not split.
+        target: the same for the target of a training step. ``"auto"`` (default): along the first
+            dimension; if ``inputs`` declares another one, along the dimension whose size is the
+            number of samples, preferring the dimension of ``inputs``.
         outputs: how results of micro-batches are joined: along a dimension, by ``"items"``, as
             ``"mean"`` (weighted by samples, or by ``weigh``), ``"sum"``, ``"max"``, ``"min"``,
-            ``"same"`` (equal in all), ``"list"`` (not joined, nor compared), or ``f(parts,
-            sizes)``. Results without an entry are joined as verification finds; without
-            verification, along the dimension of ``inputs`` or, for single numbers, by their mean.
-        reduction: whether the loss of a batch is the mean over its samples or their sum.
+            ``"same"`` (equal in all), ``"list"`` (neither joined nor compared), or ``f(parts,
+            sizes)``. Without an entry, verification determines the rule. Without verification,
+            tensors are joined along the dimension of ``inputs``, and scalars by their mean.
+        reduction: whether the loss of a batch is the mean over its samples (default) or their sum.
         weigh: ``weigh(inputs, target)``, the weight of each sample in a loss that is a weighted
-            mean, shape ``(N,)``: its number of labels, for instance. Not part of the JSON form, nor
-            are functions in ``outputs``.
-        verify: compare a small slice of the first batch of each kind, cut and whole, and the first
-            loss with that of the whole batch. A difference raises a ``BatchError``.
+            mean, shape ``(N,)``: its number of labels, for instance. Functions here and in
+            ``outputs`` are not part of the JSON form.
+        verify: whether to compare a small slice of the first batch of each kind, split and unsplit,
+            and the first loss with the loss of the whole batch (default True). A difference raises
+            a ``BatchError``.
     """
 
     inputs: Cut | dict[Name, Cut] = 0
@@ -94,13 +92,11 @@ class BatchOptions(Wire):
     @field_validator("inputs", "target", "outputs", mode="before")
     @classmethod
     def _refuse_other_rules(cls, given: Any, field: ValidationInfo) -> Any:
-        """Raise a ValueError that states all that is allowed, where pydantic would tell of each
-        branch.
-        """
+        """Raise a ValueError that lists the allowed rules, instead of one error per branch."""
         is_cut = field.field_name != "outputs"
         allowed = _CUTS if is_cut else _JOINS
         if isinstance(given, Mapping):
-            # a position is a name, too
+            # positions are names, too
             given = {str(name): rule for name, rule in given.items()}
         for name, rule in given.items() if isinstance(given, dict) else [("", given)]:
             is_dimension = type(rule) is int and 0 <= rule <= _LAST_DIMENSION
@@ -126,16 +122,15 @@ class BatchOptions(Wire):
 
 
 def rule_for(name: str, rules: Mapping[str, Rule], default: Rule) -> tuple[Rule, str]:
-    """Return the rule of a value and the name of the entry that has it.
+    """Return the rule of a value, and the name of the entry that defines it.
 
     Args:
-        name: of the value, parts behind dots.
-        rules: by name; an entry holds for all that is below it.
+        name: of the value, with dots before its parts.
+        rules: by name; an entry applies to everything below it.
         default: the rule of a value without an entry, if ``"*"`` has none.
 
     Returns:
-        The rule of the longest name that the value is or is below; and that name, ``"*"`` for any
-        other value.
+        The rule of the longest matching name, and that name; ``"*"`` for any other value.
     """
     while name:
         if name in rules:

@@ -21,24 +21,24 @@ Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Rate(Wire):
-    """How fast bytes flow one way: n bytes take ``latency_s + n / bandwidth_bytes_per_s``."""
+    """A transfer rate: n bytes take ``latency_s + n / bandwidth_bytes_per_s``."""
 
     bandwidth_bytes_per_s: Bandwidth
     latency_s: Seconds = 0.0
 
 
 class Device(Wire):
-    """One accelerator, or one CPU stand-in.
+    """An accelerator or a CPU stand-in.
 
     Attributes:
-        name: as torch names it: ``cuda:0``, ``cpu:1``.
-        type: the key into a layer's times: ``NVIDIA H200``, ``cpu``.
-        memory_bytes: the limit; what a placement may use is this less the reserve.
-        reserve_bytes: kept free of the placement: context, library workspaces, other programs.
-        host: the machine that the device is in.
-        to_host: how fast bytes flow from the device to its host's memory; None where it was not
-            measured, and for stand-ins, which are in that memory.
-        from_host: the same from there to the device.
+        name: torch's name: ``cuda:0``, ``cpu:1``.
+        type: the key of a layer's times: ``NVIDIA H200``, ``cpu``.
+        memory_bytes: the limit; a placement may use it minus the reserve.
+        reserve_bytes: not available to the placement: contexts, library workspaces, other programs.
+        host: the machine of the device.
+        to_host: the rate from the device to its host's memory; None if not measured, and for
+            stand-ins, which use that memory.
+        from_host: the rate from the host's memory to the device; None likewise.
     """
 
     name: Name
@@ -51,7 +51,7 @@ class Device(Wire):
 
     @property
     def usable_bytes(self) -> int:
-        """What a placement may use, in bytes."""
+        """Return the bytes that a placement may use."""
         return self.memory_bytes - self.reserve_bytes
 
     @model_validator(mode="after")
@@ -65,20 +65,20 @@ class Device(Wire):
 
 
 class Link(Wire):
-    """A directed way between two devices: a transfer of n bytes takes ``latency_s + n /
-    bandwidth_bytes_per_s``.
+    """A directed link between two devices.
+
+    A transfer of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
 
     Attributes:
         source: the device that sends.
         target: the device that receives.
-        bandwidth_bytes_per_s: of one transfer alone.
-        latency_s: of one transfer alone.
-        both_ways: while as much flows the other way; None where it was not measured.
-        computing: while both devices compute.
-        both_ways_computing: while both is the case.
-        route: ``direct``; or ``host``: by way of the host's memory, where a direct copy would
-            change bytes.
-        fault: what was found wrong with the direct way; empty where nothing was.
+        bandwidth_bytes_per_s: of an isolated transfer.
+        latency_s: of an isolated transfer.
+        both_ways: the rate during an equal transfer in the other direction; None if not measured.
+        computing: the rate while both devices compute.
+        both_ways_computing: the rate under both loads.
+        route: ``direct``; or ``host``, through the host's memory, if direct copies corrupt bytes.
+        fault: the fault of the direct route; empty for none.
     """
 
     source: Name
@@ -92,12 +92,12 @@ class Link(Wire):
     fault: Annotated[str, StringConstraints(max_length=512)] = ""
 
     def transfer_ms(self, size_bytes: int) -> float:
-        """The time that ``size_bytes`` take over this link, in milliseconds."""
+        """Return the transfer time of ``size_bytes`` over this link, in milliseconds."""
         return 1e3 * (self.latency_s + size_bytes / self.bandwidth_bytes_per_s)
 
 
 class Cluster(Wire):
-    """The devices and the links between them; two devices without a link cannot exchange values."""
+    """Devices and links; devices without a link between them cannot exchange values."""
 
     devices: Annotated[tuple[Device, ...], Field(min_length=1, max_length=MAX_DEVICES), FIRST]
     links: Annotated[tuple[Link, ...], FIRST] = ()
@@ -122,20 +122,20 @@ class Cluster(Wire):
         return self
 
     def link(self, source: str, target: str) -> Link | None:
-        """The link from ``source`` to ``target``, or None where there is none."""
+        """Return the link from ``source`` to ``target``, or None."""
         return next(
             (link for link in self.links if (link.source, link.target) == (source, target)), None
         )
 
 
 class Node(Wire):
-    """A node that registered its devices at a service.
+    """A node whose devices are registered at a service.
 
     Attributes:
         name: of the node.
-        created_s: when it registered last, in seconds since 1970.
+        created_s: time of the last registration, in seconds since 1970.
         devices: the names of its devices.
-        types: their types, each once.
+        types: the distinct types of its devices.
     """
 
     name: str
@@ -145,10 +145,10 @@ class Node(Wire):
 
 
 class NodeList(Wire):
-    """The nodes that registered.
+    """The registered nodes.
 
     Attributes:
-        nodes: by name.
+        nodes: ordered by name.
     """
 
     nodes: tuple[Node, ...]

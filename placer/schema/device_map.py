@@ -1,9 +1,8 @@
-"""Device maps in the form that accelerate's ``dispatch_model`` and transformers'
-``from_pretrained`` take.
+"""Device maps in the format of accelerate's ``dispatch_model`` and of ``from_pretrained``.
 
-Such a map names modules, and accelerate moves what a module is given to the module's device.
-Between modules nothing is moved. So what happens inside a module has to be on one device, unless
-the module only calls its parts one after the other. transformers names the classes that have to
+Such a map names modules, and accelerate moves the inputs of a module to the module's device. It
+moves nothing between operations inside a module. So the inside of a module must be on one device,
+unless the module only calls its parts one after the other. transformers lists the classes that must
 stay whole in ``_no_split_modules``.
 """
 
@@ -16,20 +15,19 @@ from placer.errors import PlacementError
 from placer.schema.base import MERGED, WHOLE
 
 Place = int | str
-"""What accelerate has for a device: a GPU's index, or the name of another device."""
+"""A device in accelerate's format: a GPU's index, or another device's name."""
 
 
 def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str, Place]:
-    """Return where each module goes, in execution order; see ``Placement.device_map``.
+    """Return the device of each module, in execution order; see ``Placement.device_map``.
 
     Args:
-        layer_devices: layer -> device.
-        model: the ``nn.Module`` that was placed; None for the modules that layers name, as they
-            are.
+        layer_devices: the device of each layer.
+        model: the ``nn.Module`` that was placed; None for the modules that layers name.
 
     Raises:
-        PlacementError: there is no layer, the devices are of several hosts, it is not a model of
-            these layers, or the map would not run.
+        PlacementError: if there is no layer, devices are on several hosts, the model has other
+            layers, or accelerate could not run the map.
     """
     hosts = sorted({device.partition("/")[0] for device in layer_devices.values() if "/" in device})
     if len(hosts) > 1 or not layer_devices:
@@ -44,8 +42,8 @@ def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str,
         for part in name.split(MERGED):
             path = part.partition("@")[0]
             found.setdefault("" if path == WHOLE else path, device.rpartition("/")[2])
-    # Stand-ins of the CPU are devices of their own until here, so that what cannot run on GPUs is
-    # seen on them.
+    # CPU stand-ins count as different devices until here, so that an invalid map is detected on
+    # them, too.
     return {
         path: _place(device)
         for path, device in (found if model is None else _completed(found, model)).items()
@@ -60,9 +58,7 @@ def _place(device: str) -> Place:
 
 
 def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
-    """Return a map that covers all parameters and buffers of a model, with modules as large as
-    their parts allow.
-    """
+    """Return a map of all parameters and buffers, with modules as large as possible."""
     if isinstance(model, type) or not hasattr(model, "named_modules"):
         raise PlacementError(
             f"device_map was given {model!r:.80}; give the nn.Module that was placed, or nothing"
@@ -89,10 +85,9 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
 
 
 def never_split(model: Any) -> dict[str, str]:
-    """Return the modules that ``_no_split_modules`` keeps whole, the outermost ones, with the names
-    of their classes.
+    """Return the outermost modules that ``_no_split_modules`` keeps whole, and their class names.
 
-    A model, the models that it is made of, and the model inside a wrapper may each name classes.
+    A model, the models that it contains, and the model inside a wrapper may each list classes.
     """
     names: set[str] = set()
     for module in model.modules():
@@ -106,10 +101,9 @@ def never_split(model: Any) -> dict[str, str]:
 
 
 def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
-    """The map, with the modules, and the parameters of the model itself, that are in none of its
-    modules.
+    """Return the map, extended by modules and parameters that it does not cover.
 
-    They go where the same tensor is, and else to the first device.
+    They go where the same tensor is mapped already, or else to the first device.
     """
     places: dict[int, str] = {}
     missing: dict[str, list[int]] = {}
@@ -129,20 +123,20 @@ def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters and buffers by all of their names."""
+    """Yield the parameters and buffers under all of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _around(name: str) -> Iterator[str]:
-    """The paths around a name, from that of the model to itself."""
+    """Yield the module paths that contain a name, from the root to the name itself."""
     yield ""
     steps = name.split(".") if name else []
     yield from (".".join(steps[:depth]) for depth in range(1, len(steps) + 1))
 
 
 def _covering(found: Mapping[str, str], name: str) -> Any:
-    """The device of the innermost module of a map around a tensor; None if there is none."""
+    """Return the device of the innermost mapped module around a tensor; None without one."""
     return next((found[path] for path in reversed(list(_around(name))) if path in found), None)
 
 
@@ -167,13 +161,13 @@ def _refuse_cuts(model: Any, found: Mapping[str, str], places: Mapping[str, set[
             )
             raise PlacementError(
                 f"this placement cuts inside {path!r}, a {kind}, which the model's "
-                "_no_split_modules keeps whole "
-                f'({parts}): place whole blocks with granularity="blocks", or run this placement with DataFlow'
+                f"_no_split_modules keeps whole ({parts}): place whole blocks with "
+                'granularity="blocks", or run this placement with DataFlow'
             )
 
 
 def _inside(path: str, found: Mapping[str, str]) -> dict[str, str]:
-    """By device, the first module that a map has there, of those at a path or inside it."""
+    """Return for each device the first mapped module at or below a path."""
     inside = [
         (name, place)
         for name, place in found.items()

@@ -1,10 +1,8 @@
-"""What is wrong with values that a type does not take, in the user's words: the place, the value
-and the way out.
+"""Validation errors in the user's terms: the field, the value and the remedy.
 
-Pydantic locates an error by names and numbers, among them labels of its own: of the branches of a
-union, and ``[key]`` for the key of a dictionary. Users may have chosen the same texts as names. So
-a location is read along the type: where the type has a union the next part is a label, and nowhere
-else.
+Pydantic locates an error by names and indices, mixed with labels of its own: branches of a union,
+and ``[key]`` for a dictionary key. Users may have chosen the same texts as names. So a location is
+read along the type: only where the type has a union is the next part a label.
 """
 
 from __future__ import annotations
@@ -20,35 +18,35 @@ from pydantic_core import ErrorDetails
 
 MAX_TEXT = 400
 
-# So many known names are told where none is like the given one.
+# Number of known names to list if none is similar.
 _HINTS = 8
 
-# So many known names are compared with one; a request may have fifty times as many.
+# Number of known names to compare; a request may have fifty times as many.
 _COMPARED = 2_000
 
 Place = tuple[int | str, ...]
-"""Names of fields and numbers of elements, from the outermost on."""
+"""Names of fields and indices of elements, outermost first."""
 
 
-# Pydantic's last part of the location of a dictionary's key.
+# Pydantic's last part of the location of a dictionary key.
 _KEY = "[key]"
 
 
 class FieldFault(NamedTuple):
-    """A value that is not taken, or is missing."""
+    """An invalid or missing value."""
 
     place: Place
     text: str
 
 
 class _Location(NamedTuple):
-    """A location of pydantic's, read along the type.
+    """A location of pydantic, read along the type.
 
     Attributes:
-        place: the names and numbers in it.
-        labels: the positions of the labels of branches in it.
-        is_key: whether it is of a dictionary's key.
-        known: the names of the fields there, where it ends at a field that there is not.
+        place: its names and indices.
+        labels: the positions of branch labels in it.
+        is_key: whether it refers to a dictionary key.
+        known: the existing field names, if it ends at an unknown field.
     """
 
     place: Place = ()
@@ -57,13 +55,13 @@ class _Location(NamedTuple):
     known: tuple[str, ...] = ()
 
     def below(self, part: int | str) -> _Location:
-        """Put a name or number in front."""
+        """Return the location with a name or index in front."""
         return self._replace(
             place=(part, *self.place), labels=frozenset(one + 1 for one in self.labels)
         )
 
     def behind_label(self) -> _Location:
-        """Put the label of a branch in front."""
+        """Return the location with a branch label in front."""
         return self._replace(labels=frozenset({0, *(one + 1 for one in self.labels)}))
 
 
@@ -77,13 +75,12 @@ class _Error(NamedTuple):
 def field_faults(
     error: ValidationError, model: type[BaseModel], most: int
 ) -> tuple[list[FieldFault], int]:
-    """What was found wrong, what explains the rest first; and how many more there are than that
-    one.
+    """Return the faults, most explanatory first, and the number of faults beyond the first.
 
     Args:
         error: from validating a ``model``.
-        model: tells which fields there are.
-        most: so many faults are described.
+        model: the validated type.
+        most: maximum number of described faults.
     """
     schema = model.__pydantic_core_schema__
     errors = [
@@ -96,12 +93,13 @@ def field_faults(
 
 
 def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
-    """What explains most, in a line: ``Constraints.pined: there is no such field; did you mean
-    'pinned'?``.
+    """Return the most explanatory fault as one line.
+
+    For example: ``Constraints.pined: there is no such field; did you mean 'pinned'?``.
 
     Args:
         error: from validating a ``model``.
-        model: tells which fields there are.
+        model: the validated type.
     """
     ((place, text),), more = field_faults(error, model, 1)
     path = ".".join([model.__name__.lstrip("_"), *(clip(str(part), 80) for part in place)])
@@ -109,7 +107,7 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """A hint at the known name that is most like the given one, or at the first of them if none is."""
+    """Return a hint at the most similar known name, or at the first few names."""
     names = list(islice(known, _COMPARED))
     if found := get_close_matches(given[:200], names, 1, 0.5):
         return f"; did you mean {found[0]!r}?"
@@ -118,14 +116,14 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def wanted(message: str) -> str:
-    """What a value should be, from pydantic's message: ``should be a valid integer``."""
+    """Return the requirement in pydantic's message: ``should be a valid integer``."""
     text = message.removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
     text = text.replace("Tuple should", "should")
     return text.replace(" after validation", "").partition(", unable to parse")[0]
 
 
 def clip(text: str, limit: int = MAX_TEXT) -> str:
-    """The text, its middle left out where it is longer than ``limit`` characters."""
+    """Return the text, with its middle left out if it is longer than ``limit`` characters."""
     if len(text) <= limit:
         return text
     head, tail = (2 * limit) // 3, limit // 3
@@ -133,17 +131,17 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def _by_what_they_explain(error: _Error) -> int:
-    """A wrong version explains all the others, a misspelt name a missing one."""
+    """Return an error's rank: versions explain all others, misspelt names explain missing ones."""
     if error.at.place == ("schema_version",):
         return 0
     return 1 if error.details["type"] == "extra_forbidden" else 2
 
 
 def _follows(error: _Error, errors: Sequence[_Error]) -> bool:
-    """Whether it only follows from another.
+    """Return whether an error is only a consequence of another one.
 
-    A list is too short because its elements are faulty, or a value is taken further by another
-    branch of a union.
+    A list is too short because its elements are invalid, or another branch of a union matches
+    further.
     """
     loc = error.details["loc"]
     others = [other.details["loc"] for other in errors if other is not error]
@@ -155,19 +153,19 @@ def _follows(error: _Error, errors: Sequence[_Error]) -> bool:
 
 
 def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) -> _Location | None:
-    """Read a location along a type; None if there is no such location in it.
+    """Return the location read along a type; None if the type has no such location.
 
     Args:
         schema: the type, as pydantic-core describes it.
         loc: the location.
-        known: the types that others refer to, by reference.
+        known: referenced type definitions, by reference.
     """
     kind = schema["type"]
     if kind == "definitions":
         return _located(schema["schema"], loc, {one["ref"]: one for one in schema["definitions"]})
     if kind == "definition-ref":
         return _located(known[schema["schema_ref"]], loc, known)
-    if kind == "union":  # a branch may be a pair of a type and its label
+    if kind == "union":  # a branch may be a (type, label) pair
         branches = [
             branch[0] if isinstance(branch, tuple) else branch for branch in schema["choices"]
         ]
@@ -178,7 +176,7 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
         )
         inside = next((one for one in found if one is not None), None)
         return inside.behind_label() if inside is not None and loc else inside
-    # a model, a default, a validator around a type, a type or null
+    # a model, a default, a validator around a type, or a nullable type
     if "schema" in schema:
         return _located(schema["schema"], loc, known)
     if not loc:
@@ -217,7 +215,10 @@ def _described(error: _Error) -> FieldFault:
     if kind == "missing":
         text = "is missing"
     elif kind == "json_invalid":
-        text = f"should be JSON, not {clip(repr(given[:100]), 60)}: {text.removeprefix('Invalid JSON: ')}"
+        text = (
+            f"should be JSON, not {clip(repr(given[:100]), 60)}: "
+            f"{text.removeprefix('Invalid JSON: ')}"
+        )
     elif kind == "extra_forbidden":
         text = f"there is no such field{nearest(str(place[-1]), error.at.known)}"
     elif place and place[-1] == "schema_version" and kind == "literal_error":

@@ -1,17 +1,16 @@
-"""A captured model as data: operations, shapes, dtypes and attributes. No weights and no code.
+"""A captured model as data: operations, shapes, dtypes and attributes, without weights or code.
 
     laptop: model ──▶ capture ──▶ Graph ──▶ GPU node: replay, layer by layer, on random values ──▶
         Profile
 
-Arguments of operations are JSON: null, booleans, numbers, text, lists of those, and objects of one
-key:
+Arguments of operations are JSON: null, booleans, numbers, text, lists, and objects of one key:
 
-    {"ref": name}            a result, or one of the layer's reads and state, by its name in the layer
-    {"device": true}         the device that the layer runs on
+    {"ref": name}            a result, or one of the layer's reads or state, by its local name
+    {"device": true}         the layer's device
     {"device": "cpu"}        the host
     {"dtype": "bfloat16"}    a dtype
-    {"memory_format": ...}   of a tensor
-    {"layout": "strided"}    of a tensor
+    {"memory_format": ...}   a memory format
+    {"layout": "strided"}    a layout
     {"float": "inf"}         inf, -inf or nan
     {"complex": [re, im]}    a complex number
 """
@@ -67,7 +66,7 @@ MEMORY_FORMATS: tuple[str, ...] = get_args(MemoryFormat)
 TAGS = frozenset({"ref", "device", "dtype", "memory_format", "layout", "float", "complex"})
 
 MAX_BYTES = 2**46
-"""Of one tensor; larger ones fit on no device."""
+"""Largest size of one tensor; no device holds a larger one."""
 
 MAX_OPERATIONS = 500_000
 MAX_ITEMS = 10_000
@@ -80,15 +79,15 @@ Names = Annotated[tuple[Name, ...], Field(max_length=MAX_OPERATIONS), FIRST]
 
 
 class GraphState(Wire):
-    """A parameter, a buffer, or a constant of the graph; its values stay where they are.
+    """A parameter, buffer or constant of the graph; its values are not sent.
 
     Attributes:
         name: in the model, unique.
-        shape: its lengths.
+        shape: its dimensions.
         dtype: of its elements.
         kind: what it is.
-        trained: whether it takes a gradient in training.
-        memory_format: how it lies in memory.
+        trained: whether it requires a gradient in training.
+        memory_format: its memory layout.
     """
 
     name: Name
@@ -105,16 +104,15 @@ class GraphState(Wire):
 
 
 class GraphValue(Wire):
-    """What crosses the border of a layer: a tensor, or a number that the model computed from a
-    shape.
+    """A value that enters or leaves a layer: a tensor, or a number computed from a shape.
 
     Attributes:
         name: unique in the graph.
-        shape: of one micro-batch; empty for a number.
+        shape: for one micro-batch; empty for a number.
         dtype: null for a number.
         batched: whether its first dimension is the batch.
         differentiable: whether a gradient flows back through it in training.
-        source: the layer that makes it; null for an input of the model.
+        source: the layer that makes it; null for a model input.
     """
 
     name: Name
@@ -131,15 +129,14 @@ class GraphValue(Wire):
 
 
 class Operation(Wire):
-    """One operation: an ATen operator by its full name, a function of numbers, or the border of a
-    region.
+    """One ATen operator, function of numbers, or border of a region.
 
     Attributes:
-        op: such as ``aten.linear.default``; which are allowed is in
-            ``placer.profiler.remote.allowed_ops``.
+        op: the full name, such as ``aten.linear.default``; ``placer.profiler.remote.allowed_ops``
+            lists the allowed ones.
         out: the name of its result in the layer.
-        args: positional, see above.
-        kwargs: by keyword, see above.
+        args: positional arguments, see above.
+        kwargs: keyword arguments, see above.
     """
 
     op: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -157,19 +154,19 @@ class Operation(Wire):
 
 
 class GraphLayer(Wire):
-    """A layer: what it reads, does and writes.
+    """A layer with its operations.
 
     Attributes:
-        name: as in the profile to be.
+        name: as in the resulting profile.
         modules: the module paths that it covers.
-        module: the class of the module, for people.
-        state: what it uses of the model's state; in its operations ``s0``, ``s1`` and so on.
-        mutated: those of ``state`` that it changes in place.
-        reads: values that it reads; in its operations ``r0``, ``r1`` and so on.
-        writes: values that it makes.
-        results: for each of ``writes`` its name in the layer.
+        module: the class of the module, for display.
+        state: the state that it uses; ``s0``, ``s1``, ... in its operations.
+        mutated: the entries of ``state`` that it changes in place.
+        reads: the values that it reads; ``r0``, ``r1``, ... in its operations.
+        writes: the values that it makes.
+        results: the local name of each of ``writes``.
         operations: in order.
-        signature: equal for two layers that cost the same.
+        signature: equal for layers of equal cost.
         random: whether it draws random numbers.
     """
 
@@ -187,19 +184,19 @@ class GraphLayer(Wire):
 
 
 class Graph(Wire):
-    """A captured model, cut into layers.
+    """A captured model, divided into layers.
 
     Attributes:
         model: the name of the model's class.
-        hash: the same for the same graph, shapes and types.
+        hash: equal for equal graphs, shapes and types.
         training: whether it was captured in training mode.
-        batch_size: samples in the micro-batch that it was captured with.
-        granularity: how the layers were cut.
+        batch_size: samples in the captured micro-batch.
+        granularity: how the layers were formed.
         state: parameters, buffers and constants.
-        values: what crosses layers, and the inputs.
-        inputs: names of the values that the model is given.
-        outputs: names of the values that it returns.
-        colocated: groups of layers that share state and so one device.
+        values: inputs, and values between layers.
+        inputs: names of the model's inputs.
+        outputs: names of the model's results.
+        colocated: groups of layers that share state and therefore a device.
         layers: in execution order.
     """
 
@@ -244,13 +241,13 @@ class Graph(Wire):
 
 
 class ProfileRequest(Wire):
-    """A question: what do the layers of this graph cost on your devices?
+    """A request to measure the layers of a graph on a node's devices.
 
     Attributes:
         graph: the model, captured with one micro-batch.
-        devices: measure so many of the node's devices; all if null.
-        optimizer: whose state and step count, in training; null for none.
-        repeats: how often each pass is timed at most.
+        devices: number of the node's devices to measure; null for all.
+        optimizer: the optimizer whose state and step count, in training; null for none.
+        repeats: maximum number of timings of each pass.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -269,7 +266,7 @@ def _refuse_large(name: str, shape: tuple[int, ...], dtype: str | None) -> None:
 
 
 def _check_argument(argument: Any, depth: int) -> None:
-    """Raises ValueError where an argument is none of those that the module's docstring lists."""
+    """Raise a ValueError for an argument that the module's docstring does not list."""
     if argument is None or isinstance(argument, bool | float):
         return
     if isinstance(argument, int):

@@ -1,4 +1,4 @@
-"""What the service tells of its solves: past ones as a list, one under way as its progress."""
+"""The service's solves: a list of past ones, and the progress of a running one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from placer.schema.base import Objective, Status, Wire
 
 
 class Progress(Wire):
-    """How far a solve is that has not ended.
+    """The progress of an unfinished solve.
 
     Attributes:
-        id: of the placement to be.
+        id: of the future placement.
         status: whether it waits for a worker or runs.
-        incumbent: the best objective value so far, ms or bytes; None while there is none.
-        bound: the proven lower bound so far; None while there is none.
-        gap: (incumbent - bound) / incumbent, as far as both are there.
-        elapsed_s: since it was asked.
+        incumbent: the best objective value so far, ms or bytes; None without one.
+        bound: the proven lower bound so far; None without one.
+        gap: (incumbent - bound) / incumbent; None without both.
+        elapsed_s: seconds since the request.
     """
 
     id: str
@@ -34,15 +34,15 @@ class Summary(Wire):
 
     Attributes:
         id: of the placement.
-        profile_id: of its profile, for ``/v1/profiles/{id}``; None where it is not kept.
-        complete: whether the solver had all its time.
+        profile_id: of its profile, for ``/v1/profiles/{id}``; None if it is not stored.
+        complete: whether the answer is proven, or the solver was not stopped early.
         version: of the Placer that made it.
-        created_s: when, in seconds since 1970.
+        created_s: seconds since 1970.
         model: its name.
-        layers: how many there are.
-        devices: how many could be used.
-        used_devices: how many hold layers.
-        status: see ``Placement``, as all that follow.
+        layers: number of layers.
+        devices: number of available devices.
+        used_devices: number of devices that hold layers.
+        status: see ``Placement``, as for all further fields.
     """
 
     id: str
@@ -63,11 +63,11 @@ class Summary(Wire):
 
 
 class PlacementPage(Wire):
-    """Some past placements, newest first.
+    """A page of past placements, newest first.
 
     Attributes:
         placements: of this page.
-        next: the cursor of the next page; None on the last.
+        next: the cursor of the next page; None on the last page.
     """
 
     placements: tuple[Summary, ...]

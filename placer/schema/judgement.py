@@ -1,4 +1,4 @@
-"""How the service judges maps: what each costs, what is wrong with it, and where several differ."""
+"""Evaluations of layer maps: cost, faults and differences."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FaultKind = Literal[
 
 
 class Fault(Wire):
-    """What is wrong with a map.
+    """A violated requirement.
 
     Attributes:
         kind: for programs.
-        detail: in words, with the values.
-        layers: the layers concerned, the first of them if they are many.
+        detail: as text, with the values.
+        layers: the layers concerned, or the first of many.
         devices: the devices concerned.
-        short_bytes: the bytes missing, where memory is the fault.
+        short_bytes: the missing bytes of a memory fault.
     """
 
     kind: FaultKind
@@ -43,22 +43,20 @@ class Fault(Wire):
 
 
 class Evaluation(Wire):
-    """A map as the cost model sees it.
+    """A layer map, evaluated by the cost model.
 
     Attributes:
         valid: whether it meets every requirement of the request.
-        faults: those that it does not meet.
-        objective: what the request makes small.
-        objective_value: its value, ms or bytes; None where it cannot be had: a layer, device or
-            link is missing.
+        faults: the violated requirements.
+        objective: the minimised quantity.
+        objective_value: its value, ms or bytes; None if a layer, device or link is missing.
         stages: the devices that hold layers, in pipeline order.
         devices: the load of each device.
-        single_device: the best that one device does.
-        best_id: of the placement that the service has for the request, if any.
+        single_device: the best single device.
+        best_id: the service's placement for the request, if any.
         best_value: its objective value.
-        bound: its proven bound: no map is better than this.
-        above_best: by how much the map is worse, as a share of the best value; below 0 if it is
-            better.
+        bound: its proven lower bound: no map is better.
+        above_best: the relative difference to the best value; negative if the map is better.
     """
 
     valid: bool
@@ -75,21 +73,21 @@ class Evaluation(Wire):
 
 
 class Move(Wire):
-    """A layer that the maps have on different devices: its device in each, in the maps' order."""
+    """A layer on which maps differ, with its device in each map."""
 
     layer: str
     devices: tuple[str | None, ...]
 
 
 class Comparison(Wire):
-    """Maps side by side, all judged by one request.
+    """Several maps, evaluated for the same request.
 
     Attributes:
         names: of the maps, in order: ids of placements first.
-        evaluations: one for each.
+        evaluations: one for each map.
         best: the name of the valid map with the smallest objective value; None if none is valid.
         moves: the layers on which they differ, at most 1000.
-        moved_layers: how many differ.
+        moved_layers: the number of layers on which they differ.
     """
 
     names: tuple[str, ...]

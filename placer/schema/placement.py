@@ -1,4 +1,4 @@
-"""What is answered: where each layer runs, and what is proven of it."""
+"""The answer: the device of each layer, with predictions and proofs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from placer.schema.device_map import Place, device_map
 
 
 class MemoryUse(Wire):
-    """What a device holds at its worst moment, by kind, in bytes.
+    """A device's memory at its peak, by kind, in bytes.
 
     Attributes:
         param_bytes: parameters.
         grad_bytes: their gradients.
         optimizer_bytes: the optimizer's state.
         buffer_bytes: buffers.
-        activation_bytes: values and, in training, all that micro-batches in flight keep for their
-            backward pass; at the worst moment, also values and gradients that wait for another
-            layer.
-        workspace_bytes: of the layer that runs then.
+        activation_bytes: values and, in training, all tensors saved by micro-batches in flight; at
+            the peak, also values and gradients that wait for another layer.
+        workspace_bytes: of the layer that runs at the peak.
     """
 
     param_bytes: Bytes = 0
@@ -46,7 +45,7 @@ class MemoryUse(Wire):
 
     @property
     def total_bytes(self) -> int:
-        """All of it, in bytes."""
+        """Return the sum in bytes."""
         return (
             self.param_bytes
             + self.grad_bytes
@@ -58,17 +57,17 @@ class MemoryUse(Wire):
 
 
 class DeviceLoad(Wire):
-    """What a placement asks of one device for one micro-batch.
+    """The load of one device for one micro-batch.
 
     Attributes:
         device: its name.
-        layers: how many layers it holds.
+        layers: number of layers that it holds.
         compute_ms: forward and, in training, backward time of its layers.
-        send_ms: time of the values and gradients that it sends.
-        receive_ms: time of those that it receives.
-        load_ms: compute and transfers as the request joins them.
-        memory: by kind, at the worst moment.
-        limit_bytes: what it may use.
+        send_ms: time to send values and gradients.
+        receive_ms: time to receive values and gradients.
+        load_ms: compute and transfer time, combined as the request states.
+        memory: by kind, at the peak.
+        limit_bytes: the bytes that it may use.
         bottleneck: whether no device is busier.
     """
 
@@ -84,15 +83,15 @@ class DeviceLoad(Wire):
 
 
 class SingleDevice(Wire):
-    """The best that one device alone does: the answer to whether to split at all.
+    """The best result of one device alone, to judge whether splitting pays.
 
     Attributes:
-        device: the fastest device on which the model fits, or, where it fits on none, the fastest.
-        objective_value: the objective there, in the objective's unit.
-        fits: whether it fits there.
-        short_bytes: what is missing if it does not.
-        load_ms: under objective ``devices``, how long it is busy for one micro-batch: it will do
-            where that is within ``bottleneck_ms``. None under the others.
+        device: the fastest device that the model fits on; if it fits on none, the fastest device.
+        objective_value: the objective on this device, in its unit.
+        fits: whether the model fits.
+        short_bytes: the missing bytes if it does not.
+        load_ms: under the objective ``devices``, its busy time per micro-batch, to compare with
+            ``bottleneck_ms``; None otherwise.
     """
 
     device: Name
@@ -103,13 +102,13 @@ class SingleDevice(Wire):
 
 
 class Ties(Wire):
-    """How ties were broken: what was made small among the placements with as small an objective.
+    """The secondary objectives among placements of equal objective.
 
     Attributes:
-        transfer_ms: time of all transfers, at both of their ends.
-        spread_ms: of those that transfer as little: the largest compute time of a device less the
-            smallest, of the devices that hold layers.
-        proven: whether none transfers less, and none of those is better balanced.
+        transfer_ms: total time of transfers, at both ends.
+        spread_ms: among placements with equal transfers, the largest minus the smallest compute
+            time of the devices that hold layers.
+        proven: whether no placement transfers less, and none of those is better balanced.
     """
 
     transfer_ms: Annotated[float, Field(ge=0)]
@@ -121,13 +120,13 @@ class Infeasibility(Wire):
     """Requirements that cannot hold together.
 
     Attributes:
-        reason: in words, with the values.
+        reason: as text, with the values.
         layers: the layers concerned.
         devices: the devices concerned.
-        short_bytes: the bytes missing, where memory is the reason.
-        requirements: in words, a group of requirements that cannot hold together. Empty where none
+        short_bytes: the missing bytes, if memory is the reason.
+        requirements: a group of requirements, as text, that contradict each other; empty if none
             was found in time.
-        smallest: whether there is no smaller group; else the time ended before that was known.
+        smallest: whether no smaller group exists; False if the time ended before this was proven.
     """
 
     reason: str
@@ -139,7 +138,7 @@ class Infeasibility(Wire):
 
     @property
     def text(self) -> str:
-        """The reason, and the first few of the requirements where it does not name them."""
+        """Return the reason, with the first few requirements if it does not name them."""
         if not self.requirements or self.requirements[0] in self.reason:
             return self.reason
         more = f" and {len(self.requirements) - 6} more" if len(self.requirements) > 6 else ""
@@ -147,12 +146,12 @@ class Infeasibility(Wire):
 
 
 class Help(Wire):
-    """A change that would make a placement better: the changed question was solved.
+    """A change that improves the placement, found by solving the changed request.
 
     Attributes:
-        change: in words: ``2 GiB more on cuda:1``.
-        objective_value: what is reached with it; no promise that nothing better is.
-        speedup: the placement's objective over that.
+        change: as text: ``2 GiB more on cuda:1``.
+        objective_value: the value reached with it; better values may exist.
+        speedup: the placement's objective divided by this value.
     """
 
     change: str
@@ -161,14 +160,14 @@ class Help(Wire):
 
 
 class Limits(Wire):
-    """What limits a placement.
+    """The limiting factor of a placement.
 
     Attributes:
-        kind: ``memory``: without its limits the answer is better; else what keeps the busiest
-            device busy: its ``link`` (transfers, more than it computes), one ``layer``, or the
-            ``work`` of several.
-        what: in words, with the values.
-        helps: what would help, the most first; only what was solved in time, and is better.
+        kind: ``memory`` if the answer is better without memory limits; otherwise the cause of the
+            busiest device's load: its ``link`` (transfers, if they exceed computation), one
+            ``layer``, or the ``work`` of several.
+        what: as text, with the values.
+        helps: improvements, largest first; only those solved in time.
     """
 
     kind: Limiting
@@ -177,16 +176,15 @@ class Limits(Wire):
 
 
 class StepChoice(Wire):
-    """A number of micro-batches and a schedule that were looked at.
+    """A number of micro-batches and a schedule that the solver considered.
 
     Attributes:
         batch_size: samples in a micro-batch.
-        batch_options: of the profile, taken over by ``update_flow``.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether each device has one stage.
-        objective_value: the shortest step found, in ms; None if none was.
-        bound: none is shorter than this, in ms; None where there is none at all.
+        objective_value: the shortest step found, in ms; None without one.
+        bound: a proven lower bound of the step, in ms; None if there is no feasible step.
     """
 
     batch_size: Annotated[int, Field(ge=1)]
@@ -198,19 +196,19 @@ class StepChoice(Wire):
 
 
 class Step(Wire):
-    """What objective ``step`` says beside the placement.
+    """Further results of the objective ``step``.
 
     Attributes:
         batch_size: samples in a whole batch.
-        samples_per_s: that, over the step.
-        bubble: the share of the used devices' time that is idle, from 0 to 1: of a step alone while
-            micro-batches run, of one in a row from its begin to that of the next.
-        optimizer_ms: of a step alone, the optimizer's part at its end.
-        steps: which step was made short, and is the objective: alone, or in a row.
-        alone_ms: what the step takes alone, from idle devices to idle devices.
-        in_a_row_ms: what each of many takes.
-        in_flight: in training the same as ``Placement.in_flight``; in inference 1 for each stage.
-        choices: all that were looked at.
+        samples_per_s: samples per second.
+        bubble: the idle share of the used devices' time, from 0 to 1: of an isolated step while
+            micro-batches run, or of a steady-state step.
+        optimizer_ms: the optimizer's time at the end of an isolated step.
+        steps: the minimised step: isolated (``alone``) or steady-state (``in-a-row``).
+        alone_ms: time of an isolated step, from idle devices to idle devices.
+        in_a_row_ms: time of a steady-state step.
+        in_flight: in training equal to ``Placement.in_flight``; in inference 1 for each stage.
+        choices: all choices that were considered.
     """
 
     batch_size: Annotated[int, Field(ge=1)]
@@ -225,49 +223,48 @@ class Step(Wire):
 
 
 class Placement(Wire):
-    """The answer: where each layer runs, what that predicts, and what is proven about it.
+    """The device of each layer, with predictions and proofs.
 
     Attributes:
         id: the content hash of the request.
         status: ``optimal``: proven; ``feasible``: the best found in time; ``infeasible``: proven to
-            be none; ``unknown``: none found in time.
-        objective: what was made small.
+            have no solution; ``unknown``: none found in time.
+        objective: the minimised quantity.
         objective_value: its value, ms or bytes; None without a placement.
-        bound: a proven lower bound on it.
+        bound: a proven lower bound of the objective.
         gap: (objective_value - bound) / objective_value.
-        method: what found and proved it.
-        solve_time_s: how long that took.
-        layer_devices: layer -> device, in execution order; empty without a placement.
-        granularity: of the profile, taken over by ``update_flow``.
+        method: the algorithm that found and proved it.
+        solve_time_s: seconds of solving.
+        model: the name of the model's class.
+        layer_devices: the device of each layer, in execution order; empty without a placement.
+        granularity: of the profile; ``update_flow`` uses it.
         training: whether a training step was placed.
         optimizer: the optimizer whose memory was assumed; None without one.
-        optimizer_step_share: what its step was assumed to make and free again, in bytes per byte of
-            gradients.
+        optimizer_step_share: temporaries of its step, in bytes per byte of gradients.
         batch_size: samples in a micro-batch.
-        batch_options: of the profile, taken over by ``update_flow``.
+        batch_options: of the profile; ``update_flow`` uses them.
         chunks: micro-batches in a batch.
         schedule: the order of micro-batches.
         contiguous: whether the stages are contiguous.
-        recompute: the devices that run forwards once more before each backward pass, and keep less
-            meanwhile.
-        stages: the devices that hold layers, in pipeline order: of contiguous stages, an order in
-            which every value runs forwards, and in which their memory was reckoned; else by their
-            first layer.
-        in_flight: of a training step, by stage for how many micro-batches at once its memory was
-            reckoned: it holds one from the forward pass to the end of its backward passes.
-            ``update_flow`` takes it over. Under objective ``step`` a device may have several
-            stages, one for each of its segments. Empty where every device has room for all
-            micro-batches, as placements that need not be contiguous have under other objectives.
+        recompute: the devices that run forward again before each backward pass, and save less.
+        stages: the devices that hold layers, in pipeline order. For contiguous stages, every value
+            flows forward in this order, and memory was computed for it; otherwise devices are
+            ordered by their first layer.
+        in_flight: for each stage of a training step, the number of micro-batches between forward
+            and last backward pass for which memory was computed; ``update_flow`` uses it. Under the
+            objective ``step``, a device may have several stages, one for each of its segments.
+            Empty if every device has room for all micro-batches, as in non-contiguous placements
+            under other objectives.
         devices: the load of each device.
-        single_device: the best that one device does.
+        single_device: the best single device.
         speedup: single_device.objective_value / objective_value, for times; None without a
             placement.
-        ties: how ties were broken, where the request asks for it.
-        infeasible: why there is none.
-        limits: what limits it, where the request asks to explain.
-        through_host: the links, as source and target, that change bytes: what goes over them goes
-            by way of the host's memory where the placement is applied.
-        step: under objective ``step``, what it says beside.
+        ties: the secondary objectives, if the request asks for them.
+        infeasible: why there is no placement.
+        limits: the limiting factor, if the request asks to explain.
+        through_host: links (source, target) that corrupt bytes. Their traffic goes through the
+            host's memory when the placement is applied.
+        step: further results of the objective ``step``.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -303,28 +300,27 @@ class Placement(Wire):
     step: Step | None = None
 
     def to_json(self) -> str:
-        """The placement as readable JSON."""
+        """Return the placement as readable JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1)
 
     def device_map(self, model: Any = None) -> dict[str, Place]:
-        """Return where each module goes, as accelerate's ``dispatch_model`` and ``from_pretrained``
-        take it.
+        """Return the device map for accelerate's ``dispatch_model`` and for ``from_pretrained``.
 
         A module that is called several times goes where its first call is.
 
         Args:
-            model: the ``nn.Module`` that was placed, on meta too. With it the map covers all
-                parameters and buffers, names modules that are on one device as a whole, and is
-                known to run: without it, it names the layers of the placement and nothing else.
+            model: the ``nn.Module`` that was placed, possibly on meta. With it, the map covers all
+                parameters and buffers, names modules on one device as a whole, and is verified to
+                run. None (default) for a map of the placement's layers only.
 
         Returns:
-            Paths of modules, or of parameters of the model itself, to GPUs by their index, or to
-            ``"cpu"``; in execution order.
+            Paths of modules, or of parameters of the model itself, to GPU indices or ``"cpu"``; in
+            execution order.
 
         Raises:
-            PlacementError: there is no placement, its devices are of several hosts, or it is of
-                another model; or accelerate could not run it: it cuts inside a module that
-                ``model._no_split_modules`` keeps whole (``granularity="blocks"`` does not), or
-                splits a tied parameter.
+            PlacementError: if there is no placement, its devices are on several hosts, or it is of
+                another model; or if accelerate could not run it, because it cuts inside a module
+                that ``model._no_split_modules`` keeps whole (``granularity="blocks"`` avoids this),
+                or splits a tied parameter.
         """
         return device_map(self.layer_devices, model)

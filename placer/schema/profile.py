@@ -1,4 +1,4 @@
-"""What was measured of a model."""
+"""The measurements of a model."""
 
 from __future__ import annotations
 
@@ -28,63 +28,57 @@ Shares = Annotated[
 ]
 
 UNSTEADY = 0.25
-"""Timings of a profile that are further apart are not those of an idle device: a few hundredths are
-usual, and half or more where other programs run on all cores of a CPU."""
+"""Largest spread of timings on an idle device. A few hundredths are usual; half or more means that
+other programs run on all cores."""
 
 
 class Layer(Wire):
-    """One layer, measured alone on one micro-batch.
+    """One layer, measured separately on one micro-batch.
 
     Attributes:
-        name: the layer's name, unique in its profile: a module path, with ``@1``, ``@2`` for later
-            calls.
-        module: the class of the module, for people.
-        forward_ms: device time of the forward pass by device type.
-        backward_ms: device time of the backward pass by device type; empty in an inference profile.
-        weights_ms: the part of ``backward_ms`` that gradients of parameters take, and nobody waits
-            for, by device type: the half that zero-bubble schedules do later; see
-            ``weight_half_ms``.
-        optimizer_ms: time of the optimizer's step on the layer's parameters, once a batch, by
-            device type; left out where it is nothing.
-        spread: how far timings of one pass forwards and backwards were apart, by device type: half
-            of the range that holds their middle half, over their median; left out below 0.01.
-        host_ms: time the host takes to launch one forward and backward, by device type; not part of
-            any cost.
-        param_bytes: parameters; a parameter that several layers share counts in the first of them
-            alone.
+        name: unique in its profile: a module path, with ``@1``, ``@2`` for later calls.
+        module: the class of the module, for display.
+        forward_ms: device time of the forward pass, by device type.
+        backward_ms: device time of the backward pass, by device type; empty in an inference
+            profile.
+        weights_ms: by device type, the part of ``backward_ms`` for deferrable weight gradients,
+            which zero-bubble schedules run later; see ``weight_half_ms``.
+        optimizer_ms: time of the optimizer's step on the layer's parameters, once per batch, by
+            device type; zeros are omitted.
+        spread: by device type, half the interquartile range of the timings of both passes, over
+            their median; omitted below 0.01.
+        host_ms: time of the host to launch one forward and backward pass, by device type; not part
+            of any cost.
+        param_bytes: parameters; shared parameters count in the first of their layers.
         grad_bytes: gradients of the parameters that require one.
         optimizer_bytes: the optimizer's state for them.
         buffer_bytes: buffers.
-        saved_bytes: tensors made inside the layer and kept for its backward pass, and results of
-            the model that it makes, which wait for the loss; values that cross the layer's border
-            are not counted here but on their edge, see ``Edge.saved_by``.
-        forward_workspace_bytes: the most that a forward pass holds beyond all of those; in
-            inference with inputs of the model that wait for a reader, and its results so far.
-        backward_workspace_bytes: the same for a backward pass: gradients of what the layer reads
-            and writes, and those of its parameters until they are added to the ones of earlier
-            micro-batches.
-        pass_workspace_bytes: the same of a recorded pass: nothing of what was kept is freed
-            meanwhile, as its memory is its own, and products are added to the gradients of
-            parameters as they are made. 0: it was not told apart, or is within 1 MiB of
-            ``backward_workspace_bytes``, and is taken to be those.
-        deferred_bytes: what the half of a backward pass by input leaves to the half by weight,
-            where a schedule lets the two run apart, beside what was kept already: gradients of
-            results of linear layers and convolutions. Under ``zero-bubble`` a device has them of
-            every micro-batch in flight.
-        input_workspace_bytes: the most that the half by input holds beside all that was kept, where
-            the two run apart: what it leaves included, gradients of the parameters that wait left
-            out. 0: it was not told apart, or is within 1 MiB of ``backward_workspace_bytes``, and
-            is taken to be those.
-        weights_workspace_bytes: the most that the half by weight holds beside what it waits with,
-            of two operations like the largest: two run at a time, and all micro-batches take the
-            same memory for it. Left out below 1 MiB. In training on a GPU each of these workspaces
-            has 8 MiB more, for pieces of memory that passes take and do not fill.
+        saved_bytes: tensors created inside the layer and saved for its backward pass, and results
+            of the model that it makes, which wait for the loss. Values that cross layers count on
+            their edge, see ``Edge.saved_by``.
+        forward_workspace_bytes: the peak of a forward pass beyond all of these; in inference, it
+            includes model inputs that wait for a reader, and results so far.
+        backward_workspace_bytes: the peak of a backward pass likewise: gradients of the layer's
+            reads and writes, and new gradients of parameters until they are accumulated.
+        pass_workspace_bytes: the peak of a recorded backward pass, in which no saved memory is
+            freed and products accumulate into gradients directly. 0: not measured separately, or
+            within 1 MiB of ``backward_workspace_bytes``, whose value then applies.
+        deferred_bytes: memory that the input-gradient pass leaves for the weight-gradient pass,
+            beyond saved tensors: gradients of results of linear layers and convolutions. Under
+            ``zero-bubble`` a device holds it for every micro-batch in flight.
+        input_workspace_bytes: the peak of the input-gradient pass beyond saved tensors, including
+            ``deferred_bytes`` but not deferred gradients of parameters. 0: not measured separately,
+            or within 1 MiB of ``backward_workspace_bytes``, whose value then applies.
+        weights_workspace_bytes: the peak of the weight-gradient pass beyond its deferred memory:
+            two operations of the largest kind, because two run concurrently; all micro-batches
+            share it. Omitted below 1 MiB. In training on a GPU, each workspace includes 8 MiB for
+            partly filled allocator segments.
     """
 
     name: Name
     module: Annotated[str, StringConstraints(max_length=512)] = ""
     forward_ms: TimesMs
-    # Not ``= {}``, which is copied for each layer and doubles the time to read a profile.
+    # A default of ``{}`` would be copied for each layer, which doubles the time to read a profile.
     backward_ms: TimesMs = Field(default_factory=dict)
     weights_ms: TimesMs = Field(default_factory=dict)
     optimizer_ms: TimesMs = Field(default_factory=dict)
@@ -103,41 +97,38 @@ class Layer(Wire):
     weights_workspace_bytes: Bytes = 0
 
     def both_ms(self, kind: str) -> float:
-        """Forward and backward on this type of device, in milliseconds; 0 where it was not measured
-        there.
-        """
+        """Return forward plus backward time on a device type, in ms; 0 if not measured there."""
         return self.forward_ms.get(kind, 0.0) + self.backward_ms.get(kind, 0.0)
 
     def weight_half_ms(self, kind: str) -> float:
-        """The part of the backward pass that gradients of parameters take, on this type of device,
-        in milliseconds.
+        """Return the time of the weight-gradient pass on a device type, in ms.
 
-        As measured, and no more than the whole; where it was not told apart, half, of a layer that
-        has such gradients, else nothing.
+        It is at most the backward time. If it was not measured, it is half of the backward time for
+        a layer with gradients of parameters, and 0 otherwise.
         """
         whole = self.backward_ms.get(kind, 0.0)
         return min(whole, self.weights_ms.get(kind, whole / 2 if self.grad_bytes else 0.0))
 
 
 class Edge(Wire):
-    """One value and the layers that read it; it is sent once to each device that reads it.
+    """A value and its readers; it is sent once to each device that reads it.
 
     Attributes:
         source: the layer that makes the value.
         targets: the layers that read it.
         bytes: its size for one micro-batch.
         gradient_bytes: the size of its gradient, sent back from each reading device in training.
-        saved_by: those of the source and the targets that keep the value for their backward pass.
-        rest_bytes: the gradient that the last target returns may be a slice of a larger storage, as
-            those of what is concatenated are. As long as it waits for the target before the last to
-            add its own, all of the storage is held: so much besides, of which no other gradient
-            that waits is a part.
-        rest_until: the layer that is the last, backwards, to use that rest: it counts from there
-            on, no sooner than after the last target, which it is if empty.
-        deferred: whether the source's half by weight needs the gradient of the value, which is then
-            part of ``Layer.deferred_bytes``: a linear layer's or convolution's result. Where it
-            comes from the device of its only target it needs no other place beside. Left out below
-            1 MiB, and of values with several targets, of which it is not asked.
+        saved_by: the layers, among source and targets, that save the value for their backward pass.
+        rest_bytes: the gradient from the last target may be a slice of a larger storage, as after a
+            concatenation. While it waits for the gradient of the second-to-last target, the whole
+            storage stays alive. These are the additional bytes, without parts that are other
+            waiting gradients.
+        rest_until: the layer whose backward pass is the last to use that rest; the rest counts from
+            there on, but not before the last target has run backward. Empty for the last target.
+        deferred: whether the source's weight-gradient pass needs this gradient, which is then part
+            of ``Layer.deferred_bytes`` (a result of a linear layer or convolution). If it arrives
+            from the device of its only target, it needs no further buffer. Omitted below 1 MiB and
+            for values with several targets.
     """
 
     source: Name
@@ -151,18 +142,17 @@ class Edge(Wire):
 
 
 class TiedParameters(Wire):
-    """Parameters that the same layers share, such as tied embeddings.
+    """Parameters that several layers share, such as tied embeddings.
 
     Attributes:
         layers: two or more. They share a device unless ``split``.
-        gradient_bytes: the gradients of these parameters, in training. In a backward pass each
-            layer's gradient is added to the gradient of the layer after it, so that one waits from
+        gradient_bytes: the gradients of these parameters, in training. In a backward pass, each
+            layer adds its gradient to the gradient of the later layers, so one gradient waits from
             the last layer to the first.
-        param_bytes: the parameters themselves. They count in the layer that runs first. If 0, as in
-            profiles that do not tell, they take what their gradients take.
-        split: whether the layers may be on several devices. Then each device that holds some of
-            them and not the first holds a copy of the parameters and, in training, of their
-            gradients.
+        param_bytes: the parameters, which count in the first layer. 0, as in older profiles: equal
+            to ``gradient_bytes``.
+        split: whether the layers may be on several devices. Then each such device without the first
+            layer holds a copy of the parameters and, in training, of their gradients.
     """
 
     layers: Annotated[tuple[Name, ...], Field(min_length=2), FIRST]
@@ -172,39 +162,37 @@ class TiedParameters(Wire):
 
     @property
     def copy_bytes(self) -> int:
-        """The parameters of one copy, in bytes."""
+        """Return the bytes of the parameters of one copy."""
         return self.param_bytes or self.gradient_bytes
 
 
 class Profile(Wire):
-    """What was measured of one model: its layers in execution order, the values between them, and
-    the devices.
+    """The measurements of one model: layers in execution order, edges and devices.
 
     Attributes:
         model: the name of the model's class.
-        graph_hash: the same for the same graph, shapes and types.
+        graph_hash: equal for equal graphs, shapes and types.
         training: whether backward times and training memory were measured.
         optimizer: the optimizer whose state was measured, in training.
-        optimizer_step_share: what the optimizer's step makes and frees again, in bytes per byte of
-            the gradients of a device: on GPUs torch steps all parameters of a device together.
-            Where passes keep their memory, under ``zero-bubble``, it is there beside them; else the
-            step has the memory that they are done with.
-        with_loss: whether the layer that makes the model's result has the loss, too, in its times
-            and memory.
-        batch_size: samples in the micro-batch that was measured.
-        batch_options: where the samples of a batch lie, and how its loss is reduced; taken over by
-            ``update_flow``.
-        granularity: how the layers were cut: ``auto``, ``blocks``, ``submodule``, ``fine``, a
+        optimizer_step_share: temporaries of the optimizer's step, in bytes per byte of a device's
+            gradients: on GPUs, torch steps all parameters of a device together. Under
+            ``zero-bubble``, passes keep their memory, so this adds to it; otherwise the step reuses
+            the passes' memory.
+        with_loss: whether the loss is included in the times and memory of the layer that makes the
+            model's result.
+        batch_size: samples in the measured micro-batch.
+        batch_options: batch dimensions and loss reduction; ``update_flow`` uses them.
+        granularity: how the layers were formed: ``auto``, ``blocks``, ``submodule``, ``fine``, a
             depth, or ``custom``.
-        captured: whether the graph was captured; if not, execution goes through hooks, and
-            ``not_captured_because`` says why.
-        layers: in execution order: every edge runs forwards.
+        captured: whether the graph was captured; if not, execution uses hooks, and
+            ``not_captured_because`` gives the reason.
+        not_captured_because: why the graph was not captured; empty if it was.
+        layers: in execution order: every edge points forward.
         edges: the values that cross layers.
-        colocated: groups of layers that share state and so one device.
-        tied: the parameters that several layers share. Layers that also share other state, which
-            one of them changes, are not among them.
-        cluster: the devices and links that were measured; None in a profile that is to be merged
-            with a cluster later.
+        colocated: groups of layers that share state and therefore a device.
+        tied: the parameters that several layers share, without layers that also share buffers.
+        cluster: the measured devices and links; None in a profile to be combined with a cluster
+            later.
         versions: of python, torch and placer.
     """
 
@@ -230,7 +218,7 @@ class Profile(Wire):
     versions: Annotated[dict[str, str], IN_ORDER] = {}
 
     def spread(self, kind: str) -> float:
-        """How far timings on a type of device were apart: of all layers, each counting by its time."""
+        """Return the spread of timings on a device type: the mean over layers, weighted by time."""
         times_ms = [layer.both_ms(kind) for layer in self.layers]
         apart = sum(
             ms * layer.spread.get(kind, 0.0)
@@ -239,9 +227,7 @@ class Profile(Wire):
         return apart / sum(times_ms) if apart else 0.0
 
     def unsteady(self, kind: str) -> str:
-        """What is wrong with timings that were too far apart, and the way out; empty where nothing
-        is.
-        """
+        """Return a warning about unsteady timings and its remedy; empty if they are steady."""
         apart = self.spread(kind)
         if apart <= UNSTEADY:
             return ""
@@ -252,16 +238,15 @@ class Profile(Wire):
         )
 
     def untied(self) -> Profile:
-        """Return the same profile in which layers that share parameters may be on several devices.
+        """Return the profile such that layers with shared parameters may be on several devices.
 
-        Each device that holds some of them and not the one that runs first has a copy, as in
-        execution. Its memory, and in training its gradient, count on that device. In training, the
-        time is not counted in which copies are brought up to date and gradients are added up, once
-        a step.
+        Each of these devices without the first layer has a copy, as in execution. The copy's
+        memory, and in training its gradient, count on that device. Not counted is the time to
+        update copies and to sum gradients, once per step.
 
         Returns:
-            The profile. Layers stay together that also share other state, or that ``colocated``
-            names for another reason.
+            The profile. Layers that also share buffers stay together, as do groups that
+            ``colocated`` names for other reasons.
         """
         groups = [set(tie.layers) for tie in self.tied]
         changed = {
@@ -292,7 +277,7 @@ class Profile(Wire):
         return self
 
     def _refuse_small_originals(self, place: dict[str, int]) -> None:
-        """Raise a ValueError if a layer holds less than the parameters of which others hold copies."""
+        """Raise a ValueError if a layer holds less than the parameters that others copy."""
         copied: Counter[str] = Counter()
         for tie in self.tied:
             if tie.split and place.keys() >= set(tie.layers):
@@ -307,7 +292,7 @@ class Profile(Wire):
                 )
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
-        """Say what is wrong with an edge."""
+        """Raise a ValueError that describes the fault of an edge."""
         label = f"edge from {edge.source!r}"
         refuse_unknown(label, (edge.source, *edge.targets, *edge.saved_by), place)
         for target in edge.targets:
@@ -338,9 +323,7 @@ class Profile(Wire):
         return "runs against the order of the layers; list the layers in execution order"
 
     def to_json(self) -> str:
-        """The profile as JSON with one layer, edge, device or link a line: readable, diffable and
-        small.
-        """
+        """Return the profile as compact JSON with one layer, edge, device or link per line."""
         return _lines(
             self.model_dump(mode="json", exclude_defaults=True)
             | {"schema_version": self.schema_version}
@@ -348,8 +331,9 @@ class Profile(Wire):
 
 
 def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
-    """Whether an edge is as it must be: the quick way, as a service checks many profiles of many
-    edges.
+    """Return whether an edge is valid.
+
+    A fast check, since a service validates many profiles with many edges.
     """
     source, targets = edge.source, edge.targets
     start = place.get(source, MAX_LAYERS)
@@ -365,13 +349,13 @@ def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
 
 
 def _rest_runs_well(edge: Edge, place: dict[str, int]) -> bool:
-    """Whether what is said of the rest of a storage can be so."""
+    """Return whether ``rest_until`` is consistent with the targets."""
     *_, before, last = -1, *sorted({place[target] for target in edge.targets})
     return before >= 0 and (not edge.rest_until or before < place.get(edge.rest_until, -1) <= last)
 
 
 def _path(successors: dict[str, list[str]], start: str, goal: str) -> list[str]:
-    """A path from ``start`` to ``goal``, both included, or nothing."""
+    """Return a path from ``start`` to ``goal``, both included; empty without one."""
     came_from: dict[str, str | None] = {start: None}
     stack = [start]
     while stack:
@@ -389,9 +373,7 @@ def _path(successors: dict[str, list[str]], start: str, goal: str) -> list[str]:
 
 
 def _lines(content: dict[str, Any], depth: int = 0) -> str:
-    """JSON in which every element of a list, and every scalar of an outer object, is a line of its
-    own.
-    """
+    """Return JSON with one line for every list element and every scalar of an outer object."""
     pad = " " * (depth + 1)
     rows = []
     for key, value in content.items():

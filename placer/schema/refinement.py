@@ -1,4 +1,4 @@
-"""What measuring a placement's stages showed, round by round."""
+"""The rounds of a refinement."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ Ended = Literal["settled", "repeated", "rounds"]
 
 
 class StageTime(Wire):
-    """One stage for one micro-batch: what the profile said, and what its passes took when they ran
-    as a whole.
+    """Predicted and measured times of one stage for one micro-batch.
 
     Attributes:
         device: where it runs.
         layers: its layers, in execution order.
         predicted_forward_ms: by the profile of the round.
-        predicted_backward_ms: both halves.
-        forward_ms: measured, with the loss in the last stage.
-        backward_ms: measured, both halves, with that of the loss in the last stage.
-        weights_ms: the part of ``backward_ms`` that gradients of parameters take; None where it was
-            not told apart.
-        loss_forward_ms: the part of ``forward_ms`` that is the loss.
-        loss_backward_ms: the part of ``backward_ms`` that is the loss.
-        compiled: what ``torch.compile`` gained; empty where the stage was measured without it.
-        not_compiled_because: why so, where it was asked for.
+        predicted_backward_ms: by the profile of the round, the whole backward pass.
+        forward_ms: measured; the last stage includes the loss.
+        backward_ms: measured, the whole backward pass; the last stage includes the loss.
+        weights_ms: the part of ``backward_ms`` for gradients of parameters; None if not measured
+            separately.
+        loss_forward_ms: the part of ``forward_ms`` for the loss.
+        loss_backward_ms: the part of ``backward_ms`` for the loss.
+        compiled: the gain of ``torch.compile``; empty if the stage was not compiled.
+        not_compiled_because: why a requested compilation failed.
     """
 
     device: Name
@@ -47,23 +46,23 @@ class StageTime(Wire):
 
     @property
     def predicted_ms(self) -> float:
-        """Forward and backward, by the profile."""
+        """Return the predicted time of both passes."""
         return self.predicted_forward_ms + self.predicted_backward_ms
 
     @property
     def measured_ms(self) -> float:
-        """Forward and backward, measured."""
+        """Return the measured time of both passes."""
         return self.forward_ms + self.backward_ms
 
 
 class Round(Wire):
-    """One placement, as it was predicted and as it was measured.
+    """One placement, predicted and measured.
 
     Attributes:
         placement: the placement.
-        stages: its stages, in the order in which they run.
+        stages: its stages, in execution order.
         predicted_value: its objective by the profile that it was solved with.
-        measured_value: its objective by the profile as these measurements correct it.
+        measured_value: its objective by the profile after correction.
     """
 
     placement: Placement
@@ -73,14 +72,14 @@ class Round(Wire):
 
 
 class Refinement(Wire):
-    """What ``placer.refine`` found.
+    """The result of ``placer.refine``.
 
     Attributes:
-        placement: the best of those measured, with the loads and the objective that were measured.
+        placement: the best measured placement, with measured loads and objective.
         profile: the profile, corrected by the last measurements.
-        rounds: one for each placement that was measured.
-        ended: ``settled``: solving again moves no layer, or gains too little; ``repeated``: it
-            leads back to a placement that was measured before; ``rounds``: as many as were allowed.
+        rounds: one for each measured placement.
+        ended: ``settled``: solving again moves no layer or gains too little; ``repeated``: it
+            returns to a measured placement; ``rounds``: the maximum number of rounds was reached.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
@@ -90,5 +89,5 @@ class Refinement(Wire):
     ended: Ended
 
     def to_json(self) -> str:
-        """The refinement as readable JSON."""
+        """Return the refinement as readable JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=1)

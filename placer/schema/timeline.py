@@ -1,6 +1,4 @@
-"""The predicted timeline of a batch: when each device works on which micro-batch, and what passes
-between devices.
-"""
+"""The predicted timeline of a batch: passes on devices, and transfers between them."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ class TimelinePass(Wire):
     Attributes:
         device: where it runs.
         stage: from 0, in pipeline order; a device may have several.
-        phase: ``weights`` is the part of a backward pass that zero-bubble schedules do later.
+        phase: ``weights`` is a weight-gradient pass, which zero-bubble schedules defer.
         micro_batch: from 0.
-        start_ms: from the start of the batch.
-        end_ms: from the same.
+        start_ms: since the start of the batch.
+        end_ms: since the start of the batch.
     """
 
     device: Name
@@ -34,7 +32,7 @@ class TimelinePass(Wire):
 
 
 class TimelineCopy(Wire):
-    """What one device sends to another for one micro-batch.
+    """A transfer between two devices for one micro-batch.
 
     Attributes:
         source: the device that sends.
@@ -43,8 +41,8 @@ class TimelineCopy(Wire):
         target_stage: the stage that receives.
         carries: values, or their gradients.
         micro_batch: from 0.
-        start_ms: from the start of the batch.
-        end_ms: from the same.
+        start_ms: since the start of the batch.
+        end_ms: since the start of the batch.
     """
 
     source: Name
@@ -58,14 +56,14 @@ class TimelineCopy(Wire):
 
 
 class DeviceTime(Wire):
-    """How a device spends a batch.
+    """How a device spends the time of a batch.
 
     Attributes:
         device: its name.
-        busy_ms: it computes passes.
-        idle_ms: it waits, from the first pass of the batch to the last one on any device: the
+        busy_ms: time of its passes.
+        idle_ms: waiting time between the first and the last pass of the batch on any device: the
             bubble.
-        optimizer_ms: its optimizer's step, after the last pass on any device.
+        optimizer_ms: time of its optimizer step, after the last pass on any device.
     """
 
     device: Name
@@ -75,24 +73,23 @@ class DeviceTime(Wire):
 
 
 class Timeline(Wire):
-    """A batch as the schedule has it, simulated from the profile's times.
+    """A batch simulated from the profile's times.
 
     Attributes:
         id: of the placement.
         schedule: the order of micro-batches.
         training: whether there are backward passes.
         chunks: micro-batches in a batch.
-        shown_chunks: micro-batches in the batch that is simulated: fewer, where all are too many to
-            be shown.
-        step_ms: from the start of the first pass to the end of the last optimizer's step. Of
-            objective ``step`` it is the placement's ``step.alone_ms``, unless fewer micro-batches
-            are shown.
-        single_device_ms: the shown micro-batches one after another and the optimizer's step, on the
-            best single device; None if the placement names no such device.
-        bubble: the share of the devices' time that is idle while micro-batches run, from 0 to 1.
-        devices: those that hold layers, in pipeline order.
-        passes: by start.
-        copies: by start.
+        shown_chunks: micro-batches in the simulated batch; fewer if all are too many to show.
+        step_ms: from the start of the first pass to the end of the last optimizer step. Under the
+            objective ``step``, it equals the placement's ``step.alone_ms`` unless fewer
+            micro-batches are shown.
+        single_device_ms: time of the shown micro-batches and the optimizer step on the best single
+            device; None if the placement names no such device.
+        bubble: the idle share of the devices' time while micro-batches run, from 0 to 1.
+        devices: the devices that hold layers, in pipeline order.
+        passes: ordered by start.
+        copies: ordered by start.
     """
 
     schema_version: Literal["1"] = SCHEMA_VERSION
