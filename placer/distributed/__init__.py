@@ -1,4 +1,4 @@
-"""A placement beyond one process: on torch.distributed.pipelining, under torchrun.
+"""Placements on several processes: torch.distributed.pipelining, started by torchrun.
 
 In every process::
 
@@ -7,8 +7,8 @@ In every process::
     loss = pipeline.step(inputs, target)
     optimizer.step()
 
-Read ``layer_functions.py`` first; ``stage_line.py`` has the stages, ``ranks.py`` the processes,
-``pipeline.py`` what a user holds.
+Reading order: ``layer_functions.py``, ``stage_line.py`` for the stages, ``ranks.py`` for the
+processes, ``pipeline.py`` for the user's interface.
 """
 
 from placer.utils.extras import extra

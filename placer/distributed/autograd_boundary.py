@@ -1,12 +1,12 @@
-"""The two ends of a stage's autograd graph.
+"""The entrance and the exit of a stage's autograd graph.
 
-    received leaves ──▶ Entrance ──▶ layers ──▶ Exit ──▶ what is sent
+    received leaves ──▶ Entrance ──▶ layers ──▶ Exit ──▶ sent values
                             └───────── token ────┘
 
-The token joins both ends, so that every received value gets a gradient, if only of zeros, whenever
-any sent one does: the stage before waits for it. Where the loss may depend on some of the values
-alone, marks cross beside them, whose gradient says for which: the stage before lets nothing flow
-back from the others.
+The token connects both ends. Every received value thus gets a gradient, of zeros if necessary,
+whenever a sent value does, because the previous stage waits for it. If the loss may depend on only
+some of the values, marks are sent along with them. The gradient of the marks states which values
+received a gradient; the previous stage blocks the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from torch import Tensor
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets layers write in place to what was received: a leaf of autograd may not be written to."""
+    """An identity that lets layers write to received values in place.
+
+    Autograd forbids in-place writes to leaves.
+    """
 
     @staticmethod
     def forward(
@@ -53,9 +56,7 @@ class _Entrance(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Hands on what is sent as tensors of their own, each of which asks for a gradient where the
-    token does.
-    """
+    """An identity whose outputs require a gradient whenever the token does."""
 
     @staticmethod
     def forward(
@@ -76,27 +77,26 @@ class _Exit(torch.autograd.Function):
 def enter(
     leaves: Sequence[Tensor], flows: Sequence[bool], marked: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """The token, and the received values for the layers to read.
+    """Return the token, and the received values for the layers to read.
 
     Args:
-        leaves: as they were received, at least one.
-        flows: for each whether a gradient flows back through it; the others get a gradient of
-            zeros.
-        marked: whether the last one is the marks: its gradient says for each that flows whether a
-            gradient came.
+        leaves: the received tensors, at least one.
+        flows: for each, whether a gradient flows back through it; others get zeros.
+        marked: whether the last leaf is the marks: its gradient states for each flowing leaf
+            whether a gradient came.
     """
     token, *inside = _Entrance.apply(tuple(flows), marked, *leaves)  # type: ignore[no-untyped-call]
     return token, inside
 
 
 def leave(token: Tensor, values: Sequence[Tensor], marks: Sequence[int] = ()) -> list[Tensor]:
-    """What is sent, each asking for a gradient where anything that was received or trained does.
+    """Return the tensors to send, which require a gradient if any received or trained tensor does.
 
     Args:
-        token: of the entrance.
+        token: from ``enter``.
         values: to send.
-        marks: the positions of the values that the marks, which are the last of them, speak of;
-            none without marks.
+        marks: the positions of the values that the marks, the last value, describe; empty without
+            marks.
     """
     return list(_Exit.apply(tuple(marks), token, *values)) if values else []  # type: ignore[no-untyped-call]
 

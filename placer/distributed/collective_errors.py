@@ -1,6 +1,4 @@
-"""What all processes of a group do or fail at together: one that failed alone would let the others
-wait for ever.
-"""
+"""Collective success or failure: a process that failed silently would block the others."""
 
 from __future__ import annotations
 
@@ -17,18 +15,18 @@ from placer.errors import InputError
 
 @contextmanager
 def together(group: dist.ProcessGroup | None, work: str) -> Iterator[None]:
-    """Where something fails in one process alone, the others are told so.
+    """Report a failure of one process to all others.
 
     Args:
-        group: the processes; each of them must come here.
-        work: what is done, for messages: "build its part".
+        group: the processes, all of which must enter this block.
+        work: a description for messages, such as "build its part".
 
     Raises:
-        InputError: another process failed; in that one, what it failed with.
+        InputError: if another process failed; the failed process raises its own error.
     """
     try:
         yield
-    except Exception as error:  # whatever comes of a user's model, files and memory
+    except Exception as error:  # a user's model, files and memory may raise anything
         gathered(f"{type(error).__name__}: {error}", group)
         raise
     for rank, message in enumerate(gathered(None, group)):
@@ -37,7 +35,7 @@ def together(group: dist.ProcessGroup | None, work: str) -> Iterator[None]:
 
 
 def gathered(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every process has to say."""
+    """Return the object of every process, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with _on_its_own_gpu(Process.here(dist.get_rank(group))):
         dist.all_gather_object(everyone, here, group=group)
@@ -45,10 +43,10 @@ def gathered(here: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def gpus() -> int:
-    """How many GPUs this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _on_its_own_gpu(process: Process) -> Any:
-    """NCCL needs a GPU for every process, before it is known which one the placement gives it."""
+    """Make one GPU per process current, which NCCL requires before placements are known."""
     return torch.cuda.device(process.local_rank if process.local_rank < gpus() else -1)

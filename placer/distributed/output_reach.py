@@ -1,8 +1,7 @@
-"""Which of the model's results each value leads to: what leads to none has no gradient, and none is
-sent back for it.
+"""The model outputs that each value influences; without any, no gradient is sent back for it.
 
-Zeros in its place would have weight decay and momentum change weights that the unsplit model leaves
-as they are, and 0 times infinity is no number.
+Zeros instead of no gradient would let weight decay and momentum change weights that the unsplit
+model leaves unchanged, and 0 times infinity is NaN.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ class Flows:
     """The values that gradients flow back through.
 
     Attributes:
-        results: for each of them the model's results that a gradient may come from; empty without
-            training.
+        results: for each of them, the model outputs that it influences; empty without training.
     """
 
     results: Mapping[str, frozenset[str]]
 
     @classmethod
     def of(cls, graph: LayerGraph, operations: fx.Graph) -> Flows:
-        """Those of a layer graph in training.
+        """Return the values of a layer graph that gradients flow through in training.
 
         Args:
             graph: the layers.
-            operations: what they were made of: a value has the name of the operation that gives it.
+            operations: the operations of the layers; a value has the name of its operation.
         """
         found = _found(
             operations, {name for name in graph.outputs if graph.values[name].requires_grad}
@@ -50,30 +48,33 @@ class Flows:
         )
 
     def through(self, name: str) -> bool:
-        """Whether a gradient flows back through that value."""
+        """Return whether a gradient flows back through a value."""
         return name in self.results
 
     def depend(self, names: Sequence[str]) -> bool:
-        """Whether it depends on the loss through which of these values gradients come: not all lead
-        to every result.
+        """Return whether the loss determines which of these values receive gradients.
+
+        This is the case if some of them do not influence all outputs.
         """
         everything = frozenset[str]().union(*self.results.values())
         return any(self.results[name] != everything for name in names if self.through(name))
 
 
 def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]:
-    """By operation, the results that it leads to: more, but none too few, where operations write in
-    place.
+    """Return for each operation the outputs that it influences.
+
+    In-place operations make this an over-approximation.
     """
     nodes = list(operations.nodes)
     shared, homes = _storages(nodes)
     found: dict[fx.Node, set[str]] = {node: {node.name} & results for node in nodes}
     changed = True
+    # a fixed point: in-place writes create cycles, so one reverse sweep is not enough
     while changed:
         changed = False
         for node in reversed(nodes):
             ways = [user for user in node.users if _differentiable(user)]
-            # What is written goes on in everything that has the same storage.
+            # a write influences everything that shares the storage
             ways += [
                 other
                 for target in written_arguments(node)
@@ -87,7 +88,7 @@ def _found(operations: fx.Graph, results: set[str]) -> dict[str, frozenset[str]]
 
 
 def _differentiable(node: fx.Node) -> bool:
-    """Whether a gradient of the result may come back to what it was made of."""
+    """Return whether a gradient of the result can flow back to the operands."""
     example = node.meta.get("val")
     return (
         node.op == "call_function"
@@ -101,10 +102,10 @@ def _differentiable(node: fx.Node) -> bool:
 def _storages(
     nodes: Sequence[fx.Node],
 ) -> tuple[dict[Any, list[fx.Node]], dict[fx.Node, list[Any]]]:
-    """The nodes that may share each storage, and the storages of each node; one of the state goes
-    by its name.
+    """Return the nodes of each storage, and the storages of each node.
 
-    What is detached has a storage of its own: no gradient goes from one to the other.
+    State is identified by its name. A detached result counts as a storage of its own, because no
+    gradient connects the two.
     """
     roots = storage_roots([node for node in nodes if _differentiable(node)])
     shared: dict[Any, list[fx.Node]] = {}

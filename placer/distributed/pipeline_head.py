@@ -1,4 +1,4 @@
-"""The end of the line: the loss, or the outputs, of each micro-batch."""
+"""The last stage's head: the loss, or the outputs, of each micro-batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from placer.executor.training.loss.loss_weights import Goals, Weighing
 
 
 class Head:
-    """From the last stage's flat outputs to what the user knows.
+    """The conversion of the last stage's flat outputs to the loss or the model's result.
 
     Args:
         loss_fn: the loss of a micro-batch; None without training.
@@ -32,10 +32,10 @@ class Head:
         joining: how results of micro-batches are joined.
         sizes: samples in each micro-batch.
         device: of this process.
-        elsewhere: the model's parameters that belong to other processes, their names by identity.
+        elsewhere: names of the model's parameters in other processes, by identity.
 
     Attributes:
-        targets: of each micro-batch; None where the library was given the target itself.
+        targets: of each micro-batch; None if the library was given the target itself.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Head:
         self._late = LateCounts()
 
     def take(self, target: Any) -> None:
-        """Take the target of a batch.
+        """Set the target of a batch.
 
         Raises:
-            InputError: it is of another batch.
+            InputError: if it has another batch size.
         """
         assert self._loss_fn is not None
         goals = self._loss_fn.goals(None, target, sum(self._sizes), len(self._sizes) > 1)
         if len(self._sizes) > 1:
             self._loss_fn.tell_of_labels(goals.leaves)
         labels = goals.leaves, goals.layout, self._sizes
-        # One of torch's own means has its own weights for every batch.
+        # torch's own mean losses determine their weights for every batch
         is_exact = getattr(self._loss_fn.options.weigh, "may_give_none", False)
         waits = not is_exact and self._late.is_due(None, *labels, self._uneven)
         self._now = uneven(*labels, waits=waits)
@@ -90,13 +90,13 @@ class Head:
 
         Args:
             output: of the last stage.
-            target: the number of the micro-batch, or, where a user drives the schedule, its part of
-                the target.
+            target: the number of the micro-batch, or its target if a user runs the schedule
+                directly.
 
         Raises:
-            InputError: the loss is no number, no gradient comes from it, or it reads what is
-                trained elsewhere.
-            StageError: it failed.
+            InputError: if the loss is not a number, has no gradient, or reads a parameter of
+                another process.
+            StageError: if it failed.
         """
         assert self._loss_fn is not None
         number, goal = (
@@ -105,7 +105,7 @@ class Head:
         try:
             result = self.result(output)
             loss, values = self._loss_fn(result, goal)
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             raise explain(error, Place(number, "forward", 0, 0, self._device, "(loss)")) from error
         require_real_number(loss)
         require_gradient(loss)
@@ -115,20 +115,18 @@ class Head:
         return loss * self._loss_fn.shares(self._sizes)[number]
 
     def collect(self, wanted: bool) -> None:
-        """Keep the results of micro-batches from now on, for ``compare``, or no longer."""
+        """Start or stop keeping the results of micro-batches for ``compare``."""
         self._made = [] if wanted else None
 
     def has_other_labels(self) -> bool:
-        """Return whether the micro-batches of a target have unequal numbers of labels, as in no
-        batch before.
-        """
+        """Return whether the numbers of labels are unequal in a new way."""
         return not self._now <= self._uneven
 
     def compare(self, losses: Sequence[Tensor]) -> None:
-        """Compare the losses of all micro-batches with that of the whole batch.
+        """Compare the combined losses of micro-batches with the loss of the whole batch.
 
         Raises:
-            BatchError: it is another.
+            BatchError: if they differ.
         """
         if (
             losses
@@ -151,8 +149,9 @@ class Head:
             self._uneven |= uneven(goals.leaves, goals.layout, self._sizes, waits=True)
 
     def _refuse_elsewhere(self, loss: Tensor) -> None:
-        """Once: what a loss reads by itself of another process's parameters is neither up to date
-        nor trained.
+        """Raise an InputError, once, if the loss reads a parameter of another process.
+
+        Such a parameter would be neither current nor trained here.
         """
         known, self._elsewhere = self._elsewhere, None
         if known is not None:
@@ -164,11 +163,11 @@ class Head:
                 )
 
     def result(self, output: Any) -> Any:
-        """What the model returns, from the last stage's output."""
+        """Return the model's result from the last stage's output."""
         return self._structure.unflatten(self._leaves(output))
 
     def join(self, outputs: Sequence[Any]) -> Any:
-        """Return the results of all micro-batches as one.
+        """Join the results of all micro-batches.
 
         Args:
             outputs: of the last stage, by micro-batch.

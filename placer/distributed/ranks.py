@@ -1,16 +1,15 @@
-"""Which process has which device: the devices of a placement, and the processes that torchrun
-started.
+"""The assignment of a placement's devices to the processes that torchrun started.
 
-    placement made for several hosts        processes                       mapping
-    host0/cuda:0  host0/cuda:1              rank 0, 1 on the first node     rank 0: cuda:0   rank 1: cuda:1
-    host1/cuda:0  host1/cuda:1              rank 2, 3 on the second         rank 2: cuda:0   rank 3: cuda:1
+    placement for several hosts             processes                    mapping
+    host0/cuda:0  host0/cuda:1              rank 0, 1 on the first node  rank 0: cuda:0, 1: cuda:1
+    host1/cuda:0  host1/cuda:1              rank 2, 3 on the second      rank 2: cuda:0, 3: cuda:1
 
-A device is named ``HOST/DEVICE``, or, where all are of one host, ``DEVICE``. Hosts are matched with
-nodes by name where every host of the placement is the name of a node, else in order: the first host
-by name (numbers counted as numbers) is the node with the lowest rank. On a node, the device with
-the lowest index belongs to the process with the lowest rank. So where a placement uses all devices,
-rank and device agree as torchrun users expect: ``cuda:LOCAL_RANK``. Where only some of a node's
-processes run the pipeline, and others its replicas, each takes ``cuda:LOCAL_RANK`` itself.
+A device is named ``HOST/DEVICE``, or ``DEVICE`` if there is one host. Hosts match nodes by name if
+every host of the placement names a node. Otherwise they match in order: the first host by name (in
+natural order) is the node with the lowest rank. On a node, the device with the lowest index belongs
+to the process with the lowest rank. So if a placement uses all devices, rank and device agree as
+torchrun users expect: ``cuda:LOCAL_RANK``. If only some of a node's processes run the pipeline and
+others its replicas, each takes ``cuda:LOCAL_RANK``.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from placer.errors import PlacementError
 from placer.utils.units import count_text
 
 SEPARATOR = "/"
-"""Between host and device: ``host0/cuda:1``."""
+"""Separator of host and device: ``host0/cuda:1``."""
 
 
 class Process(NamedTuple):
-    """Where a process runs.
+    """The location of a process.
 
     Attributes:
         host: the name of its machine.
-        node: the number of its node, as torchrun counts them; two nodes may be one machine.
-        local_rank: which of its node's processes it is.
+        node: the number of its node, as torchrun counts; two nodes may share a machine.
+        local_rank: its rank within the node.
     """
 
     host: str
@@ -43,19 +42,20 @@ class Process(NamedTuple):
 
     @classmethod
     def here(cls, rank: int) -> Process:
-        """This process, by what torchrun tells it; without torchrun all processes of a machine are
-        one node.
+        """Return this process, from torchrun's environment variables.
+
+        Without torchrun, all processes of a machine form one node.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(hardware.host_name(), int(os.environ.get("GROUP_RANK", 0)), local_rank)
 
 
 class Seat(NamedTuple):
-    """What one process is given.
+    """The device of one process.
 
     Attributes:
-        device: as the placement names it.
-        local: the same on the process's own machine, as torch names it.
+        device: its name in the placement.
+        local: torch's name of it on the process's machine.
     """
 
     device: str
@@ -63,22 +63,20 @@ class Seat(NamedTuple):
 
 
 def host_of(device: str) -> str:
-    """The host in a device's name; empty where it has none."""
+    """Return the host in a device's name; empty without one."""
     return device.rpartition(SEPARATOR)[0]
 
 
 def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
-    """The device of every process.
+    """Return the device of every process, by rank.
 
     Args:
-        devices: those of a placement, in any order, each once.
+        devices: the distinct devices of a placement, in any order.
         processes: by rank.
 
-    Returns:
-        By rank.
-
     Raises:
-        PlacementError: there are not as many processes as devices, in all or on a host.
+        PlacementError: if the number of processes differs from the number of devices, in total or
+            on a host.
     """
     if len(devices) != len(processes):
         raise PlacementError(
@@ -119,12 +117,11 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
 
 
 def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
-    """Raise a PlacementError, the same in every process, if one does not see the GPU that it is
-    given.
+    """Raise a PlacementError, equal in every process, if one does not see its GPU.
 
     Args:
         seated: the device of every process.
-        counts: how many GPUs each process sees.
+        counts: number of GPUs that each process sees.
     """
     for rank, (seat, count) in enumerate(zip(seated, counts, strict=True)):
         kind, _, index = seat.local.partition(":")
@@ -139,9 +136,7 @@ def refuse_missing_gpus(seated: Sequence[Seat], counts: Sequence[int]) -> None:
 def _without_hosts(
     devices: Sequence[str], processes: Sequence[Process], nodes: Sequence[tuple[int, ...]]
 ) -> list[Seat]:
-    """Devices in order of index, processes in order of rank; over several nodes, counted through
-    all of them.
-    """
+    """Return devices by index for processes by rank, counted through all nodes."""
     ordered = sorted(devices, key=_natural)
     if len(nodes) == 1:
         found = _on_a_node(ordered, nodes[0], processes)
@@ -155,7 +150,8 @@ def _without_hosts(
 def _on_a_node(
     devices: Sequence[str], ranks: Sequence[int], processes: Sequence[Process]
 ) -> dict[int, Seat]:
-    """The devices of a host, in order of index, for the processes of a node."""
+    """Return the devices of a host, by index, for the processes of a node."""
+    # if some processes of the node are outside the pipeline, each uses cuda:LOCAL_RANK
     everyone = sorted(processes[rank].local_rank for rank in ranks) == list(range(len(ranks)))
     return {
         rank: Seat(
@@ -166,12 +162,12 @@ def _on_a_node(
 
 
 def _own(device: str, process: Process) -> str:
-    """The device of that kind that torchrun means a process to have."""
+    """Return the device of this kind that torchrun assigns to a process."""
     return f"{device.rpartition(SEPARATOR)[2].partition(':')[0]}:{process.local_rank}"
 
 
 def _nodes(processes: Sequence[Process]) -> list[tuple[int, ...]]:
-    """The ranks of each node, the node with the lowest rank first."""
+    """Return the ranks of each node, the node with the lowest rank first."""
     found: dict[tuple[int, str], list[int]] = {}
     for rank, process in enumerate(processes):
         found.setdefault((process.node, process.host), []).append(rank)
@@ -183,7 +179,7 @@ def _processes(found: Sequence[object]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts ``host2`` before ``host10``."""
+    """Return a sort key in natural order: ``host2`` before ``host10``."""
     return [
         (0, int(part), "") if part.isdecimal() else (1, 0, part)
         for part in re.split(r"(\d+)", name)

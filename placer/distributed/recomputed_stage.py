@@ -1,8 +1,10 @@
-"""A stage that keeps nothing of a micro-batch but what entered it, and runs forwards once more in
-its backward pass.
+"""Activation recomputation of a stage: it saves only its inputs and runs forward again.
 
-Random numbers and buffers are in the second pass what they were in the first. A stage that keeps
-its activations has no second pass, and its backward pass reads buffers as they were in the first.
+    forward:   run, discard activations
+    backward:  restore RNG state and buffers ─▶ run again ─▶ gradients
+
+Random numbers and buffers have the same values in both runs. A stage that saves its activations has
+no second run; its backward pass reads buffers as they were in the forward pass.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 StateTable = tuple[dict[str, Tensor | None], str]
-"""Where a tensor of a module is found: a table and a key."""
+"""The location of a module's tensor: a table and a key."""
 
 
 def recomputed(
@@ -26,11 +28,11 @@ def recomputed(
     inputs: Sequence[Any],
     changed: Sequence[StateTable],
 ) -> list[Any]:
-    """``compute(inputs)``, whose activations are made again when the backward pass needs them.
+    """Return ``compute(inputs)``, whose activations are recomputed in the backward pass.
 
     Args:
-        compute: from what entered to what leaves; it may write to what it is given.
-        inputs: what entered.
+        compute: the stage, from inputs to outputs; it may write to its inputs.
+        inputs: the received values.
         changed: the buffers that it changes.
     """
     before = [_copied(table[key]) for table, key in changed]
@@ -39,6 +41,7 @@ def recomputed(
     def run(*entered: Any) -> list[Any]:
         nonlocal passes
         passes += 1
+        # the second run must see the buffers of the first, and must not update them again
         with nullcontext() if passes == 1 else _as_before(changed, before):
             return compute([_copied(value) for value in entered])
 
@@ -48,10 +51,9 @@ def recomputed(
 
 @contextmanager
 def kept_apart(changed: Sequence[StateTable]) -> Iterator[None]:
-    """Let a micro-batch have copies of buffers, and write back what it changes in them.
+    """Give a micro-batch copies of buffers, and write its changes back.
 
-    Its backward pass may read them, when micro-batches behind it will have changed the buffers
-    further.
+    Its backward pass may read them after later micro-batches have changed the buffers.
 
     Args:
         changed: the buffers that it changes.
@@ -68,7 +70,7 @@ def kept_apart(changed: Sequence[StateTable]) -> Iterator[None]:
 
 @contextmanager
 def _as_before(changed: Sequence[StateTable], before: Sequence[Any]) -> Iterator[None]:
-    """Let the buffers be copies of what they were; what is written to those is forgotten."""
+    """Replace the buffers by copies of earlier values; changes of the copies are discarded."""
     real = [table[key] for table, key in changed]
     for (table, key), kept in zip(changed, before, strict=True):
         table[key] = _copied(kept)

@@ -1,13 +1,13 @@
-"""Our schedules, as torch.distributed.pipelining has them.
+"""The schedule classes of torch.distributed.pipelining for Placer's schedules.
 
-    schedule      one stage a device              several stages a device
+    schedule      one stage per device            several stages per device
     fill-drain    ScheduleGPipe                   ScheduleLoopedBFS
     1f1b          Schedule1F1B                    ScheduleInterleaved1F1B
     interleaved   -                               ScheduleInterleaved1F1B
     zero-bubble   ScheduleInterleavedZeroBubble   ScheduleInterleavedZeroBubble
 
-The library puts stage ``i`` into process ``i % processes`` of its group. Where the devices of the
-line are in another order than the processes, its stages are told so.
+The library assigns stage ``i`` to process ``i % processes``. If the devices of the line have
+another order than the processes, the stages are given the actual mapping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LibrarySchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def splits(schedule: str) -> bool:
-    """Whether weight gradients are a pass of their own."""
+    """Return whether weight gradients have a pass of their own."""
     return schedule == "zero-bubble"
 
 
@@ -47,19 +47,19 @@ def make(
     chunks: int,
     loss: Callable[..., Tensor] | None,
 ) -> LibrarySchedule:
-    """The library's schedule over this process's stages.
+    """Return the library's schedule of this process's stages.
 
     Args:
         schedule: one of ``SCHEDULES``.
-        stages: of this process, in the order of the line.
+        stages: of this process, in order.
         ranks: the group rank of each device in the line.
         position: of this process's device in the line.
         chunks: micro-batches in a batch.
-        loss: from the last stage's output and a target to a number whose sum over micro-batches is
-            the batch's loss; None to run forwards alone.
+        loss: a function from the last stage's output and a target to the micro-batch's share of the
+            loss; None for inference.
 
     Raises:
-        InputError: the schedule cannot have so many micro-batches.
+        InputError: if the schedule does not support this number of micro-batches.
     """
     check(schedule, chunks, len(ranks), len(stages))
     many = len(stages) > 1 or (splits(schedule) and loss is not None)
@@ -73,13 +73,13 @@ def make(
     for stage in stages:
         stage.stage_index_to_group_rank = where
     if many:
-        made.rank = position  # which row of the order of passes is this process's
+        made.rank = position  # selects this process's row of the schedule
     result: LibrarySchedule = made
     return result
 
 
 def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
-    """Raise an InputError for a schedule that is not known, or cannot have so many micro-batches."""
+    """Raise an InputError for an unknown schedule or an unsupported number of micro-batches."""
     if schedule not in SCHEDULES:
         raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
     require_chunks(chunks)
@@ -103,7 +103,7 @@ def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
 
 
 def _single(schedule: str, chunks: int, devices: int) -> type[PipelineScheduleSingle]:
-    # With fewer micro-batches than stages 1F1B is fill-drain, and the library refuses it.
+    # With fewer micro-batches than stages, 1F1B equals fill-drain, and the library rejects it.
     return Schedule1F1B if schedule == "1f1b" and chunks >= devices else ScheduleGPipe
 
 

@@ -1,15 +1,16 @@
-"""Stages in a line: what each runs, what arrives at it and what leaves it.
+"""The stages of a pipeline as a line: layers, received values and sent values.
 
-torch.distributed.pipelining sends from each stage to the next alone. A value that skips stages goes
-through them:
+torch.distributed.pipelining sends only to the next stage. A value that skips stages passes through
+them:
 
-    x ─▶ stage 0 ─(a, skip)─▶ stage 1 ─(b, skip)─▶ stage 2        stage 1 does not read skip, and hands it on
+    x ─▶ stage 0 ─(a, skip)─▶ stage 1 ─(b, skip)─▶ stage 2        stage 1 only forwards skip
 
-Stage ``i`` runs in process ``i % processes`` of the pipeline. Where the layers of a device cannot be one stage, the
-line goes round the devices more than once, and a device that has nothing to run in a round hands on what passes::
+Stage ``i`` runs in process ``i % processes``. If the layers of a device cannot form one stage, the
+line visits the devices in several rounds. A device without layers in a round forwards values::
 
-    layers on    d0  d1  d0  d2        stages   d0  d1  -   d0  -   d2        d2 hands on in the first round,
-                                                └──round 1─┘└──round 2─┘       d1 in the second
+    layers on    d0  d1  d0  d2        stages   d0  d1  -   d0  -   d2        d2 forwards in round
+    1,
+                                                └──round 1─┘└──round 2─┘      d1 in round 2
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class LineStage:
 
     Attributes:
         device: where it runs.
-        layers: positions in the graph's layers, in execution order; none where it only hands on.
-        arrives: the values that it is sent, in order.
-        leaves: the values that it sends on, in order; of the last stage, what the model returns.
+        layers: positions in the graph's layers, in execution order; empty if it only forwards
+            values.
+        arrives: the received values, in order.
+        leaves: the sent values, in order; in the last stage, the model's outputs.
     """
 
     device: str
@@ -42,14 +44,13 @@ class LineStage:
 
 @dataclass(frozen=True)
 class Line:
-    """A model as stages in a line.
+    """A model as a line of stages.
 
     Attributes:
         devices: in the order of the line: stage ``i`` is on ``devices[i % len(devices)]``.
         stages: from the inputs to the outputs.
-        reordered: whether layers run in another order than in the model, so that a value that is
-            written to in place might be sent only afterwards: what is sent must then be copied when
-            it is made.
+        reordered: whether layers run in another order than in the model. A value could then be
+            written in place before it is sent, so sent values are copied when they are made.
     """
 
     devices: tuple[str, ...]
@@ -58,16 +59,16 @@ class Line:
 
     @property
     def rounds(self) -> int:
-        """How often the line goes round the devices: stages on each device."""
+        """Return the number of stages on each device."""
         return len(self.stages) // len(self.devices)
 
 
 def line(graph: LayerGraph, places: Sequence[str]) -> Line:
-    """Cut a layer graph into stages in a line.
+    """Divide a layer graph into a line of stages.
 
     Args:
         graph: the layers, in execution order.
-        places: the device of each.
+        places: the device of each layer.
     """
     runs = [
         (device, tuple(run)) for device, run in groupby(range(len(places)), key=places.__getitem__)
@@ -90,7 +91,7 @@ def line(graph: LayerGraph, places: Sequence[str]) -> Line:
 def _one_stage_each(
     graph: LayerGraph, places: Sequence[str], devices: Sequence[str]
 ) -> tuple[str, ...] | None:
-    """An order of the devices in which every value runs forwards; None where there is none."""
+    """Return an order of the devices in which every value flows forward; None without one."""
     device_of = {
         name: place
         for layer, place in zip(graph.layers, places, strict=True)
@@ -111,9 +112,7 @@ def _one_stage_each(
 def _rounds(
     runs: Sequence[tuple[str, tuple[int, ...]]], devices: Sequence[str]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """The runs with empty stages between them, so that stage ``i`` is on ``devices[i %
-    len(devices)]``.
-    """
+    """Insert empty stages, so that stage ``i`` is on ``devices[i % len(devices)]``."""
     stages: list[tuple[str, tuple[int, ...]]] = []
     for device, run in runs:
         while devices[len(stages) % len(devices)] != device:
@@ -127,7 +126,10 @@ def _rounds(
 def _with_values(
     graph: LayerGraph, runs: Sequence[tuple[str, tuple[int, ...]]]
 ) -> tuple[LineStage, ...]:
-    """Every value is on its way from the stage that makes it to the last one that reads it."""
+    """Return the stages with the values between them.
+
+    A value travels from the stage that makes it to the last stage that reads it.
+    """
     made = dict.fromkeys(graph.inputs, -1)
     needed = dict.fromkeys(graph.outputs, len(runs) - 1)
     for index, (_, run) in enumerate(runs):

@@ -1,6 +1,4 @@
-"""The library's stage, whose passes say where they fail: the library hides what a layer raised
-behind its own error.
-"""
+"""A stage of the library that reports where a pass failed; the library hides the layer's error."""
 
 from __future__ import annotations
 
@@ -14,24 +12,24 @@ from placer.utils.error_translation import ErrorTranslation
 
 
 class TellingStage(PipelineStage):
-    """A stage of the library that tells of a failure as ``DataFlow`` does.
+    """A library stage that reports failures like ``DataFlow``.
 
     Raises:
-        StageError: a pass failed; it names stage, device, layer and micro-batch.
+        StageError: if a pass failed; it names stage, device, layer and micro-batch.
     """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        """Run one micro-batch forwards."""
+        """Run one micro-batch forward."""
         with self._explained(fwd_chunk_id, "forward"):
             return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        """Run one micro-batch backwards."""
+        """Run one micro-batch backward."""
         with self._explained(bwd_chunk_id, "backward"):
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def _explained(self, micro_batch: int, phase: str) -> ErrorTranslation:
-        """Let an error inside say in which pass it happened."""
+        """Convert an error inside to a StageError that names the pass."""
 
         def explained(error: BaseException) -> BaseException:
             if not isinstance(error, Exception):

@@ -1,11 +1,9 @@
-"""What crosses from stage to stage, as tensors that torch.distributed.pipelining can send and
-differentiate by.
+"""Encoding of values between stages as tensors that torch.distributed.pipelining can send.
 
-The library wants every value that crosses to be a tensor that a gradient comes back for; whole
-numbers, masks and sizes are none. They cross as their bytes, read as float32, and a gradient of
-zeros comes back:
+The library requires every value to be a tensor that receives a gradient, unlike integers, masks and
+sizes. Those travel as their bytes, viewed as float32, and a gradient of zeros comes back:
 
-    differentiable     crosses as it is (complex numbers as pairs)
+    differentiable     sent unchanged (complex numbers as pairs)
     everything else    bytes ─▶ float32 ─▶ bytes
 """
 
@@ -28,7 +26,7 @@ _NUMBER_BYTES = 16
 
 @dataclass
 class Parcel:
-    """One value that crosses.
+    """A value sent between stages.
 
     Attributes:
         value: its name, shape and dtype.
@@ -41,11 +39,11 @@ class Parcel:
 
     @classmethod
     def of(cls, value: Value, flows: bool) -> Parcel:
-        """The parcel of a value, through which a gradient flows back or not."""
+        """Return the parcel of a value."""
         return cls(value, flows and value.requires_grad and value.dtype is not None)
 
     def example(self, requires_grad: bool) -> Tensor:
-        """A tensor on meta like the one that crosses."""
+        """Return a meta tensor like the sent one."""
         shape, dtype = self.value.shape, self.value.dtype
         if not self.flows or dtype is None:
             return torch.empty(
@@ -56,10 +54,10 @@ class Parcel:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
     def pack(self, value: Any, device: torch.device) -> Tensor:
-        """The tensor that crosses.
+        """Return the tensor to send.
 
         Raises:
-            InputError: the value has another shape than the stages were built for.
+            InputError: if the value has another shape than the stages were built for.
         """
         if not isinstance(value, Tensor):
             return torch.frombuffer(bytearray(_encode(value)), dtype=torch.float32).to(device)
@@ -69,17 +67,17 @@ class Parcel:
                 f"built for {self.value.shape}; give batches whose micro-batches are like the "
                 "example, or build for this shape"
             )
-        # under autocast a layer may make another
+        # autocast may produce another dtype
         value = value.to(self.value.dtype)
         if self.flows:
             return (torch.view_as_real(value) if value.is_complex() else value).contiguous()
         return self._to_words(value.detach())
 
     def unpack(self, crossed: Tensor) -> Any:
-        """The value again."""
+        """Return the value from the received tensor."""
         dtype = self.value.dtype
         if dtype is None:
-            # Shapes stay, so the numbers that come from them do, and the host waits but once.
+            # Numbers derived from shapes never change, so the host synchronises only once for them.
             if self._number is None or self.value.from_values:
                 self._number = _decode(bytes(crossed.detach().cpu().view(torch.uint8).tolist()))
             return self._number
@@ -89,7 +87,7 @@ class Parcel:
         return crossed.detach().view(torch.uint8)[:size].view(dtype).view(self.value.shape)
 
     def _words(self) -> int:
-        """Of four bytes; at least one, as an empty tensor cannot be sent."""
+        """Return the number of four-byte words, at least 1: empty tensors cannot be sent."""
         dtype = self.value.dtype
         size = _NUMBER_BYTES if dtype is None else math.prod(self.value.shape) * dtype.itemsize
         return max(1, -(-size // _WORD))
@@ -99,14 +97,14 @@ class Parcel:
         padding = self._words() * _WORD - raw.numel()
         if padding:
             raw = torch.cat([raw, raw.new_zeros(padding)])
-        # A copy where nothing was made on the way: the value may be a buffer of the model's.
+        # copy if nothing was allocated so far: the value may be a buffer of the model
         return (raw.clone() if raw.data_ptr() == value.data_ptr() else raw).view(torch.float32)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, in its own memory where they lie there one after another."""
+    """Return the bytes of a tensor, as a view if it is contiguous."""
     flat = tensor.contiguous().reshape(-1)
-    # One element counts as contiguous whatever its stride, as that of what was expanded is.
+    # a single element counts as contiguous whatever its stride, for example after ``expand``
     return (
         flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
     ).view(torch.uint8)

@@ -1,10 +1,9 @@
-"""What an optimizer keeps, under the names of the parameters, as torch's own distributed
-checkpoints have it.
+"""Optimizer state by parameter name, in the layout of torch's distributed checkpoints.
 
-    state.NAME.KEY           of one parameter; nothing of one that never had a gradient
-    param_groups.NAME.KEY    the settings of the group that the parameter is in
+    state.NAME.KEY           of one parameter; absent if it never had a gradient
+    param_groups.NAME.KEY    the settings of the parameter's group
 
-So any number of processes reads it. A process without parameters has nothing of it.
+Any number of processes can read this layout. A process without parameters has no entries.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from placer.errors import InputError
 
 
 def flat(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is to be saved.
+    """Return the state to save.
 
     Args:
         module: the parameters under their names.
-        optimizer: of them.
+        optimizer: of these parameters.
     """
     names = _names(module)
     found: dict[str, Any] = {}
@@ -46,15 +45,15 @@ def flat(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def places(
     module: nn.Module, optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Where what a checkpoint has of an optimizer's parameters is to be read into.
+    """Return the buffers to read a checkpoint's optimizer state into.
 
     Args:
         module: the parameters under their names.
-        optimizer: of them.
-        kept: what the checkpoint has, by key.
+        optimizer: of these parameters.
+        kept: the checkpoint's metadata, by key.
 
     Raises:
-        InputError: it has nothing of a parameter.
+        InputError: if it has no entry for a parameter.
     """
     names = _names(module)
     found: dict[str, Any] = {}
@@ -69,15 +68,15 @@ def places(
 
 
 def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
-    """Give an optimizer what was read.
+    """Give an optimizer the state that was read.
 
     Args:
         module: the parameters under their names.
-        optimizer: of them.
-        loaded: the ``places``, filled.
+        optimizer: of these parameters.
+        loaded: the filled buffers from ``places``.
 
     Raises:
-        InputError: it is of another kind of optimizer.
+        InputError: if it is of another kind of optimizer.
     """
     names = _names(module)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -106,7 +105,7 @@ def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str
 
 
 def _names(module: nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter; tied ones have several."""
+    """Return all names of each parameter; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -123,7 +122,7 @@ def _known(names: Mapping[int, list[str]], parameter: Tensor) -> list[str]:
 
 
 def _saved(names: list[str], kept: Mapping[str, Any]) -> str:
-    """That of a parameter's names under which it was saved."""
+    """Return the name under which a parameter was saved."""
     for name in names:
         if any(key.startswith(f"param_groups.{name}.") for key in kept):
             return name
@@ -144,7 +143,7 @@ def _below(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """What a parameter's state consists of, by key; some optimizers nest it."""
+    """Yield the entries of a parameter's state by key; some optimizers nest them."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", leaf) for inner, leaf in _leaves(value))

@@ -1,4 +1,4 @@
-"""Modules that hold some tensors of a model under the names that the model has for them."""
+"""Modules that hold some of a model's tensors under the model's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Names:
     """The names of a model's tensors.
 
     Attributes:
-        aliases: a tensor's first name -> all its names; tied tensors have several.
+        aliases: by a tensor's first name, all of its names; tied tensors have several.
         transient: names of buffers that are not saved.
         saved: the keys of the model's ``state_dict``, in order.
     """
@@ -24,7 +24,7 @@ class Names:
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
-        """The names of that model's tensors."""
+        """Return the names of a model's tensors."""
         first: dict[int, str] = {}
         aliases: dict[str, list[str]] = {}
         for named in (model.named_parameters, model.named_buffers):
@@ -43,14 +43,14 @@ class Names:
 
 
 def plant(root: nn.Module, tensors: Mapping[str, Tensor], names: Names) -> None:
-    """Make a module hold tensors under the names that the model has for them.
+    """Register tensors in a module under the model's names.
 
     Args:
-        root: gets modules without code of its own for the steps of every name.
+        root: receives empty submodules for the parts of every name.
         tensors: by their first names.
         names: of the model.
     """
-    # In the model's order, other names behind all first ones, so that those are first here too.
+    # In the model's order, with aliases after all first names, so that first names stay first.
     planted = [(first, others) for first, (_, *others) in names.aliases.items() if first in tensors]
     for first, _ in planted:
         _plant(root, first, tensors[first], first in names.transient)
@@ -63,8 +63,8 @@ def _plant(root: nn.Module, name: str, tensor: Tensor, transient: bool) -> None:
     *path, leaf = name.split(".")
     module = root
     for step in path:
-        # Straight into the table: add_module refuses names that are attributes of every module, as
-        # "half".
+        # directly into the table: add_module rejects names of Module's own attributes, such as
+        # "half"
         module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
     if isinstance(tensor, nn.Parameter):
         module._parameters[leaf] = tensor
@@ -75,9 +75,9 @@ def _plant(root: nn.Module, name: str, tensor: Tensor, transient: bool) -> None:
 
 
 def slot(root: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Where a planted module holds the tensor of that name: a table and a key.
+    """Return the table and the key under which a planted module holds a tensor.
 
-    The table stays while ``Module.to`` and the like put other tensors into it.
+    The table persists when ``Module.to`` and similar methods replace tensors in it.
     """
     *path, leaf = name.split(".")
     module = root

@@ -1,13 +1,13 @@
-"""The parameters and buffers of one process, under the model's own names.
+"""The parameters and buffers of one process, under the model's names.
 
 A parameter that layers in several processes use (tied weights) belongs to the process of its first
-layer. The others hold copies: before a step the owner sends its data, after it they send their
-gradients, and the owner adds them up. An optimizer knows the owner's alone.
+layer. The others hold copies. Before a step the owner sends its data; after the step they send
+their gradients, which the owner adds up. Only the owner's optimizer updates it.
 
     owner   ──data──▶  copy          step          owner  ◀──gradient──  copy
 
-What belonged to a process in the first pipeline of a model does so in later ones, wherever its
-layers are there: only that process has what training made of it.
+The owner in the first pipeline of a model stays the owner in later ones, wherever the layers are,
+because only that process has the trained values.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ from placer.distributed.stage_line import Line
 from placer.errors import InputError, PlacementError
 from placer.executor.state.state_moves import relocate
 
-# Of models that pipelines were built of: the global rank of the process that each tensor belongs
-# to.
+# For each model with pipelines, the global rank of the process that owns each tensor.
 _owners: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:
-    """The global ranks of those whom its tensors belong to, by name, as far as this process knows
-    of any.
-    """
+    """Return the global ranks of the owners of a model's tensors, as known to this process."""
     return dict(_owners.get(model, {}))
 
 
 def keep_owners(model: nn.Module, owners: Mapping[str, int]) -> None:
-    """Note whom the tensors of a model belong to from now on."""
+    """Record the owners of a model's tensors; known owners stay."""
     _owners[model] = {**owners, **_owners.get(model, {})}
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who uses each tensor of the model.
+    """The devices that use each tensor of the model.
 
     Attributes:
-        users: name -> the positions in the line of devices that use it, the owner first.
-        changed: what the model changes while it runs.
-        unused: what no layer uses; it belongs to the first device.
-        kept: what belongs to a device that does not use it first, since it did before.
+        users: by tensor name, the positions in the line of the devices that use it, the owner
+            first.
+        changed: tensors that the model changes while it runs.
+        unused: tensors that no layer uses; the first device owns them.
+        kept: tensors whose owner is not their first user, because it owned them in an earlier
+            pipeline.
     """
 
     users: Mapping[str, tuple[int, ...]]
@@ -61,7 +60,7 @@ class Sharing:
 
     @classmethod
     def of(cls, graph: LayerGraph, cut: Line, chunks: int) -> Sharing:
-        """Who uses what; what no layer uses belongs to the first device.
+        """Return the users of each tensor; the first device owns unused tensors.
 
         Args:
             graph: the layers.
@@ -69,9 +68,9 @@ class Sharing:
             chunks: micro-batches in a batch.
 
         Raises:
-            PlacementError: layers on several devices use a buffer or plain tensor that one of them
-                changes; or layers in several stages of one device do, where the next micro-batch is
-                in the first while one is on its way to the last.
+            PlacementError: if layers on several devices use a buffer or plain tensor that one of
+                them changes, or if layers in several stages of one device do, since micro-batches
+                would change it in another order.
         """
         stage_of = {
             layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers
@@ -110,15 +109,15 @@ class Sharing:
         )
 
     def with_owners(self, known: Mapping[str, int], ranks: Sequence[int]) -> Sharing:
-        """The same, but for what belongs to somebody else since an earlier pipeline of the model.
+        """Return the same users with the owners of earlier pipelines.
 
         Args:
             known: the global rank of the owner of each tensor, by name.
-            ranks: of each position.
+            ranks: the global rank of each position.
 
         Raises:
-            InputError: an owner is not part of the pipeline, or has a buffer that layers elsewhere
-                change.
+            InputError: if an owner is not part of the pipeline, or owns a buffer that layers
+                elsewhere change.
         """
         users, kept = dict(self.users), set()
         for name, used in self.users.items():
@@ -145,11 +144,11 @@ class Sharing:
         return replace(self, users=users, kept=frozenset(kept))
 
     def owned(self, position: int) -> list[str]:
-        """What belongs to a device."""
+        """Return the tensors that a device owns."""
         return [name for name, users in self.users.items() if users[0] == position]
 
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """What several devices use."""
+        """Return the tensors that several devices use."""
         return {name: users for name, users in self.users.items() if len(users) > 1}
 
 
@@ -158,22 +157,21 @@ def _kind(name: str, graph: LayerGraph) -> str:
 
 
 class Weights:
-    """What one process holds.
+    """The tensors of one process.
 
     Args:
-        graph: the layers, with the model's own tensors.
-        sharing: who uses what.
+        graph: the layers, with the model's tensors.
+        sharing: the users of each tensor.
         position: of this process's device in the line.
-        ranks: global rank of each position.
+        ranks: the global rank of each position.
         device: of this process.
         group: the processes of the pipeline.
-        lost: the names of buffers that are part of no state_dict.
+        lost: the names of buffers that are in no state_dict.
 
     Attributes:
-        own: tensors by the model's names for them, moved here; the same objects, unless the model
-            was on meta.
-        copies: of parameters that belong to other processes.
-        empty: whether the model was on meta, so that what is here has no values yet.
+        own: the owned tensors by name, moved here; the same objects, unless the model was on meta.
+        copies: copies of parameters of other processes.
+        empty: whether the model was on meta, so the tensors have no values yet.
     """
 
     def __init__(
@@ -209,15 +207,15 @@ class Weights:
         self._before: dict[str, Tensor | None] = {}
 
     def get(self, name: str) -> Tensor:
-        """The tensor of that name, or the copy of it, that is used here."""
+        """Return the tensor of this name, or its copy, that is used here."""
         return self.own[name] if name in self.own else self.copies[name]
 
     def refuse_hooks(self) -> None:
-        """Refuse hooks on weights that several processes use."""
+        """Raise an InputError for hooks on weights that several processes use."""
         _refuse_hooks({name: self.own[name] for name in self._trained if name in self.own})
 
     def unset(self) -> str | None:
-        """A buffer that was on meta, that no state_dict has, and that nobody has written to since."""
+        """Return an uninitialised buffer that no state_dict holds; None without one."""
         return next(
             (name for name, version in self._unset.items() if self.own[name]._version == version),
             None,
@@ -225,7 +223,7 @@ class Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring copies up to date."""
+        """Send owned data to all copies."""
         operations = []
         for name, (owner, *others) in self._shared.items():
             if owner == self._position:
@@ -239,7 +237,7 @@ class Weights:
         _run(operations)
 
     def begin(self) -> None:
-        """Set gradients apart that earlier steps left: only this step's are sent."""
+        """Set earlier gradients aside, so that only this step's gradients are sent."""
         for copy in self.copies.values():
             copy.grad = None
         self._before = {name: self.own[name].grad for name in self._trained if name in self.own}
@@ -248,7 +246,7 @@ class Weights:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the gradients of copies to the owner's, and to what earlier steps left."""
+        """Add the gradients of copies to the owner's gradients and to earlier ones."""
         operations = []
         arrived: list[tuple[str, Tensor, Tensor]] = []
         for name in self._trained:
@@ -267,8 +265,8 @@ class Weights:
                 ]
         _run(operations)
         for name, gradient, came in arrived:
-            # The device is asked where there is no other gradient alone: zeros would be one, and it
-            # would wait for us.
+            # Read the flag, which synchronises with the device, only if there is no other gradient.
+            # Zeros may be added to an existing gradient without harm, but must not become one.
             other = self.own[name].grad is not None or self._before[name] is not None
             if self.own[name].requires_grad and (other or came.item()):
                 self._add(name, gradient)
@@ -276,7 +274,7 @@ class Weights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give back the gradients that earlier steps left."""
+        """Restore the gradients that ``begin`` set aside."""
         for name, gradient in self._before.items():
             if gradient is not None:
                 self._add(name, gradient)
@@ -295,9 +293,7 @@ class Weights:
 
 
 def _settle(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on its device: the same object, but for one on meta, in whose place comes one
-    without values.
-    """
+    """Return the tensor on its device: the same object, or an empty one for a tensor on meta."""
     if not tensor.is_meta:
         if not devices.same(tensor.device, device):
             relocate(tensor, device)
@@ -306,7 +302,7 @@ def _settle(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same kind on a device, without values."""
+    """Return an uninitialised tensor of the same kind on a device."""
 
     def empty(part: Tensor) -> Tensor:
         return torch.empty_like(part, device=device, memory_format=torch.contiguous_format)
@@ -316,7 +312,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, which others are received into."""
+    """Return a copy on a device, into which other copies are received."""
     if tensor.is_meta:
         return _like(tensor, device)
     copied = devices.rebuilt(
@@ -328,15 +324,14 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether something watches the gradient."""
+    """Return whether the tensor has gradient hooks."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
-    """Refuse hooks on weights that several processes use.
+    """Raise an InputError for hooks on weights that several processes use.
 
-    Raises:
-        InputError: there is one: each process would show it its own part of the gradient.
+    Each process would show the hook only its own part of the gradient.
     """
     for name, tensor in shared.items():
         if is_hooked(tensor):
@@ -348,7 +343,7 @@ def _refuse_hooks(shared: Mapping[str, Tensor]) -> None:
 
 
 def _told(copy: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a copy, and whether there is one."""
+    """Return the gradient of a copy, and a flag for its presence."""
     gradient = copy.grad
     if gradient is None:
         return torch.zeros_like(copy, memory_format=torch.contiguous_format), torch.zeros(
