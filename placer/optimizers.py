@@ -1,6 +1,4 @@
-"""The memory of optimizers, found by running their real steps on small tensors: state, and
-temporaries of a step.
-"""
+"""Memory of optimizers, from real steps on small tensors: state, and temporaries of a step."""
 
 from __future__ import annotations
 
@@ -28,28 +26,28 @@ OptimizerLike = (
     | Callable[[list[nn.Parameter]], Optimizer]
     | None
 )
-"""A name of a class in ``torch.optim``, a class, one or several optimizers, or a function that
-makes one from a list of parameters."""
+"""A name of a class in ``torch.optim``, a class, one or several optimizers, or a function from a
+list of parameters to an optimizer."""
 
-# sizes at which a dimension is tried; the state of any size in between or beyond follows
+# sizes of a dimension in trial steps; the state at other sizes is extrapolated linearly
 _SMALL, _LARGE = 2, 3
-# parameters, and elements of each, with which temporaries are counted
+# number of parameters, and elements of each, in steps that measure temporaries
 _FEW, _TRIED = 4, 4096
-# Optimizers that step parameters one by one on a GPU too, unless ``foreach=True``: they exist to
-# save memory.
+# Optimizers that step parameters one by one on a GPU, too, unless ``foreach=True``, because their
+# purpose is to save memory.
 _ONE_BY_ONE = (torch.optim.Adafactor,)
 
-# 2 ** 5 trial steps; further dimensions are folded into the first
+# at most 2 ** 5 trial steps; further dimensions are merged into the first
 _MAX_DIMENSIONS = 5
 
 
 class OptimizerState:
-    """The bytes of optimizer state by parameter, and the optimizer's step.
+    """The optimizer's state in bytes per parameter, and its step.
 
     Args:
-        optimizer: one, or a list of those that step the model together. Of a list, each steps the
-            parameters that it holds, and no other parameter is stepped. A single one counts for all
-            parameters of the model.
+        optimizer: an optimizer, or a list of optimizers that step the model together. Of a list,
+            each steps the parameters that it holds. A single one counts for all parameters of the
+            model.
 
     Attributes:
         name: of the optimizer's class, or of each in a list, joined by ``+``; None without an
@@ -62,20 +60,20 @@ class OptimizerState:
         self.name = "+".join(part.name for part in self._parts if part.name is not None) or None
 
     def bytes(self, parameter: Tensor) -> int:
-        """The bytes of state that the optimizers keep for this parameter; 0 where it needs no
-        gradient.
+        """Return the state in bytes for a parameter; 0 if it requires no gradient.
 
         Raises:
-            ProfilingError: an optimizer's step failed.
+            ProfilingError: if an optimizer's step failed.
         """
         return sum(part.bytes(parameter) for part in self._parts_of(parameter))
 
     def step(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
-        """What steps the optimizers on copies of the model's parameters.
+        """Return a function that steps the optimizers on copies of the model's parameters.
 
         Args:
             parameters: the model's own; each copy is stepped with the options of its parameter.
-            copies: of those, in their order, which have gradients when the step is called.
+            copies: of the parameters, in order; they must have gradients when the function is
+                called.
         """
         shares: dict[_OneOptimizer, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter, copied in zip(parameters, copies, strict=True):
@@ -92,22 +90,19 @@ class OptimizerState:
         return run
 
     def step_share(self, parameters: Sequence[Tensor], device: torch.device | None = None) -> float:
-        """What a step on a GPU makes and frees again, in bytes per byte of the parameters.
+        """Return the temporaries of a step on a GPU, in bytes per byte of the parameters.
 
-        There torch's optimizers step all parameters of a device together, unless their options say
-        otherwise, and hold temporaries as large as all of them. The share is found as the state is:
-        by a real step, on small tensors. Optimizers of a list step one after another, so the
-        largest temporaries count.
+        On GPUs, torch's optimizers step all parameters of a device together by default, and hold
+        temporaries as large as all of them. The share is measured by a real step on small tensors.
+        Optimizers of a list step one after another, so the largest temporaries count.
 
         Args:
-            parameters: the trained ones.
-            device: a GPU, on which the step runs as it is, so that torch itself chooses whether
-                parameters are stepped together. If None, the step runs on the host in the way in
-                which it would run on a GPU.
+            parameters: the trained parameters.
+            device: a GPU for the trial step, on which torch itself decides whether to step
+                parameters together. None (default) for the host, which imitates this decision.
 
         Returns:
-            0 where parameters are stepped one by one, or in place by one kernel, or where the step
-            fails.
+            0 if parameters are stepped one by one or in place by one kernel, or if the step fails.
         """
         total = sum(map(tensor_bytes, parameters))
         shares = [0.0]
@@ -125,8 +120,8 @@ class OptimizerState:
 class _OneOptimizer:
     """The state and the step of one optimizer.
 
-    State is what every tensor in ``optimizer.state[parameter]`` holds after one step. Its size is
-    taken to be linear in each dimension of the parameter, which covers element-wise state (Adam),
+    The state is every tensor in ``optimizer.state[parameter]`` after one step. Its size is assumed
+    to be linear in each dimension of the parameter, which covers element-wise state (Adam),
     factored state (Adafactor) and constants.
 
     Attributes:
@@ -138,18 +133,19 @@ class _OneOptimizer:
         self._tried: dict[tuple[Any, ...], int] = {}
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether this is an optimizer that was made with this parameter."""
+        """Return whether the optimizer was created with this parameter."""
         return id(parameter) in self._options
 
     def bytes(self, parameter: Tensor) -> int:
-        """As of ``OptimizerState``."""
+        """Return the state in bytes, see ``OptimizerState``."""
         if self.name is None or not parameter.requires_grad or parameter.numel() == 0:
             return 0
         options = self._options.get(id(parameter), {})
         return self._at(_folded(parameter.shape), parameter.dtype, options)
 
     def step(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Callable[[], None]:
-        """As of ``OptimizerState``."""
+        """Return a function that steps copies, see ``OptimizerState``."""
+        # one optimizer for each set of options, so that copies are stepped together as in training
         groups: dict[str, tuple[dict[str, Any], list[Tensor]]] = {}
         for parameter, copied in zip(parameters, copies, strict=True):
             options = self._options.get(id(parameter), {})
@@ -163,9 +159,10 @@ class _OneOptimizer:
         return run
 
     def step_share(self, parameters: Sequence[Tensor], device: torch.device | None = None) -> float:
-        """As of ``OptimizerState``; of parameters with several options or types, the largest share.
+        """Return the temporaries of a step, see ``OptimizerState``.
 
-        A device may hold nothing but the parameters that need most.
+        The largest share over options and dtypes counts, since a device may hold only such
+        parameters.
         """
         kinds = {}
         for parameter in parameters:
@@ -196,7 +193,7 @@ class _OneOptimizer:
         options: Mapping[str, Any],
         device: torch.device | None,
     ) -> int:
-        """The most bytes beside state that a step on a number of small parameters makes."""
+        """Return the peak bytes beyond state of a step on a number of small parameters."""
         place = torch.device("cpu") if device is None else device
         parameters = [
             nn.Parameter(torch.full((_TRIED,), 0.5, device=place).to(dtype)) for _ in range(count)
@@ -207,11 +204,11 @@ class _OneOptimizer:
         optimizer = self._make(parameters, **{**options, "fused": False} if fused else options)
         if device is None:
             if fused or any(group.get("fused") for group in optimizer.param_groups):
-                return 0  # on some versions the host has no such kernels
+                return 0  # some versions have no fused kernels on the host
             for group in optimizer.param_groups:
                 if group.get("foreach", False) is None and not isinstance(optimizer, _ONE_BY_ONE):
                     group["foreach"] = True
-        optimizer.step(lambda: 0.0)  # makes the state
+        optimizer.step(lambda: 0.0)  # the first step creates the state
         kept = tree_leaves([dict(state) for state in optimizer.state.values()])
         held = [*parameters, *(item.grad for item in parameters), *kept]
         log = StorageLog(place, [item for item in held if isinstance(item, Tensor)])
@@ -220,9 +217,7 @@ class _OneOptimizer:
         return log.peak_bytes()
 
     def _at(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
-        """The bytes at any shape: exact at the corners of a small box, and on the plane through
-        them elsewhere.
-        """
+        """Return the bytes at any shape, by multilinear extrapolation from trial sizes 2 and 3."""
         corners = [(size,) if size <= _LARGE else (_SMALL, _LARGE) for size in shape]
         total = 0
         for corner in itertools.product(*corners):
@@ -242,14 +237,14 @@ class _OneOptimizer:
     def _step(self, shape: tuple[int, ...], dtype: torch.dtype, options: Mapping[str, Any]) -> int:
         dense = torch.full(shape, 0.25).to(dtype)
         failure: Exception | None = None
-        # SparseAdam takes sparse ones alone
+        # SparseAdam accepts only sparse gradients
         for gradient in (dense, dense.to_sparse(1) if shape else dense):
             parameter = nn.Parameter(torch.full(shape, 0.5).to(dtype))
             parameter.grad = gradient
             try:
                 with torch.enable_grad():
-                    # On the host a fused or captured step is refused by some versions; its state is
-                    # of the same size.
+                    # Some versions reject fused or capturable steps on the host; the state has the
+                    # same size.
                     on_host = {name: False for name in ("fused", "capturable") if options.get(name)}
                     optimizer = self._make([parameter], **{**options, **on_host})
                     optimizer.step(lambda: 0.0)
@@ -265,10 +260,10 @@ class _OneOptimizer:
 
 
 def _listed(optimizer: OptimizerLike) -> list[Any]:
-    """Return the optimizers of a list, or the only one.
+    """Return the optimizers of a list, or the single one.
 
     Raises:
-        InputError: the list is empty, or has something else in it.
+        InputError: if the list is empty or contains something else.
     """
     if not isinstance(optimizer, list | tuple):
         return [optimizer]
@@ -285,9 +280,7 @@ def _listed(optimizer: OptimizerLike) -> list[Any]:
 def _factory(
     optimizer: OptimizerLike,
 ) -> tuple[str | None, dict[int, dict[str, Any]], Callable[..., Optimizer]]:
-    """The optimizer's name, the options of each parameter by ``id``, and what makes one from a list
-    of parameters.
-    """
+    """Return the optimizer's name, the options of each parameter by ``id``, and a constructor."""
     if optimizer is None:
         return None, {}, torch.optim.SGD
     if isinstance(optimizer, str):
@@ -323,9 +316,7 @@ def _by_name(name: str) -> type[Optimizer]:
 
 
 def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
-    """The class, with those of its options that its ``__init__`` takes, and a learning rate where
-    it must have one.
-    """
+    """Return a constructor that drops unknown options and supplies a missing learning rate."""
     takes = inspect.signature(kind).parameters
     lr = takes.get("lr")
 
@@ -338,8 +329,9 @@ def _accepting(kind: type[Optimizer]) -> Callable[..., Optimizer]:
 
 
 def _options(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    """The options of each parameter that the optimizer holds, as its group has them; those of the
-    rest are defaults.
+    """Return the options of each parameter that the optimizer holds, from its group.
+
+    Other parameters get the class's defaults.
     """
     options: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -351,7 +343,7 @@ def _options(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape with at most five dimensions."""
+    """Return the shape with at most five dimensions."""
     extra = len(shape) - _MAX_DIMENSIONS
     if extra <= 0:
         return tuple(shape)

@@ -1,15 +1,14 @@
-"""A test bench for placements that needs no GPU.
+"""A test bench for placements without GPUs.
 
     with placer.testing.logical_devices(4):
         flow.update_flow(placement)      # on cpu:0 ... cpu:3
         loss = criterion(flow(x), target.to("cpu:0"))
-        loss.backward()                  # raises MixedDevicesError where a transfer was forgotten, in both directions
+        loss.backward()                  # raises MixedDevicesError for a forgotten transfer
 
-Inside, a CPU stand-in behaves like a device of its own. Every storage carries the stand-in that it
-is on; an operation on tensors of two devices raises, as on GPUs; a copy to a device puts its result
-there; a tensor that was made without naming a stand-in is on the host, ``cpu``. As on GPUs, a
-number (a host tensor without dimensions) mixes with everything, and a host tensor may index one on
-a device.
+Inside, a CPU stand-in behaves like a separate device. Every storage records its stand-in. An
+operation on tensors of two devices raises, as on GPUs. A copy to a device puts its result there. A
+tensor created without a stand-in is on the host, ``cpu``. As on GPUs, a scalar (a host tensor
+without dimensions) mixes with everything, and a host tensor may index a device tensor.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ with extra("torch"):
 __all__ = ["MixedDevicesError", "logical_devices"]
 
 _HOST = -1
-# Of a tensor that autograd, or an operation made of others, made from nothing: it knows its device
-# as a bare ``cpu``, so it joins what it meets.
+# The place of a tensor that autograd, or a composite operation, created without inputs. It only has
+# the bare device ``cpu``, so it adopts the device of the tensors that it meets.
 _ANYWHERE = -2
 _INDEXING = {
     "aten::index",
@@ -53,7 +52,7 @@ _BETWEEN_DEVICES = {
     "aten::_copy_from",
     "aten::_has_compatible_shallow_copy_type",
 }
-# Which argument of these is on the host, on GPUs too.
+# The argument of these operations that must be on the host, on GPUs too.
 _LENGTHS = {"aten::_pack_padded_sequence": 1, "aten::_pack_padded_sequence_backward": 2}
 _PLAIN = frozenset(
     {
@@ -73,17 +72,17 @@ _PURGE_EVERY = 4096
 
 @contextmanager
 def logical_devices(count: int) -> Iterator[list[torch.device]]:
-    """Let the stand-ins ``cpu:0`` to ``cpu:<count - 1>`` behave like devices of their own.
+    """Make the stand-ins ``cpu:0`` to ``cpu:<count - 1>`` behave like separate devices.
 
     Args:
-        count: how many stand-ins there are.
+        count: number of stand-ins.
 
     Yields:
         The stand-ins.
 
     Raises:
-        InputError: ``count`` is no number, or below 1.
-        MixedDevicesError: inside, when an operation meets tensors of two devices.
+        InputError: if ``count`` is not a positive integer.
+        MixedDevicesError: inside, if an operation reads tensors of two devices.
     """
     if not isinstance(count, int) or count < 1:
         raise InputError(f"logical_devices({count!r}): give at least one device")
@@ -101,22 +100,22 @@ def logical_devices(count: int) -> Iterator[list[torch.device]]:
 
 
 class _Tags:
-    """Which stand-in each storage is on; a storage that is not known is on the host."""
+    """The stand-in of each storage; unknown storages are on the host."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, int]] = {}
         self._writes = 0
         self.answers = _CopiesAndQueries(self)
-        # the stand-in that is the current one, if a layer runs
+        # the current stand-in while a layer runs, else None
         self.alone: int | None = None
-        # whether what is dispatched now is a part of an operation on tensors
+        # whether the dispatched operation is part of a composite operation on tensors
         self.inside_operation = False
 
     def get(self, tensor: Tensor) -> int:
         try:
             known = self._of.get(_storages(tensor)[-1]._cdata)
         except (IndexError, NotImplementedError, RuntimeError, ValueError):
-            # no storage: functional, fake, empty
+            # no storage: functional, fake or empty tensors
             return _HOST
         return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
 
@@ -127,16 +126,17 @@ class _Tags:
             return
         for storage in storages:
             self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
+        # storages die without notice, so purge their entries now and then
         self._writes += 1
         if self._writes % _PURGE_EVERY == 0:
             self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
 
     def land(self, tensor: Tensor, device: torch.device) -> None:
-        """Note that the tensor was copied to the device."""
+        """Record that the tensor was copied to the device."""
         self.put(tensor, _HOST if device.index is None else device.index)
 
     def expect(self, tensor: Tensor, device: torch.device) -> None:
-        """Raise if a gradient is not on the device of what it is a gradient of."""
+        """Raise a MixedDevicesError if a gradient is not on its tensor's device."""
         place, index = self.get(tensor), _HOST if device.index is None else device.index
         if place not in (index, _ANYWHERE) and not (place == _HOST and tensor.dim() == 0):
             raise MixedDevicesError(
@@ -147,7 +147,7 @@ class _Tags:
 
     @contextmanager
     def only(self, device: torch.device) -> Iterator[None]:
-        """Raise if an operation inside meets tensors of another device."""
+        """Raise a MixedDevicesError if an operation inside reads tensors of another device."""
         outer = self.alone
         self.alone = device.index
         try:
@@ -156,31 +156,28 @@ class _Tags:
             self.alone = outer
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where the tensor is; the host is ``cpu`` without an index."""
+        """Return the tensor's stand-in; the host is ``cpu`` without an index."""
         if tensor.is_meta:
             return torch.device("meta")
         index = self.get(tensor)
         return torch.device("cpu") if index < 0 else torch.device("cpu", index)
 
     def answering(self) -> AbstractContextManager[Any]:
-        """In it the mode is in force that answers where tensors are; ``Tensor.backward`` is called
-        without it.
+        """Report stand-ins from ``tensor.device`` inside the block.
+
+        Torch disables this mode while ``Tensor.backward`` runs.
         """
         is_here = self.answers in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         return nullcontext() if is_here else self.answers
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages of all plain tensors that a tensor consists of; inside ``torch.func``, those of
-    what it wraps.
-    """
+    """Return the storages of a tensor's plain parts, unwrapped from ``torch.func``."""
     return [part.untyped_storage() for part in devices.own_parts(devices.unwrapped(tensor))]
 
 
 def _tensors(nest: Any) -> list[Tensor]:
-    """The tensors among the leaves of a nest; of what operations are given, in a fraction of
-    ``tree_leaves``'s time.
-    """
+    """Return the tensors among the leaves of a nest, faster than ``tree_leaves``."""
     if isinstance(nest, Tensor):
         return [nest]
     kind = type(nest)
@@ -197,8 +194,9 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 class _Leaves(devices.Onlooker):
-    """Sees to it that a gradient lands where its parameter is; no operation meets the two before
-    the optimizer does.
+    """A gradient hook that verifies that a gradient is on its parameter's device.
+
+    No operation reads both before the optimizer does.
     """
 
     def __init__(self, tags: _Tags) -> None:
@@ -206,27 +204,28 @@ class _Leaves(devices.Onlooker):
         self._handles = WeakIdKeyDictionary()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Look at every gradient that these tensors will be given, as far as they are leaves."""
+        """Verify every future gradient of these tensors, if they are leaves."""
         for tensor in tensors:
             if tensor.requires_grad and tensor.is_leaf and tensor not in self._handles:
                 self._handles[tensor] = tensor.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Look no longer."""
+        """Remove all hooks."""
         for handle in self._handles.values():  # type: ignore[no-untyped-call]
             handle.remove()
 
     def __call__(self, leaf: Tensor) -> None:
-        """Raise if a gradient is not where its parameter is."""
-        # None where another who looks on took it, to add it to others in one operation
+        """Raise a MixedDevicesError if a gradient is not on its parameter's device."""
+        # None if another hook took it, to accumulate several in one operation
         gradient = leaf.grad
         if gradient is not None and not gradient.is_sparse:
             self._tags.expect(gradient, self._tags.device(leaf))
 
 
 class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation, those of autograd among them: inputs on one device, results where the inputs
-    are.
+    """A dispatch mode that checks every operation, autograd's included.
+
+    Inputs must be on one device, and results are recorded there.
     """
 
     supports_higher_order_operators = True
@@ -242,7 +241,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             return func(*args, **kwargs)
         self._leaves.watch(_tensors((args, kwargs)))
         if any(map(devices.dispatches, types)):
-            # the class takes the operation apart; this mode checks what it does inside
+            # the subclass decomposes the operation; this mode checks the operations inside
             return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._nested(func, args, kwargs)
@@ -258,6 +257,8 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             return result
         given = kwargs.get("device")
         place = self._place(name, args, kwargs)
+        # a factory function: an explicit stand-in wins; a bare cpu is the host for user code, and
+        # unknown for internals of autograd or of a composite operation
         if given is not None and given.type == devices.CPU:
             is_part = self._tags.inside_operation or torch._C._current_graph_task_id() != -1
             nowhere = _ANYWHERE if is_part else _HOST
@@ -267,7 +268,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _nested(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """An operation with graphs of its own, and the operations in these."""
+        """Run a higher-order operation, and check the operations in its subgraphs."""
         place = self._one(operation.name(), _tensors((args, kwargs)))
         outer, self._tags.inside_operation = self._tags.inside_operation, True
         try:
@@ -278,7 +279,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _place(self, name: str, args: Any, kwargs: Any) -> int:
-        """The one device of an operation's tensors."""
+        """Return the common device of an operation's tensors."""
         if name in _INDEXING:
             args, kwargs = (args[0], *args[2:]), {}
         if (position := _LENGTHS.get(name)) is not None:
@@ -318,7 +319,7 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
             self._one(name, together)
 
     def _spread(self, args: Any, result: Any) -> None:
-        # powers: behind the number
+        # _foreach_pow has its list after the number
         sources = next((item for item in args if isinstance(item, (list, tuple))), ())
         if isinstance(result, (list, tuple)):
             for source, made in zip(sources, result, strict=False):
@@ -326,11 +327,11 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
                     self._tag(made, self._tags.get(source))
 
     def _land(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A copy lands on the stand-in that it names; without one (a change of dtype, say) it stays
-        with its source.
+        """Record the stand-in that a copy lands on.
 
-        What copies to the host says so itself, see ``devices.copy``: here a bare ``cpu`` is also
-        what autograd names when it casts a gradient back.
+        Without a named stand-in (a change of dtype, for example) it stays with its source. Copies
+        to the host report themselves, see ``devices.copy``: here a bare ``cpu`` may also come from
+        autograd casting a gradient back.
         """
         target = kwargs.get("device")
         place = self._tags.get(args[0]) if target is None or target.index is None else target.index
@@ -347,8 +348,9 @@ class _OneDevicePerOperation(TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 class _CopiesAndQueries(TorchFunctionMode):
-    """``tensor.device`` answers with the stand-in; ``tensor.to`` and ``tensor.cpu`` copy, and
-    gradients come back.
+    """A function mode in which ``tensor.device`` returns the stand-in and ``tensor.to`` copies.
+
+    The copies are differentiable; ``tensor.cpu`` is one of them.
     """
 
     def __init__(self, tags: _Tags) -> None:
@@ -375,8 +377,9 @@ class _CopiesAndQueries(TorchFunctionMode):
             self._tags.inside_operation = outer
 
     def _from_numbers(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What ``torch.tensor`` makes; it copies to the device that it is given without an
-        operation to be seen.
+        """Return the result of ``torch.tensor``, recorded on its device.
+
+        Its copy to the device dispatches no visible operation.
         """
         made = torch.tensor(*args, **kwargs)
         if kwargs.get("device") is not None:

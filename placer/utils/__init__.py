@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of placements: units, files, warnings, optional packages."""
+"""General helpers: units, files, warnings, optional packages."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 __all__ = ["write_whole"]
 
-# Nothing may be made beside the file, or it is mounted by itself, as files of containers are; or
-# there is no folder, which then is told of the file itself.
+# Errors after which the file is written in place: no file may be created next to it, or it is a
+# mount point, as in containers. A missing folder then gives an error about the file itself.
 _NOT_MOVED_THERE = (
     errno.EACCES,
     errno.EPERM,
@@ -24,19 +24,18 @@ _NOT_MOVED_THERE = (
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text beside its file and move it there in one step: no reader, crash or full disk
-    meets half of it.
+    """Write a text to a temporary file and move it into place in one step.
 
-    Links stay, and files keep their owner and permissions. What cannot be moved there is written in
-    place, as is what goes to a device or a pipe.
+    No reader, crash or full disk leaves half of the file. Symbolic links, owner and permissions
+    stay. Files that cannot be replaced, devices and pipes are written in place.
 
     Args:
-        path: of the file, in UTF-8.
-        text: all that it shall hold.
+        path: the file, encoded in UTF-8.
+        text: its new content.
 
     Raises:
-        OSError: it cannot be written; what was there still is, unless that had to be written in
-            place.
+        OSError: if it cannot be written; the old content stays, unless the file had to be written
+            in place.
     """
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         path.write_text(text, encoding="utf-8")
@@ -58,7 +57,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _take_after(old: Path, new: Path) -> None:
-    # others' files, and systems without owners
+    # may fail for files of other users, and does not exist on Windows
     with suppress(PermissionError, AttributeError):
         os.chown(new, old.stat().st_uid, old.stat().st_gid)
     shutil.copymode(old, new)

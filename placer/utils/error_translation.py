@@ -1,4 +1,4 @@
-"""One error raised for another, which is let go of as soon as nobody looks at it."""
+"""Translation of errors without keeping the original alive."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from types import TracebackType
 
 
 class ErrorTranslation:
-    """A context manager that raises, for an error inside it, what a function makes of that error.
+    """A context manager that replaces an error inside it by the result of a function.
 
-    From Python 3.12 on, a generator under ``contextlib.contextmanager`` that raises another error
-    than the one inside keeps that one in a reference cycle: the frame of contextlib that has thrown
-    it into the generator has it as a variable, and the frames of its traceback lead to that frame.
-    Only a garbage collection would free the tensors of all calls that the error has passed through,
-    and no device that runs out of memory asks for one.
+    From Python 3.12 on, a generator under ``contextlib.contextmanager`` that raises a different
+    error keeps the original in a reference cycle: contextlib's frame holds the error, and the
+    error's traceback leads to that frame. Only a garbage collection would then free the tensors of
+    all calls in the traceback, and a device that runs out of memory does not trigger one.
 
     Args:
-        translate: from the error inside to the error to raise, its ``__cause__`` set; the same
-            error goes on as it is.
+        translate: maps the original error to the error to raise, with its ``__cause__`` set; if it
+            returns the original, that error propagates.
     """
 
     def __init__(self, translate: Callable[[BaseException], BaseException]) -> None:
         self._translate = translate
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the block."""
 
     def __exit__(
         self,
@@ -32,7 +31,7 @@ class ErrorTranslation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise the translated error, if there is one."""
+        """Raise the translated error, if there is an error."""
         if error is None:
             return
         translated = self._translate(error)
@@ -40,4 +39,4 @@ class ErrorTranslation:
             if translated is not error:
                 raise translated
         finally:
-            del error, translated  # the traceback of the one has this frame
+            del error, translated  # their tracebacks refer to this frame

@@ -1,4 +1,4 @@
-"""What is said where an optional package is not installed."""
+"""Messages about missing optional packages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["extra", "need_torch"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Tell which extra is missing when an import fails.
+    """Convert a failed import inside to an error that names the missing extra.
 
     Args:
-        name: of the extra that has what is imported.
+        name: the extra that contains the imported packages.
 
     Raises:
-        MissingExtraError: a package is not installed.
+        MissingExtraError: if a package is not installed.
     """
     try:
         yield
@@ -29,10 +29,10 @@ def extra(name: str) -> Iterator[None]:
 
 
 def need_torch() -> None:
-    """Import torch, for a package whose every module needs it.
+    """Import torch, for a package that requires it in every module.
 
     Raises:
-        MissingExtraError: torch is not installed.
+        MissingExtraError: if torch is not installed.
     """
     with extra("torch"):
         import_module("torch")

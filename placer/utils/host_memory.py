@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the container or unit that this process is limited to."""
+"""The memory of this machine, or of the container or unit that limits this process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from pathlib import Path, PurePosixPath
 __all__ = ["total_bytes"]
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
-"""Lines of ``number:controllers:path``; version 2 of cgroups has one, with no controllers."""
+"""Lines of ``number:controllers:path``; cgroups version 2 has one line, without controllers."""
 
 MOUNT = Path("/sys/fs/cgroup")
 
 
 def total_bytes(container_limit: Path = MOUNT / "memory.max") -> int:
-    """Return the bytes that this process and all others of its container may take together.
+    """Return the bytes that this process and others of its container may use together.
 
     Args:
-        container_limit: the file that has the limit of a container which sees itself alone (cgroup
-            version 2).
+        container_limit: the limit file that a container sees (cgroups version 2).
 
     Returns:
-        The smallest of the machine's memory and the limits of this process's cgroup and those above
-        it, of version 1 or 2; 0 if the system does not say.
+        The smallest of the machine's memory and the limits of this process's cgroup and its
+        parents, of version 1 or 2; 0 if unknown.
     """
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -36,11 +35,11 @@ def total_bytes(container_limit: Path = MOUNT / "memory.max") -> int:
 def _limit_files() -> Iterator[Path]:
     """Yield the files that may hold a limit, whether they exist or not.
 
-    In a container of version 1 the paths are the host's, and only the mount's own folder exists.
+    In a container of version 1, the paths are the host's, and only the root of the mount exists.
     """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -56,8 +55,8 @@ def _limit_files() -> Iterator[Path]:
 
 
 def _read(file: Path) -> int | None:
-    """Return the limit in a file, or None. Version 1 writes a number near 2**63 for "no limit"."""
+    """Return the limit in a file, or None; version 1 writes a number near 2**63 for "no limit"."""
     try:
         return int(file.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None

@@ -1,4 +1,4 @@
-"""Python objects of classes that users and libraries define: which ones count, and what they hold."""
+"""Python objects of user-defined classes: recognition and attributes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
 def is_object(value: Any) -> bool:
-    """Return whether a value is an instance of a user's or a library's class, such as a
-    configuration.
-    """
+    """Return whether a value is an instance of a user's or library's class."""
     return _has_own_class(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -26,15 +24,13 @@ def is_torchs(cls: type) -> bool:
 
 
 def own(holder: Any) -> dict[str, Any]:
-    """Return the instance attributes of an object, although its class may define another way to
-    look them up.
-    """
+    """Return the instance attributes of an object, bypassing a custom attribute lookup."""
     kind = type(holder)
     is_usual = (
         issubclass(kind, nn.Module)
         or getattr(kind, "__getattribute__", None) is object.__getattribute__
     )
-    # The compiler of a branch of torch.cond can follow the usual way only.
+    # torch.cond's compiler supports only the usual lookup
     found: dict[str, Any] = (
         holder.__dict__ if is_usual else object.__getattribute__(holder, "__dict__")
     )
@@ -42,8 +38,9 @@ def own(holder: Any) -> dict[str, Any]:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """Return the fields of an object by name, those in ``__slots__`` too; {} if no user's class
-    defines it.
+    """Return the fields of an object by name, ``__slots__`` included.
+
+    Empty unless a user's class defines it.
     """
     if not _has_own_class(value):
         return {}

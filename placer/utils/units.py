@@ -1,4 +1,4 @@
-"""Quantities as people write them: ``1.2 GiB``, ``3.4 ms``, ``2 devices``."""
+"""Quantities as text: ``1.2 GiB``, ``3.4 ms``, ``2 devices``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 Text = Callable[[float], str]
-"""Writes a quantity with its unit."""
+"""A function that formats a quantity with its unit."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
@@ -28,13 +28,13 @@ _FACTORS |= {unit: 1000**power for power, unit in enumerate(("", "kb", "mb", "gb
 
 
 def bytes_text(size_bytes: float) -> str:
-    """A size with three digits or so: ``512 B``, ``97.8 MiB``, ``1.2 GiB``.
+    """Return a size with about three digits: ``512 B``, ``97.8 MiB``, ``1.2 GiB``.
 
     Args:
         size_bytes: in bytes.
     """
     power = 0
-    # 1023.95 would be written as 1024.0, which is one of the next unit.
+    # 1023.95 would be rounded to 1024.0, which is 1.0 of the next unit
     while abs(size_bytes) >= 1023.95 and power < len(_BINARY) - 1:
         size_bytes /= 1024
         power += 1
@@ -42,18 +42,18 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def count_text(count: int, one: str, several: str = "") -> str:
-    """A number of things: ``1 layer``, ``3 micro-batches``.
+    """Return a count with its noun: ``1 layer``, ``3 micro-batches``.
 
     Args:
-        count: how many.
-        one: what one is called.
-        several: what several are called, where that is not ``one`` with an s.
+        count: the number.
+        one: the singular.
+        several: the plural, unless it is ``one`` with an s.
     """
     return f"{count} {one}" if count == 1 else f"{count} {several or f'{one}s'}"
 
 
 def ms_text(time_ms: float) -> str:
-    """A time with three digits or more: ``0.0123 ms``, ``4.56 ms``, ``789 ms``.
+    """Return a time with at least three digits: ``0.0123 ms``, ``4.56 ms``, ``789 ms``.
 
     Args:
         time_ms: in milliseconds.
@@ -67,13 +67,13 @@ def ms_text(time_ms: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size in bytes from what a person types: ``8GiB``, ``1.5 GB``, ``4096``.
+    """Return the bytes of a size as users write it: ``8GiB``, ``1.5 GB``, ``4096``.
 
     Args:
         text: a number and a unit: B; KiB, MiB, GiB, TiB, PiB (1024); kB, MB, GB, TB, PB (1000).
 
     Raises:
-        InputError: it is no size.
+        InputError: if it is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match[2].lower()) if match else None
@@ -86,14 +86,13 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """A bandwidth in bytes per second from what a person types: ``12GB/s``, ``100Gbit/s``.
+    """Return the bytes per second of a bandwidth as users write it: ``12GB/s``, ``100Gbit/s``.
 
     Args:
-        text: a size as ``parse_bytes`` reads it, or one in kbit, Mbit, Gbit or Tbit (1000), per
-            second.
+        text: a size as for ``parse_bytes``, or in kbit, Mbit, Gbit or Tbit (1000), per second.
 
     Raises:
-        InputError: it is no bandwidth, or none at all.
+        InputError: if it is not a positive bandwidth.
     """
     size = re.sub(r"\s*(/s|ps)\s*$", "", text.strip())
     bits = re.fullmatch(r"(.*[kKMGT])(?:bit|b)", size)
@@ -109,13 +108,13 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """A time in seconds from what a person types: ``20us``, ``1.5 ms``, ``2s``.
+    """Return the seconds of a time as users write it: ``20us``, ``1.5 ms``, ``2s``.
 
     Args:
         text: a number and a unit: ns, us (or µs), ms, s.
 
     Raises:
-        InputError: it is no time.
+        InputError: if it is not a time.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*", text)
     if match is None:
@@ -124,7 +123,7 @@ def parse_seconds(text: str) -> float:
 
 
 def bandwidth_text(bytes_per_s: float) -> str:
-    """A bandwidth in billions of bytes per second: ``384.00 GB/s``.
+    """Return a bandwidth in billions of bytes per second: ``384.00 GB/s``.
 
     Args:
         bytes_per_s: in bytes per second.
@@ -133,7 +132,7 @@ def bandwidth_text(bytes_per_s: float) -> str:
 
 
 def seconds_text(time_s: float) -> str:
-    """A short time in microseconds: ``18.0 µs``.
+    """Return a short time in microseconds: ``18.0 µs``.
 
     Args:
         time_s: in seconds.

@@ -1,6 +1,4 @@
-"""Warnings that name the line of the user's code which led to them, however deep in the library
-they arise.
-"""
+"""Warnings located at the user's code, however deep in the library they arise."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 
 
 def _folders() -> tuple[str, ...]:
-    """Where code lies that is not the user's: this package, and torch, whose modules call it."""
+    """Return the folders of this package and of torch, whose modules call it."""
     places = [Path(__file__).parents[1]]
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
@@ -21,10 +19,10 @@ def _folders() -> tuple[str, ...]:
 
 
 def warn(message: str) -> None:
-    """Warn, as from the nearest line of code that is neither this package's nor torch's.
+    """Issue a warning located at the nearest line outside this package and torch.
 
     Args:
-        message: what is so, and the way out.
+        message: the fact and the remedy.
     """
     inside, level = _folders(), 2
     frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Reference models written as plain modules: what the demo, the examples and the benchmarks place."""
+"""Reference models as plain modules, for the demo, the examples and the benchmarks."""
 
 from placer.utils.extras import extra
 

@@ -1,5 +1,4 @@
-"""A decoder-only transformer, as in GPT-2: learned positions, normalisation before each half of a
-block.
+"""A decoder-only transformer like GPT-2, with learned positions and pre-normalisation.
 
     tokens ─▶ token + position embedding ─▶ blocks ─▶ norm ─▶ head ─▶ logits
                                             └─ each  x + attention(norm(x)),  then  x + mlp(norm(x))
@@ -17,12 +16,12 @@ __all__ = ["GPT", "Block", "CausalSelfAttention", "gpt"]
 
 
 class CausalSelfAttention(nn.Module):
-    """Each token looks at itself and those before it: ``(N, T, width)`` to ``(N, T, width)``.
+    """Causal multi-head self-attention: ``(N, T, width)`` to ``(N, T, width)``.
 
     Args:
         width: of the embedding.
-        heads: that share the width evenly.
-        dropout: probability with which an attention weight is dropped in training.
+        heads: number of heads; they share the width evenly.
+        dropout: probability of dropping an attention weight in training.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
@@ -35,7 +34,7 @@ class CausalSelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(N, T, width)`` for an input of shape ``(N, T, width)``."""
+        """Return attention outputs of shape ``(N, T, width)``."""
         size, length, width = x.shape
         # (N, T, 3 * width) -> three of (N, heads, T, width / heads)
         split = self.qkv(x).view(size, length, 3, self.heads, width // self.heads)
@@ -49,13 +48,12 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to its input: ``(N, T, width)`` to ``(N, T,
-    width)``.
+    """Attention and a two-layer perceptron with residuals: ``(N, T, width)`` to ``(N, T, width)``.
 
     Args:
         width: of the embedding; the perceptron's hidden layer has four times as many features.
         heads: of the attention.
-        dropout: probability with which a feature is dropped in training.
+        dropout: probability of dropping a feature in training.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
@@ -71,24 +69,25 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(N, T, width)`` for an input of shape ``(N, T, width)``."""
+        """Return the block's output, shape ``(N, T, width)``."""
         x = x + self.attention(self.norm1(x))
         added: Tensor = x + self.mlp(self.norm2(x))
         return added
 
 
 class GPT(nn.Module):
-    """Next-token logits: int64 tokens of shape ``(N, T)`` to ``(N, T, vocabulary)``; T at most
-    ``context``.
+    """A language model: int64 tokens ``(N, T)`` to next-token logits ``(N, T, vocabulary)``.
+
+    T is at most ``context``.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         width: of the embedding.
         heads: of each block's attention.
-        context: the most tokens in a sequence.
-        vocabulary: distinct tokens.
-        dropout: probability with which a feature is dropped in training.
-        tied: let the head share the token embedding's weight.
+        context: maximum number of tokens in a sequence.
+        vocabulary: number of distinct tokens.
+        dropout: probability of dropping a feature in training.
+        tied: whether the head shares the token embedding's weight.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape ``(N, T, vocabulary)`` for int64 tokens of shape ``(N, T)``."""
+        """Return logits of shape ``(N, T, vocabulary)`` for int64 tokens of shape ``(N, T)``."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x: Tensor = self.drop(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
@@ -131,16 +130,16 @@ def gpt(
     dropout: float = 0.0,
     tied: bool = False,
 ) -> GPT:
-    """A GPT; with ``tied`` and the other defaults it has GPT-2's sizes: 124 million parameters.
+    """Return a GPT; with ``tied`` and the other defaults, GPT-2 with 124 million parameters.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         width: of the embedding.
         heads: of each block's attention.
-        context: the most tokens in a sequence.
-        vocabulary: distinct tokens.
-        dropout: probability with which a feature is dropped in training.
-        tied: let the head share the token embedding's weight.
+        context: maximum number of tokens in a sequence.
+        vocabulary: number of distinct tokens.
+        dropout: probability of dropping a feature in training.
+        tied: whether the head shares the token embedding's weight.
     """
     return GPT(layers, width, heads, context, vocabulary, dropout, tied)
 

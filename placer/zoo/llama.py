@@ -1,10 +1,9 @@
-"""A Llama: rotary positions, normalisation by the root mean square, gated perceptrons, fewer heads
-for keys and values.
+"""A Llama: rotary positions, RMS normalisation, gated perceptrons and grouped-query attention.
 
     tokens ─▶ embedding ─▶ blocks ─▶ norm ─▶ head ─▶ logits
                            └─ each  x + attention(norm(x)),  then  x + mlp(norm(x))
 
-Parameters have the names of transformers' ``LlamaForCausalLM``, without its ``model.`` in front.
+Parameters have the names of transformers' ``LlamaForCausalLM``, without the prefix ``model.``.
 
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023, section 2.2,
 and "Llama 2", 2023, section 2.2; Su et al., "RoFormer", 2021, for the rotary positions.
@@ -23,12 +22,12 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and those before it: ``(N, T, width)`` to ``(N, T, width)``.
+    """Causal grouped-query self-attention: ``(N, T, width)`` to ``(N, T, width)``.
 
     Args:
         width: of the embedding.
-        heads: of the queries.
-        key_heads: of the keys and values; each serves ``heads / key_heads`` heads of the queries.
+        heads: number of query heads.
+        key_heads: number of key and value heads; each serves ``heads / key_heads`` query heads.
     """
 
     def __init__(self, width: int, heads: int, key_heads: int) -> None:
@@ -45,7 +44,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Shape ``(N, T, width)`` for an input of that shape and the rotation of its positions."""
+        """Return attention outputs of shape ``(N, T, width)``."""
         count, length, _ = x.shape
         shape = (count, length, -1, self.size)
         query, key, value = (
@@ -65,7 +64,7 @@ class MLP(nn.Module):
 
     Args:
         width: of the embedding.
-        hidden: features between.
+        hidden: number of hidden features.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -75,15 +74,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(N, T, width)`` for an input of that shape."""
+        """Return features of shape ``(N, T, width)``."""
         y: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
 class Block(nn.Module):
-    """Attention and a gated perceptron, each added to its input: ``(N, T, width)`` to ``(N, T,
-    width)``.
-    """
+    """Attention and a gated perceptron with residuals: ``(N, T, width)`` to ``(N, T, width)``."""
 
     def __init__(self, width: int, heads: int, key_heads: int, hidden: int) -> None:
         super().__init__()
@@ -93,22 +90,22 @@ class Block(nn.Module):
         self.mlp = MLP(width, hidden)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Shape ``(N, T, width)`` for an input of that shape and the rotation of its positions."""
+        """Return the block's output, shape ``(N, T, width)``."""
         x = x + self.self_attn(self.input_layernorm(x), rotation)
         added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return added
 
 
 class Llama(nn.Module):
-    """Next-token logits: int64 tokens of shape ``(N, T)`` to ``(N, T, vocabulary)``.
+    """A language model: int64 tokens ``(N, T)`` to next-token logits ``(N, T, vocabulary)``.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         width: of the embedding.
-        heads: of each block's queries.
-        key_heads: of each block's keys and values.
-        hidden: features between the linears of each block's perceptron.
-        vocabulary: distinct tokens.
+        heads: query heads of each block.
+        key_heads: key and value heads of each block.
+        hidden: hidden features of each block's perceptron.
+        vocabulary: number of distinct tokens.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape ``(N, T, vocabulary)`` for int64 tokens of shape ``(N, T)``."""
+        """Return logits of shape ``(N, T, vocabulary)`` for int64 tokens of shape ``(N, T)``."""
         x: Tensor = self.embed_tokens(tokens)
         rotation = rotations(tokens.size(1), self.size, x)
         for block in self.layers:
@@ -139,32 +136,33 @@ def llama(
     hidden: int = 14336,
     vocabulary: int = 32000,
 ) -> Llama:
-    """A Llama; at the defaults half of an 8-billion one: 3.8 billion parameters.
+    """Return a Llama; at the defaults, half of an 8-billion model with 3.8 billion parameters.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         width: of the embedding.
-        heads: of each block's queries.
-        key_heads: of each block's keys and values.
-        hidden: features between the linears of each block's perceptron.
-        vocabulary: distinct tokens.
+        heads: query heads of each block.
+        key_heads: key and value heads of each block.
+        hidden: hidden features of each block's perceptron.
+        vocabulary: number of distinct tokens.
     """
     return Llama(layers, width, heads, key_heads, hidden, vocabulary)
 
 
 def llama_70b() -> Llama:
-    """A Llama of the sizes of Llama 2 70B: 69.0 billion parameters; make it under
-    ``torch.device("meta")``.
+    """Return a Llama of the sizes of Llama 2 70B, with 69.0 billion parameters.
+
+    Create it under ``torch.device("meta")``.
     """
     return Llama(layers=80, width=8192, heads=64, key_heads=8, hidden=28672, vocabulary=32000)
 
 
 def rotations(length: int, size: int, like: Tensor) -> Rotation:
-    """Cosine and sine of every position's angles, each of shape ``(length, size)``.
+    """Return cosine and sine of every position's angles, each of shape ``(length, size)``.
 
     Args:
-        length: positions.
-        size: features of a head; two halves of it turn by the same angles.
+        length: number of positions.
+        size: features of a head; its two halves have equal angles.
         like: a tensor of the wanted device and dtype.
     """
     places = torch.arange(length, device=like.device, dtype=torch.float32)
@@ -174,7 +172,7 @@ def rotations(length: int, size: int, like: Tensor) -> Rotation:
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """Each pair of features ``i`` and ``i + size / 2`` turned by its position's angle.
+    """Rotate each pair of features ``i`` and ``i + size / 2`` by its position's angle.
 
     Args:
         x: shape ``(N, heads, T, size)``.

@@ -1,11 +1,11 @@
-"""ResNet (He et al., 2016): parameter names, initial values and results are those of torchvision.
+"""ResNet (He et al., 2016) with the parameter names, initial values and results of torchvision.
 
-    images ─▶ conv1 ─▶ bn1 ─▶ relu ─▶ maxpool ─▶ layer1 ─▶ layer2 ─▶ layer3 ─▶ layer4 ─▶ avgpool ─▶
-    fc ─▶ logits
-                                                 └─ blocks, each  relu(x + f(x)) ─┘
+    images ─▶ conv1 ─▶ bn1 ─▶ relu ─▶ maxpool
+           ─▶ layer1 ─▶ layer2 ─▶ layer3 ─▶ layer4 ─▶ avgpool ─▶ fc ─▶ logits
+              └─ blocks, each  relu(x + f(x)) ─┘
 
 Source: "Deep Residual Learning for Image Recognition", CVPR 2016, section 3.3 and table 1; the
-bottleneck strides in its 3x3 convolution, as torchvision's and NVIDIA's do ("v1.5").
+bottleneck strides in its 3x3 convolution, as in torchvision and NVIDIA's "v1.5".
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ __all__ = ["BasicBlock", "Bottleneck", "ResNet", "resnet18", "resnet50", "resnet
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and the input added: ``(N, in_channels, H, W)`` to ``(N, width, H /
-    stride, W / stride)``.
+    """Two 3x3 convolutions with a residual.
+
+    ``(N, in_channels, H, W)`` becomes ``(N, width, H / stride, W / stride)``.
 
     Args:
         in_channels: of the input.
         width: of both convolutions.
         stride: of the first convolution.
-        downsample: brings the input to the output's shape; None where it has it already.
+        downsample: projects the input to the output's shape; None if the shapes are equal.
     """
 
     expansion: ClassVar[int] = 1
@@ -43,7 +44,7 @@ class BasicBlock(nn.Module):
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, with the shapes of the class."""
+        """Return the block's output, with the shape in the class's docstring."""
         out: Tensor = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += x if self.downsample is None else self.downsample(x)
@@ -52,7 +53,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and the input added.
+    """1x1, 3x3 and 1x1 convolutions with a residual.
 
     ``(N, in_channels, H, W)`` becomes ``(N, 4 * width, H / stride, W / stride)``.
 
@@ -60,7 +61,7 @@ class Bottleneck(nn.Module):
         in_channels: of the input.
         width: of the first two convolutions.
         stride: of the 3x3 convolution.
-        downsample: brings the input to the output's shape; None where it has it already.
+        downsample: projects the input to the output's shape; None if the shapes are equal.
     """
 
     expansion: ClassVar[int] = 4
@@ -79,7 +80,7 @@ class Bottleneck(nn.Module):
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, with the shapes of the class."""
+        """Return the block's output, with the shape in the class's docstring."""
         out: Tensor = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -89,13 +90,14 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for images: ``(N, 3, H, W)`` to logits of shape ``(N, num_classes)``; H
-    and W at least 32.
+    """An image classifier: ``(N, 3, H, W)`` to logits ``(N, num_classes)``.
+
+    H and W are at least 32.
 
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
-        depths: blocks in each of the four groups.
-        num_classes: logits an image.
+        depths: number of blocks in each of the four groups.
+        num_classes: logits per image.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape ``(N, num_classes)`` for images of shape ``(N, 3, H, W)``."""
+        """Return logits of shape ``(N, num_classes)`` for images of shape ``(N, 3, H, W)``."""
         x: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(self.avgpool(x).flatten(1))
@@ -125,28 +127,28 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000) -> ResNet:
-    """ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2.
+    """Return a ResNet-18: 11.7 million parameters, basic blocks of depths 2, 2, 2, 2.
 
     Args:
-        num_classes: logits an image.
+        num_classes: logits per image.
     """
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes)
 
 
 def resnet50(num_classes: int = 1000) -> ResNet:
-    """ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3.
+    """Return a ResNet-50: 25.6 million parameters, bottlenecks of depths 3, 4, 6, 3.
 
     Args:
-        num_classes: logits an image.
+        num_classes: logits per image.
     """
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes)
 
 
 def resnet101(num_classes: int = 1000) -> ResNet:
-    """ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3.
+    """Return a ResNet-101: 44.5 million parameters, bottlenecks of depths 3, 4, 23, 3.
 
     Args:
-        num_classes: logits an image.
+        num_classes: logits per image.
     """
     return ResNet(Bottleneck, (3, 4, 23, 3), num_classes)
 
@@ -160,7 +162,7 @@ def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int =
 def _group(
     block: type[BasicBlock | Bottleneck], in_channels: int, width: int, depth: int, stride: int = 1
 ) -> nn.Sequential:
-    """``depth`` blocks of which the first strides, and projects its input where the shape changes."""
+    """Return ``depth`` blocks; the first strides, and projects its input if the shape changes."""
     out_channels = width * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:

@@ -1,4 +1,4 @@
-"""A convolutional net for images of digits, one ``nn.Sequential`` from end to end."""
+"""A convolutional network for images of digits, as one ``nn.Sequential``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ __all__ = ["SeqNet"]
 
 
 class SeqNet(nn.Sequential):
-    """Two convolutions and two linears: images of shape ``(N, 1, size, size)`` to logits of shape
-    ``(N, num_classes)``.
+    """A classifier of small images: ``(N, 1, size, size)`` to logits ``(N, num_classes)``.
 
     Args:
-        size: pixels along an image's edge, even; 8 as in scikit-learn's digits.
-        num_classes: logits an image.
+        size: pixels along an image's edge, even (default 8, as in scikit-learn's digits).
+        num_classes: logits per image.
         width: channels of the first convolution; the second has twice as many.
     """
 

@@ -1,4 +1,4 @@
-"""The two linears of PyTorch's model-parallel tutorial, before anybody split them."""
+"""The two linear layers of PyTorch's model-parallel tutorial, before the split."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ToyModel(nn.Module):
     """Linear, ReLU, linear: ``(N, features)`` to ``(N, outputs)``.
 
     Args:
-        features: of the input and between the two linears.
-        outputs: of the second linear.
+        features: of the input and between the two linear layers.
+        outputs: of the second linear layer.
     """
 
     def __init__(self, features: int = 10, outputs: int = 5) -> None:
@@ -22,6 +22,6 @@ class ToyModel(nn.Module):
         self.net2 = nn.Linear(features, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape ``(N, outputs)`` for an input of shape ``(N, features)``."""
+        """Return outputs of shape ``(N, outputs)`` for an input of shape ``(N, features)``."""
         y: Tensor = self.net2(self.relu(self.net1(x)))
         return y

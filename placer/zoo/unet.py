@@ -1,4 +1,4 @@
-"""U-Net for segmentation, its skip connections written as plain module calls.
+"""U-Net for segmentation, with skip connections as plain module calls.
 
     images ─▶ inc ───────────────────────────────── skip ─────▶ up4 ─▶ outc ─▶ logits
                └─▶ down1 ────────────────────────── skip ─▶ up3 ─┘
@@ -21,13 +21,14 @@ __all__ = ["DoubleConv", "Down", "UNet", "Up", "unet"]
 
 
 class DoubleConv(nn.Sequential):
-    """Twice 3x3 convolution, batch normalisation and ReLU: ``(N, in_channels, H, W)`` to ``(N,
-    out_channels, H, W)``.
+    """Two 3x3 convolutions, each with batch normalisation and ReLU.
+
+    ``(N, in_channels, H, W)`` becomes ``(N, out_channels, H, W)``.
 
     Args:
         in_channels: of the input.
         out_channels: of the output.
-        mid_channels: between the two convolutions; ``out_channels`` if None.
+        mid_channels: between the two convolutions; ``out_channels`` by default.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class DoubleConv(nn.Sequential):
 
 
 class Down(nn.Sequential):
-    """Halves the image and convolves twice: ``(N, in_channels, H, W)`` to ``(N, out_channels, H //
-    2, W // 2)``.
+    """2x2 max-pooling and two convolutions.
+
+    ``(N, in_channels, H, W)`` becomes ``(N, out_channels, H // 2, W // 2)``.
 
     Args:
         in_channels: of the input.
@@ -58,12 +60,12 @@ class Down(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Doubles the image, joins it with the skipped one and convolves twice.
+    """Upsampling by 2, concatenation with the skip connection, and two convolutions.
 
     Args:
         in_channels: of the two inputs together.
         out_channels: of the output.
-        bilinear: interpolate instead of a transposed convolution.
+        bilinear: whether to interpolate instead of a transposed convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, bilinear: bool = False) -> None:
@@ -77,16 +79,17 @@ class Up(nn.Module):
             self.conv = DoubleConv(in_channels, out_channels)
 
     def forward(self, below: Tensor, skipped: Tensor) -> Tensor:
-        """Joins what comes from below with what skipped it.
+        """Return the upsampled features, merged with the skip connection.
 
         Args:
-            below: shape ``(N, C, H, W)``: C is ``in_channels``, or half of it when bilinear.
+            below: shape ``(N, C, H, W)``: C is ``in_channels``, or half of it if bilinear.
             skipped: shape ``(N, in_channels // 2, 2 * H or 2 * H + 1, 2 * W or 2 * W + 1)``.
 
         Returns:
             Shape ``(N, out_channels, height of skipped, width of skipped)``.
         """
         doubled: Tensor = self.up(below)
+        # odd sizes lose a row or column in pooling: pad to the size of the skip connection
         rows = skipped.size(2) - doubled.size(2)
         columns = skipped.size(3) - doubled.size(3)
         doubled = functional.pad(
@@ -97,22 +100,23 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """Classes of pixels: ``(N, in_channels, H, W)`` to logits of shape ``(N, num_classes, H, W)``;
-    H and W at least 16.
+    """A pixel classifier: ``(N, in_channels, H, W)`` to logits ``(N, num_classes, H, W)``.
+
+    H and W are at least 16.
 
     Args:
         in_channels: of the images.
-        num_classes: logits a pixel.
+        num_classes: logits per pixel.
         width: channels of the first level; each level below has twice as many.
-        bilinear: interpolate upwards instead of a transposed convolution.
+        bilinear: whether to interpolate upwards instead of a transposed convolution.
     """
 
     def __init__(
         self, in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False
     ) -> None:
         super().__init__()
-        # Interpolation keeps the channels that a transposed convolution halves: the level below has
-        # half as many.
+        # Interpolation keeps the number of channels, which a transposed convolution halves. So the
+        # lowest level has half as many.
         halve = 2 if bilinear else 1
         self.inc = DoubleConv(in_channels, width)
         self.down1 = Down(width, 2 * width)
@@ -126,9 +130,7 @@ class UNet(nn.Module):
         self.outc = nn.Conv2d(width, num_classes, kernel_size=1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of shape ``(N, num_classes, H, W)`` for images of shape ``(N, in_channels, H,
-        W)``.
-        """
+        """Return logits of shape ``(N, num_classes, H, W)``."""
         level1 = self.inc(images)
         level2 = self.down1(level1)
         level3 = self.down2(level2)
@@ -145,12 +147,12 @@ class UNet(nn.Module):
 def unet(
     in_channels: int = 3, num_classes: int = 2, width: int = 64, bilinear: bool = False
 ) -> UNet:
-    """U-Net with four levels below the first: 31.0 million parameters at the defaults.
+    """Return a U-Net of five levels, with 31.0 million parameters at the defaults.
 
     Args:
         in_channels: of the images.
-        num_classes: logits a pixel.
+        num_classes: logits per pixel.
         width: channels of the first level.
-        bilinear: interpolate upwards instead of a transposed convolution.
+        bilinear: whether to interpolate upwards instead of a transposed convolution.
     """
     return UNet(in_channels, num_classes, width, bilinear)
