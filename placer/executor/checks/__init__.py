@@ -1,1 +1,1 @@
-"""Checks of captures and of micro-batches against the unsplit model."""
+"""Comparisons of captures and of micro-batches with the unsplit model."""

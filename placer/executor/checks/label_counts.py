@@ -1,17 +1,17 @@
-"""Which values of a batch could make its loss another mean than that of an earlier batch.
+"""Detection of batches whose loss may be another kind of mean than an earlier batch's.
 
-A loss that is a mean over labels, some of which it leaves out, equals the mean over micro-batches
-while each of these has as many labels. A first batch for which that holds says nothing about a
-later one for which it does not. The same is true of a mean with weights, while these are all equal.
-Such a later batch is therefore compared again.
+A mean over labels, some of which are ignored, equals the mean over micro-batches as long as each
+has equally many counted labels. If this holds for a first batch, it need not hold for a later one.
+The same applies to a weighted mean while all weights are equal. Such a later batch is therefore
+compared again.
 
-The host reads labels in its own memory in every step. Labels on an accelerator are copied to it without
-a wait, and read when a later batch comes:
+The host reads labels in its own memory in every step. Labels on an accelerator are copied without
+waiting, and read when a later batch comes:
 
     batch 0   compared: its labels are read at once, because a comparison waits anyhow
     batch 1   labels are copied ─────┐
-    batch 2   labels are copied      └▶ read: unequal for the first time, so batch 2 is read at once
-                                        and compared if it is unequal, too; else batch 3; ...
+    batch 2   labels are copied      └▶ read: unequal for the first time, so batch 2 is read at
+                                        once and compared if it is unequal, too; else batch 3; ...
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from placer import devices
 from placer.capture.batch_dims.batch_layout import BatchLayout
 
-# Entries of the largest tensor that is read in every step: about a millisecond.
+# Elements of the largest tensor that is read in every step: about 1 ms.
 _LARGEST = 1 << 20
 
-# Types of labels, of flags that say which count, and of weights.
+# Dtypes of labels, of masks, and of weights.
 _READ = (
     torch.bool,
     torch.int8,
@@ -45,7 +45,7 @@ _READ = (
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 
 Uneven = frozenset[tuple[int, str]]
-"""Places of tensors, and the kind of entry of which micro-batches have unequal shares."""
+"""Positions of tensors, and the kind of entry of which micro-batches have unequal shares."""
 
 
 def uneven(
@@ -55,21 +55,22 @@ def uneven(
     left_out: Collection[int] = (),
     waits: bool = False,
 ) -> Uneven:
-    """Return what micro-batches have unequal shares of: negative numbers, zeros, ones that are
-    true, unequal weights.
+    """Return the quantities of which micro-batches have unequal shares.
+
+    These are counts of negative labels, of zeros, of true flags, and unequal weights.
 
     Args:
-        tensors: inputs or a target, flattened, in the order of ``layout.dims``.
-        layout: where their samples lie.
+        tensors: flattened inputs or target, in the order of ``layout.dims``.
+        layout: the batch dimensions.
         sizes: samples in each micro-batch.
-        left_out: further numbers that are labels which do not count.
-        waits: whether to read tensors on other devices, too, which have to finish their work first.
+        left_out: further label values that do not count.
+        waits: whether to read tensors on other devices, too, which synchronises with them.
     """
     if len(sizes) < 2 or layout.lists:
         return frozenset()
     if waits:
         tensors = [devices.move(one, devices.HOST) if _is_read(one) else one for one in tensors]
-    with torch._C.DisableTorchFunction():  # nobody has to see these reads
+    with torch._C.DisableTorchFunction():  # hide these reads from function modes
         return frozenset(
             (place, kind)
             for place, (tensor, dim) in enumerate(zip(tensors, layout.dims, strict=False))
@@ -83,9 +84,9 @@ class _Sent(NamedTuple):
 
     Attributes:
         key: the kind of the batch.
-        copies: in the host's memory, in the order of ``layout.dims``; None for what is not read.
-        marks: behind the copies.
-        layout: where their samples lie.
+        copies: in host memory, in the order of ``layout.dims``; None for tensors that are not read.
+        marks: after the copies.
+        layout: the batch dimensions.
         sizes: samples in each micro-batch.
     """
 
@@ -97,14 +98,14 @@ class _Sent(NamedTuple):
 
 
 class LateCounts:
-    """Unequal shares in labels on accelerators, which are read when a later batch comes."""
+    """Unequal shares of labels on accelerators, found when a later batch comes."""
 
     def __init__(self) -> None:
         self._sent: list[_Sent] = []
         self._found: dict[Hashable, Uneven] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the copies on their way, whose marks cannot be pickled."""
+        """Return the state without pending copies, whose marks cannot be pickled."""
         return {**self.__dict__, "_sent": []}
 
     def is_due(
@@ -116,23 +117,24 @@ class LateCounts:
         known: Uneven,
         left_out: Collection[int] = (),
     ) -> bool:
-        """Return whether to read a batch at once; else its labels are copied, to be read later.
+        """Return whether to read a batch at once; otherwise start to copy its labels.
 
         Args:
             key: the kind of the batch.
-            tensors: inputs or a target, flattened, in the order of ``layout.dims``.
-            layout: where their samples lie.
+            tensors: flattened inputs or target, in the order of ``layout.dims``.
+            layout: the batch dimensions.
             sizes: samples in each micro-batch.
-            known: the unequal shares of batches that were compared. If an earlier batch of the kind
-                had others, this one is to be read.
-            left_out: further numbers that are labels which do not count.
+            known: the unequal shares of compared batches. If an earlier batch of the kind had
+                others, this one is due.
+            left_out: further label values that do not count.
         """
         self._receive(left_out)
         if not self._found.get(key, frozenset()) <= known:
             return True
         if len(sizes) < 2 or layout.lists or len(self._sent) >= _MOST_SENT:
             return False
-        weights = {place for place, kind in known if kind == "weights"}  # there is no other kind
+        # weights have no other kind
+        weights = {place for place, kind in known if kind == "weights"}
         wanted = [
             dim is not None
             and _is_read(tensor)
@@ -159,14 +161,14 @@ class LateCounts:
             self._found[one.key] = before | uneven(one.copies, one.layout, one.sizes, left_out)
 
 
-# Batches whose labels are on their way at once: a host that is further ahead skips some.
+# Maximum number of batches with pending copies; a host that runs further ahead skips batches.
 _MOST_SENT = 4
 
 _MOST_KINDS = 1000
 
 
 def _is_read(tensor: Any) -> bool:
-    """Return whether a tensor can be labels, flags or weights."""
+    """Return whether a tensor may hold labels, flags or weights."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_complex():
         return False
     return tensor.dtype in _READ and 0 < tensor.numel() <= _LARGEST
@@ -177,9 +179,7 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _array(tensor: Tensor) -> Array:
-    """Return a view of a tensor as an array, whose operations on few numbers take a tenth of the
-    time.
-    """
+    """Return a NumPy view of a tensor, which is ten times faster for few elements."""
     tensor = tensor.detach()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -187,7 +187,7 @@ def _array(tensor: Tensor) -> Array:
 def _kinds(
     array: Array, dim: int, sizes: Sequence[int], left_out: Collection[int]
 ) -> Iterator[str]:
-    # bfloat16, of which only equality is asked
+    # bfloat16 viewed as int16: only equality is tested
     if array.dtype.kind == "f" or array.dtype == numpy.int16:
         if bool((array != array.flat[0]).any()):
             yield "weights"
@@ -213,14 +213,13 @@ def _is_even(found: Array, dim: int, sizes: Sequence[int]) -> bool:
 
 
 class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the labels that torch's losses count, by the weights of their classes, while a model
-    computes means.
+    """A mode that records the total weight of counted labels in torch's losses.
 
-    Losses of a model that is not trained yet are nearly equal for all labels, so that their values
-    do not show it.
+    Losses of an untrained model are nearly equal for all labels, so their values do not show which
+    labels count.
 
     Attributes:
-        counted: for each mean, in order.
+        counted: the total class weight of counted labels for each mean, in order.
     """
 
     def __init__(self) -> None:
@@ -229,27 +228,26 @@ class LabelWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        # 1 is "mean"
+        # reduction 1 is "mean"
         if func in _LOSSES and len(args) > _REDUCTION and args[_REDUCTION] == 1:
             self.counted.append(float(made[1]))
         return made
 
 
 _LOSSES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
-# The place of ``reduction`` among the arguments of these operations.
+# The position of ``reduction`` among the arguments of these operations.
 _REDUCTION = 3
 
 
 def unlike_counts(
     whole: Sequence[float], parts: Sequence[Sequence[float]], shares: Sequence[float]
 ) -> list[float] | None:
-    """Return how many labels each micro-batch counts in a mean, where that is not its share; else
-    None.
+    """Return the counts of a mean that deviate from the micro-batches' shares; else None.
 
     Args:
-        whole: labels that count in the batch, for each mean.
-        parts: the same for each micro-batch.
-        shares: how much each micro-batch counts; any unit.
+        whole: counted labels in the batch, for each mean.
+        parts: counted labels in each micro-batch, for each mean.
+        shares: the weight of each micro-batch, in any unit.
     """
     if any(len(part) != len(whole) for part in parts):
         return None
@@ -260,5 +258,5 @@ def unlike_counts(
     return None
 
 
-# Of sums of class weights in float32.
+# Relative rounding of sums of class weights in float32.
 _ROUNDING = 1e-5

@@ -1,4 +1,4 @@
-"""Whether two results are equal up to rounding, and how to state that they are not.
+"""Equality of results up to rounding, and descriptions of differences.
 
 Norms are compared, not single numbers: ``|one - other| <= tolerance * max(|other|, 0.01 *
 sqrt(count))``. Rounding grows with the depth of a model, and a single small number may lose all of
@@ -26,22 +26,22 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
-"""Relative tolerance by the coarsest type that takes part: some thousand roundings of it."""
+"""Relative tolerance by the coarsest dtype involved: about a thousand roundings."""
 
-# For types of 8 bits and fewer.
+# Relative tolerance for types of at most 8 bits.
 _COARSEST = 0.1
 
-# Values are not told apart from zero below the tolerance times this.
+# Values below this times the tolerance are indistinguishable from zero.
 _FLOOR = 1e-2
 
-# Of whole numbers, such as indices of largest values, this times the tolerance may differ: ties
-# fall either way.
+# This times the tolerance is the share of integers (such as argmax indices) that may differ,
+# because ties are resolved arbitrarily.
 _INDICES = 10
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """Equality up to the rounding of a type.
+    """Equality up to the rounding of a dtype.
 
     Attributes:
         tolerance: relative.
@@ -51,7 +51,7 @@ class Closeness:
 
     @classmethod
     def of(cls, tensors: Iterable[Any]) -> Closeness:
-        """Return the closeness for computations with these tensors, under the caller's autocast."""
+        """Return the tolerance for computations with these tensors, under the caller's autocast."""
         types = {
             item.dtype for item in tensors if isinstance(item, Tensor) and item.is_floating_point()
         }
@@ -92,9 +92,7 @@ class Closeness:
 
 
 def shown(one: Any, other: Any) -> str:
-    """Return two values that differ in a few words: the numbers, or the entries that are furthest
-    apart.
-    """
+    """Return a short description of two values: the numbers, or the most different entries."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return f"{_brief(one)} and {_brief(other)}"
     if one.shape != other.shape:
@@ -124,7 +122,7 @@ def _brief(value: Any) -> str:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor's values on the host, in double precision."""
+    """Return a tensor's values on the host in double precision."""
     tensor = devices.move(tensor.detach(), devices.HOST)
     tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
     if tensor.is_complex():

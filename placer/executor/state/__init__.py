@@ -1,1 +1,1 @@
-"""The state of a model over devices: where it is, what it was, and copies of it."""
+"""A model's state on devices: locations, versions and copies."""

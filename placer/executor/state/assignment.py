@@ -1,4 +1,4 @@
-"""Which device a layer, a module or a parameter runs on, by the names in ``layer_gpus``."""
+"""The device of each layer, module and parameter, by the names in ``layer_gpus``."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from placer.schema import Placement
 from placer.schema.base import MERGED, WHOLE
 
 WRAPPERS = ("module", "_orig_mod")
-"""Where DataParallel and its like, and torch.compile, keep the model."""
+"""Attributes under which DataParallel and similar wrappers, and torch.compile, hold the model."""
 
 
 ALL = ""
-"""In a map, as accelerate has it: whatever is not named."""
+"""A map's key for everything that is not named, as in accelerate."""
 
 
 class Assignment:
     """A map from layer names to devices that answers for every name of the model.
 
-    A name that is not in the map takes the device of its module's next call's first, then of the
-    module around it, then of the first module inside it, then that of "", if it is there; a layer
-    without any takes the device of the layer before it.
+    The device of a name that is not in the map is, in this order: the device of the module's first
+    call, of the innermost named module around it, of the first named module inside it, or of "". A
+    layer without any of these takes the device of the previous layer.
 
     Args:
-        devices: layer name -> device.
-        default: where everything else goes.
+        devices: by layer name.
+        default: the device of everything else.
 
     Attributes:
-        default: the same.
+        default: the device of everything else.
     """
 
     def __init__(self, devices: Mapping[str, torch.device], default: torch.device) -> None:
@@ -50,11 +50,11 @@ class Assignment:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that the map names, and the one where everything else goes."""
+        """Return the devices of the map, and the default device."""
         return list(dict.fromkeys([*self._exact.values(), self.default]))
 
     def of_path(self, path: str) -> torch.device | None:
-        """The device of a module path, or None where the map says nothing of it."""
+        """Return the device of a module path; None if the map does not determine it."""
         here = path
         while here:
             if here in self._exact:
@@ -64,11 +64,11 @@ class Assignment:
         return self._inner.get(path, rest) if path else rest
 
     def of_state(self, name: str) -> torch.device:
-        """The device of a parameter or buffer."""
+        """Return the device of a parameter or buffer."""
         return self.of_path(name.rpartition(".")[0]) or self.default
 
     def of_layers(self, graph: LayerGraph) -> list[torch.device]:
-        """The device of every layer, in execution order."""
+        """Return the device of every layer, in execution order."""
         found: list[torch.device] = []
         for layer in graph.layers:
             found.append(self._of_layer(layer) or (found[-1] if found else self.default))
@@ -82,10 +82,10 @@ class Assignment:
 
 
 def placing(given: Placement | Mapping[str, Any]) -> Placement:
-    """A placement that places layers, given as one or as what its JSON holds.
+    """Return the placement, converted from its JSON form if necessary.
 
     Raises:
-        PlacementError: it is none, or places no layer.
+        PlacementError: if it is invalid or places no layer.
     """
     try:
         placement = given if isinstance(given, Placement) else Placement.model_validate(given)
@@ -98,20 +98,18 @@ def placing(given: Placement | Mapping[str, Any]) -> Placement:
 
 
 def layer_names(module: nn.Module, fine_grained: bool) -> list[str]:
-    """The names in a map that nobody has edited: the named children of a model, or every leaf
-    module.
-    """
+    """Return the names of the default map: the model's children, or every leaf module."""
     if fine_grained:
         return [path for path, child in module.named_modules() if path and not child._modules]
     return [path for path, _ in module.named_children()]
 
 
 def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Sequence[str]) -> None:
-    """Raise a PlacementError if a name is no layer of the model.
+    """Raise a PlacementError if a name is not a layer of the model.
 
     Args:
         module: the model.
-        names: to look at.
+        names: to check.
         examples: names for the message.
     """
     known = {path for path, _ in module.named_modules(remove_duplicate=False)} | {WHOLE}
@@ -130,7 +128,7 @@ def refuse_unknown_layers(module: nn.Module, names: Iterable[str], examples: Seq
 
 
 def _named(module: nn.Module, given: Any) -> str:
-    """The name that was probably meant: an index of ``nn.Sequential``, or a module itself."""
+    """Return the name that was probably meant by an index of ``nn.Sequential`` or a module."""
     own = (path for path, child in module.named_modules() if path and child is given)
     return (
         next(own, str(given))
@@ -140,9 +138,7 @@ def _named(module: nn.Module, given: Any) -> str:
 
 
 def _wrapping(name: str, known: Iterable[str]) -> str:
-    """What to do where this model, or the one of the placement, is in a wrapper, such as
-    DataParallel.
-    """
+    """Return advice if this or the placement's model is in a wrapper, such as DataParallel."""
     for wrapper in WRAPPERS:
         if f"{wrapper}.{name}" in known:
             return f"; there is {wrapper}.{name}: give the model that is wrapped, model.{wrapper}"

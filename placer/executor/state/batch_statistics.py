@@ -1,16 +1,15 @@
-"""Running statistics of batch normalisation over whole batches, though micro-batches are what is
-normalised.
+"""Deferred batch normalisation: running statistics of whole batches, split into micro-batches.
 
     micro-batch 0 ──▶ mean, variance ──┐
     micro-batch 1 ──▶ mean, variance ──┼──▶ mean, variance of the batch ──▶ running statistics, once
     micro-batch 2 ──▶ mean, variance ──┘
 
-Without it every micro-batch updates the running statistics, which then forget ``chunks`` times as
-fast as on the unsplit model, and hold the variances of small samples.
+Otherwise every micro-batch updates the running statistics, which then decay ``chunks`` times as
+fast as in the unsplit model, and hold variances of small samples.
 
 Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020,
-section 3.3 (deferred batch normalisation); here the running variance is of the whole batch and
-unbiased, as torch has it.
+section 3.3 (deferred batch normalisation); here the running variance is unbiased over the whole
+batch, as in torch.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from placer.capture.batch_counters import ADD_OPERATIONS
 from placer.errors import InputError
 
 Site = tuple[int, int, int]
-"""One call of a layer in the graph: its segment, the buffer that it changes, and how many calls
-went before."""
+"""A call of a layer: its segment, the buffer that it changes, and the number of earlier calls."""
 
 _BATCH_NORMS = (torch.ops.aten.batch_norm.default, torch.batch_norm)
 
 
 class _Sums:
-    """What one call of a batch normalisation met in the micro-batches of a batch, by channel, in
-    float64.
-    """
+    """Sums over a batch's micro-batches for one batch normalisation, by channel, in float64."""
 
     def __init__(self, mean: Tensor, variance: Tensor, momentum: float) -> None:
         self.running_mean, self.running_variance, self.momentum = mean, variance, momentum
@@ -47,19 +43,18 @@ class _Sums:
         self.count = torch.zeros_like(self.sums)
 
     def add(self, count: int) -> None:
-        """Add a micro-batch of so many values a channel, whose mean and unbiased variance are
-        ``latest``.
-        """
+        """Add a micro-batch of ``count`` values per channel; its statistics are in ``latest``."""
         mean, variance = (each.to(torch.float64) for each in self.latest)
         self.sums.add_(mean, alpha=count)
         self.squares.addcmul_(mean, mean, value=count)
+        # the unbiased variance times (count - 1) is the sum of squared deviations
         if count > 1:
             self.squares.add_(variance, alpha=count - 1)
         self.count.add_(count)
 
 
 class BatchStatistics:
-    """Gathers the statistics of a graph's batch normalisations over a batch.
+    """The statistics of a graph's batch normalisations over a batch.
 
     Args:
         state: the parameters and buffers of the graph by name.
@@ -71,20 +66,18 @@ class BatchStatistics:
         self._sums: dict[Site, _Sums] = {}
 
     def gather(self, segment: int) -> TorchFunctionMode:
-        """Inside, one pass of a segment adds to the batch's statistics and leaves the running ones
-        alone.
-        """
+        """Return a mode in which a segment adds to the batch's statistics, not the running ones."""
         return _Gather(self, segment)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Forget what was gathered."""
+        """Reset the gathered statistics."""
         for sums in self._sums.values():
             torch._foreach_zero_([sums.sums, sums.squares, sums.count])
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics once, by the batch that was gathered."""
+        """Update the running statistics once, from the gathered batch."""
         together: dict[tuple[torch.device, float], list[_Sums]] = {}
         for sums in self._sums.values():
             together.setdefault((devices.location(sums.sums), sums.momentum), []).append(sums)
@@ -94,16 +87,14 @@ class BatchStatistics:
             counter.add_(1)
 
     def counts(self, site: Site, tensor: Tensor) -> bool:
-        """Note a counter of batches, if the tensor is one."""
+        """Record a tensor if it is a batch counter, and return whether it is."""
         if not self._known.get(id(tensor), "").endswith("num_batches_tracked"):
             return False
         self._counters[site] = tensor
         return True
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a buffer of the model itself, not a copy for a layer that is
-        elsewhere.
-        """
+        """Return whether the tensor is the model's own buffer, not a copy for another device."""
         return id(tensor) in self._known
 
     def normalise(self, site: Site, func: Any, args: tuple[Any, ...]) -> Any:
@@ -113,8 +104,8 @@ class BatchStatistics:
             if site not in self._sums:
                 self._sums[site] = _Sums(mean, variance, momentum)
             sums = self._sums[site]
-        # With a momentum of 1 the operation leaves the micro-batch's own statistics: no further
-        # look at x is needed.
+        # With momentum 1, the operation stores the micro-batch's own statistics in the running
+        # ones, so x need not be read again.
         result = func(x, weight, bias, *sums.latest, True, 1.0, *rest)
         with torch.no_grad():
             sums.add(x.numel() // x.shape[1])
@@ -122,8 +113,9 @@ class BatchStatistics:
 
 
 def refuse_uncaptured(module: nn.Module, why: str) -> None:
-    """Raise an InputError if a model that runs through hooks has batch normalisations: they cannot
-    be gathered there.
+    """Raise an InputError if a model on hooks has batch normalisations.
+
+    Their statistics cannot be gathered there.
 
     Args:
         module: the model.
@@ -137,7 +129,7 @@ def refuse_uncaptured(module: nn.Module, why: str) -> None:
 
 
 def _commit(group: Sequence[_Sums], momentum: float) -> None:
-    """Let the running statistics of one device follow those of the batch."""
+    """Update the running statistics on one device from those gathered over the batch."""
     sums, counts = [each.sums for each in group], [each.count for each in group]
     means = torch._foreach_div(sums, counts)
     variances = torch._foreach_sub(
@@ -156,7 +148,7 @@ def _commit(group: Sequence[_Sums], momentum: float) -> None:
 
 
 class _Gather(TorchFunctionMode):
-    """Tells the statistics of every batch normalisation that runs inside."""
+    """A mode that reports the statistics of every batch normalisation inside."""
 
     def __init__(self, statistics: BatchStatistics, segment: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model's weights on every device at once, so that a layer changes its device without a copy."""
+"""A model's weights on every device, so that layers change devices without copies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from placer.executor.state.tensor_versions import writes
 
 
 class Clones:
-    """Copies of a module's state, one a device; a tied weight has one copy a device, too.
+    """Copies of a module's state, one per device; a tied weight has one copy per device, too.
 
-    The module's own tensors stay where they are and stand in on their own device. When they change
-    (an optimizer step, ``load_state_dict``), ``refresh`` brings the copies up to date.
+    The module's own tensors stay, and serve as the copy on their own device. After they change (an
+    optimizer step, ``load_state_dict``), ``refresh`` updates the copies.
 
     Attributes:
-        times_copied: how often; flows that share the clones see by it that theirs are earlier ones.
+        times_copied: number of updates; flows that share the clones detect outdated plans by it.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[torch.device]) -> None:
@@ -48,16 +48,15 @@ class Clones:
         if written == self._written:
             return
         self._copies = {place: self._copied_to(place) for place in self._copies}
-        # only now: after a failure the next call copies again
+        # last, so that the next call copies again after a failure
         self._written = written
         self.times_copied += 1
 
     def cover(self, places: Iterable[torch.device]) -> None:
-        """Copy the state to devices on which there is none yet; after an error there are no more
-        copies than before.
+        """Copy the state to further devices; an error leaves the existing copies unchanged.
 
         Args:
-            places: the devices that a map names.
+            places: the devices of a map.
         """
         self.refresh()
         self._copies |= {
@@ -66,11 +65,11 @@ class Clones:
 
     @property
     def places(self) -> list[torch.device]:
-        """The devices that have copies."""
+        """Return the devices with copies."""
         return list(self._copies)
 
     def keep_only(self, places: Collection[torch.device]) -> None:
-        """Let go of the copies on all devices but these."""
+        """Release the copies on all other devices."""
         self._copies = {place: copies for place, copies in self._copies.items() if place in places}
 
     @torch.inference_mode(False)
@@ -79,7 +78,7 @@ class Clones:
         return {name: _twin(tensor, place) for name, tensor in self._state.items()}
 
     def refuse_training(self) -> None:
-        """Raise an InputError where the model would be trained: clones would not be."""
+        """Raise an InputError if the model would be trained, because clones would not be."""
         trains = torch.is_grad_enabled() and any(
             parameter.requires_grad for parameter in self._module.parameters()
         )
@@ -91,17 +90,17 @@ class Clones:
             )
 
     def get(self, name: str, place: torch.device) -> Tensor:
-        """The copy of a parameter or buffer on a device."""
+        """Return the copy of a parameter or buffer on a device."""
         self.cover([place])
         return self._copies[place][name]
 
 
 def state_lookup(graph: LayerGraph, clones: Clones | None) -> StateLookup:
-    """Return what the layers of a graph use for their state.
+    """Return a lookup of the state that a graph's layers use.
 
     Args:
-        graph: the layers. Their plain tensors are the model's own, wherever these are.
-        clones: of the model's parameters and buffers; None to use these themselves.
+        graph: the layers. Their plain tensors are always the model's own.
+        clones: of the model's parameters and buffers; None to use the originals.
     """
 
     def lookup(name: str, place: torch.device) -> Tensor:

@@ -1,9 +1,8 @@
-"""What a model consists of, as it was when it was last looked at: every call of a flow asks whether
-it still is so.
+"""A snapshot of a model's structure, to detect changes before every call of a flow.
 
-Of a network of hundreds of modules, one look at each in Python takes longer than the first kernels
-of a micro-batch. So the places to look at are gathered once, and are compared with what they held
-without a step of Python for each.
+For hundreds of modules, visiting each in Python would take longer than the first kernels of a
+micro-batch. So the places to inspect are collected once, and are compared with their earlier
+content by vectorised builtins.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from placer.capture.python_state.module_hooks import has_global_hooks, module_modes
 
-# What a module holds, each a dict that may be written to, or be another one, at any time.
+# Dictionaries of a module that may be written to, or replaced, at any time.
 _TABLES = (
     "_modules",
     "_parameters",
@@ -31,7 +30,7 @@ _TABLES = (
 
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = (list, tuple, dict, set)
-# What is in larger ones is not looked at: every call does.
+# Larger containers are not inspected, because every call would do so.
 _MOST_ITEMS = 1_000
 
 _Holder = TypeVar("_Holder")
@@ -43,22 +42,19 @@ _version = operator.attrgetter("_version")
 
 
 class Census:
-    """A model's modules, whether they train, their parameters, buffers, hooks, and the constants of
-    torch's own.
+    """A snapshot of a model's modules, modes, parameters, buffers, hooks and constants.
 
     Args:
         module: the model.
 
     Attributes:
-        members: its modules, their code, parameters and buffers, the same objects as long as none
-            was replaced.
-        state: its parameters and buffers; those of a module that is used twice are listed twice.
-        dtypes: of its parameters and buffers, which ``model.to`` changes in the same objects.
-        modes: of every module, whether it trains, and whether it has hooks that a captured graph
-            would not run; at the end, whether all have.
-        constants: what torch's own modules declare as constants of their code, such as ``p`` of a
-            dropout: a captured graph holds their values. Of other modules ``Attributes`` looks at
-            what captures read.
+        members: its modules, their code, parameters and buffers, compared by identity.
+        state: its parameters and buffers; tensors of a module that occurs twice are listed twice.
+        dtypes: of its parameters and buffers, which ``model.to`` changes in place.
+        modes: for every module, whether it is in training mode and has hooks that a captured graph
+            would not run; at the end, the same for global hooks.
+        constants: values that torch's own modules declare as constants, such as ``p`` of a dropout:
+            a captured graph contains them. ``Attributes`` covers other modules.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,18 +71,16 @@ class Census:
         try:
             self._training, self._contents = self._now_training(), self._now_contents()
         except (KeyError, TypeError):
-            # wrappers (torch.compile, torch.jit) have these as properties
+            # wrappers (torch.compile, torch.jit) define these as properties
             self._fields = []
 
     @property
     def is_quick(self) -> bool:
-        """Whether ``holds`` can tell."""
+        """Return whether ``holds`` can decide."""
         return bool(self._fields)
 
     def holds(self) -> bool:
-        """Whether the model is as it was when this was taken; False too where that cannot be told
-        quickly.
-        """
+        """Return whether the model is unchanged; False, too, if this cannot be decided quickly."""
         if not self.is_quick:
             return False
         try:
@@ -101,7 +95,7 @@ class Census:
             return False
 
     def describes(self, later: Census) -> bool:
-        """Whether what was captured of the model then holds for it later, in the modes of then."""
+        """Return whether captures of this snapshot hold for a later one, in the same modes."""
         known = self.dtypes == later.dtypes and are_equal(self.constants, later.constants)
         return known and are_same(self.members, later.members)
 
@@ -124,11 +118,10 @@ class Census:
 
 
 class Attributes:
-    """The attributes of a model's own modules, and of objects that these have, whose values the
-    captures of it hold.
+    """The attributes of a model's own modules and objects whose values its captures contain.
 
-    Of lists, tuples and dicts it is what is in them. Of plain tensors whose values a capture holds
-    it is how often they were written to.
+    Lists, tuples and dictionaries are compared by content. Plain tensors whose values a capture
+    contains are compared by version.
     """
 
     def __init__(self) -> None:
@@ -139,10 +132,10 @@ class Attributes:
         self._values: list[object] = []
 
     def add(self, read: Iterable[tuple[Any, str]], looked_at: Iterable[Tensor] = ()) -> None:
-        """Look at these too; from now on they are to be what they are now.
+        """Add attributes with their current values.
 
         Args:
-            read: attributes, given as holders and names.
+            read: attributes, as holders and names.
             looked_at: plain tensors.
         """
         self._tensors += looked_at
@@ -155,7 +148,7 @@ class Attributes:
         self._values = self._now()
 
     def hold(self) -> bool:
-        """Whether all are what they were."""
+        """Return whether all values are unchanged."""
         try:
             now = self._now()
         except AttributeError:
@@ -164,11 +157,11 @@ class Attributes:
             return True
         if not are_equal(now, self._values):
             return False
-        self._values = now  # equal, but others: the next look is quick again
+        self._values = now  # equal but new objects: the next comparison is fast again
         return True
 
     def changed(self) -> list[str]:
-        """The names of those that are not what they were."""
+        """Return the names of the changed attributes."""
         return [
             name
             for (_, name), (holder, was) in self._was.items()
@@ -183,12 +176,12 @@ class Attributes:
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists are of the same objects; equal ones may be others."""
+    """Return whether two lists hold the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def are_equal(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists are of the same objects, or of equal numbers and words."""
+    """Return whether two lists hold the same objects, or equal numbers and strings."""
     return are_same(some, others) or (
         len(some) == len(others)
         and all(a is b or _is_equal(a, b) for a, b in zip(some, others, strict=True))
@@ -204,7 +197,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _inside(value: Any) -> Iterable[object]:
-    """What a list, tuple, set or dict holds, after how much that is; anything else alone."""
+    """Return the length and content of a container; other values as a single item."""
     if not isinstance(value, _CONTAINERS):
         return (value,)
     if len(value) > _MOST_ITEMS:
@@ -217,9 +210,7 @@ def _inside(value: Any) -> Iterable[object]:
 def _readers(
     getter: Callable[[str], Callable[[_Holder], object]], named: Iterable[tuple[_Holder, str]]
 ) -> list[tuple[Callable[[_Holder], object], list[_Holder]]]:
-    """What reads a name, with all that it reads it from: a few names are read from many, without a
-    step for each.
-    """
+    """Group holders by the name that is read from them, to read them without a Python loop."""
     holders: dict[str, list[_Holder]] = {}
     for holder, name in named:
         holders.setdefault(name, []).append(holder)
@@ -227,12 +218,12 @@ def _readers(
 
 
 def _declared(module: nn.Module) -> list[str]:
-    """The constants of its code that a module declares and holds."""
+    """Return the constants that a module's class declares and the module holds."""
     return [name for name in getattr(type(module), "__constants__", ()) if name in module.__dict__]
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:
-    """A model's modules; one that is used twice is listed twice."""
+    """Return a model's modules; a module that occurs twice is listed twice."""
     found, waiting = [], [root]
     while waiting:
         child = waiting.pop()
@@ -244,12 +235,12 @@ def _modules(root: nn.Module) -> list[nn.Module]:
 def _code(
     modules: Sequence[nn.Module], fields: Iterable[dict[str, object]]
 ) -> tuple[Iterable[object], ...]:
-    """What modules run: their classes, and what stands in some in place of their class's forward."""
+    """Return the modules' classes, and instance attributes that replace ``forward``."""
     return map(type, modules), map(dict.get, fields, repeat("forward"))
 
 
 def _members(modules: Sequence[nn.Module]) -> list[object]:
-    """Modules with their code, parameters and buffers."""
+    """Return modules with their code, parameters and buffers."""
     found = [*chain.from_iterable(_code(modules, [child.__dict__ for child in modules]))]
     for child in modules:
         found += [child, *child._parameters.values(), *child._buffers.values()]

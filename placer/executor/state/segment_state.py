@@ -1,6 +1,4 @@
-"""The state that recorded segments read: the model's own, or copies of it where it is on another
-device.
-"""
+"""State for recorded segments: the model's own, or copies for other devices."""
 
 from __future__ import annotations
 
@@ -18,12 +16,11 @@ from placer.executor.state.state_copies import Copies, Copy, are_current
 
 
 class Replicas:
-    """A model's state where layers read it: itself on its own device, a copy on others, kept up to
-    date.
+    """A model's state as layers read it: the original on its own device, copies on others.
 
     Args:
         graph: the layers.
-        lookup: what they use for their state, wherever it is.
+        lookup: returns a layer's state, wherever it is.
         copies: of the model's state.
     """
 
@@ -35,13 +32,10 @@ class Replicas:
         self._read: dict[tuple[str, torch.device], Copy] = {}
 
     def lookup(self, name: str, place: torch.device) -> Tensor:
-        """Return what a layer on this device uses; state that layers change is the model's own,
-        wherever it is.
-        """
+        """Return the tensor for a layer on this device; changed state is always the original."""
         tensor = self._lookup(name, place)
         if name in self._mutated or devices.same(devices.location(tensor), place):
-            # Without the flag: autocast would keep casts of parameters beyond the recording that
-            # made them.
+            # detached: autocast would cache casts of parameters beyond the recording that made them
             own = tensor.detach()
             self._own[name, place] = devices.addresses([own])
             return own
@@ -49,11 +43,11 @@ class Replicas:
         return self._read[name, place].tensor
 
     def is_current(self, lookup: StateLookup) -> bool:
-        """Whether ``refresh`` would change nothing."""
+        """Return whether ``refresh`` would change nothing."""
         return self._is_in_place(lookup) and are_current(self._read.values())
 
     def refresh(self, lookup: StateLookup) -> bool:
-        """Bring copies up to date; return False if the model's own state is no longer where it was."""
+        """Update copies; return False if the model's own state has moved."""
         self._lookup = lookup
         if not self._is_in_place(lookup):
             return False
@@ -68,7 +62,7 @@ class Replicas:
 
 
 def mutated(graph: LayerGraph) -> set[str]:
-    """The state that layers change."""
+    """Return the state that layers change."""
     return {name for layer in graph.layers for name in layer.mutated}
 
 

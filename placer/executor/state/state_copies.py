@@ -1,11 +1,10 @@
-"""Copies of state on devices that read it and do not own it: one for each tensor and device, kept
-up to date.
+"""Copies of state on devices that read it without owning it, one per tensor and device.
 
-    table on the host ──▶ copy on cuda:0, which the layers of all calls and streams there read
+    table on the host ──▶ copy on cuda:0, read there by the layers of all calls and streams
                       └─▶ copy on cuda:1
 
-Plain tensors always stay where they are and are read as copies. A parameter or buffer is copied
-where layers of several devices share it and no gradient has to flow back to it.
+Plain tensors always stay in place and are read as copies. A parameter or buffer is copied if layers
+on several devices share it and no gradient must flow back to it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class Copy:
         place: the device.
 
     Attributes:
-        tensor: the copy. It stays the same tensor, at the same address, so that recorded passes may
-            read it.
+        tensor: the copy. Its address never changes, so recorded passes may read it.
     """
 
-    @torch.inference_mode(False)  # training could not use a tensor that is made inside it
+    @torch.inference_mode(False)  # training cannot use tensors created in inference mode
     def __init__(self, original: Tensor, place: torch.device) -> None:
         self._original = original
         self._written = writes([original])
@@ -40,12 +38,12 @@ class Copy:
 
     @property
     def is_current(self) -> bool:
-        """Whether nobody has written to the original since it was copied."""
+        """Return whether the original has not been written to since it was copied."""
         return writes([self._original]) == self._written
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the original again if somebody has written to it."""
+        """Copy the original again if it was written to."""
         written = writes([self._original])
         if written != self._written:
             devices.fill(self.tensor, self._original)
@@ -53,14 +51,14 @@ class Copy:
 
 
 class Copies:
-    """The copies of one model's state. A copy is kept as long as something that reads it is kept."""
+    """The copies of one model's state, each kept as long as it has a reader."""
 
     def __init__(self) -> None:
         self._known: WeakValueDictionary[tuple[int, torch.device], Copy] = WeakValueDictionary()
 
     def get(self, tensor: Tensor, place: torch.device) -> Copy:
-        """Return the copy of a tensor on a device, up to date; make it if there is none."""
-        # a copy holds its original, so that no other has its identity
+        """Return the current copy of a tensor on a device; create it if necessary."""
+        # a copy keeps its original alive, so the original's id is not reused
         copy = self._known.get((id(tensor), place))
         if copy is None:
             copy = self._known[id(tensor), place] = Copy(tensor, place)
@@ -69,5 +67,5 @@ class Copies:
 
 
 def are_current(copies: Iterable[Copy]) -> bool:
-    """Whether nobody has written to the original of any copy since it was made."""
+    """Return whether no original has been written to since its copy was made."""
     return all(copy.is_current for copy in copies)

@@ -1,4 +1,4 @@
-"""Moving a model's state to devices and back: the same Parameter objects, wherever their data is."""
+"""Moving a model's state between devices while Parameters stay the same objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from placer.utils.units import bytes_text
 
 
 class Home:
-    """Where a model's state was, and which of it required a gradient, before anything was moved."""
+    """The original devices and gradient flags of a model's state."""
 
     def __init__(self, module: nn.Module) -> None:
         state = named_state(module) | attached_state(module)
@@ -31,9 +31,7 @@ class Home:
         }
 
     def restore(self, module: nn.Module, optimizers: Collection[torch.optim.Optimizer]) -> None:
-        """Bring the state back, and the flags; what was added meanwhile goes where its surroundings
-        were.
-        """
+        """Restore devices and flags; added state goes to the device of its surroundings."""
         move_state(module, self._place_of, optimizers)
         for name, parameter in module.named_parameters():
             if name in self._gradients:
@@ -51,21 +49,18 @@ class Home:
 
 
 def _surroundings(name: str) -> Iterator[str]:
-    """The modules around what has this name, the innermost first; the model itself is last, and has
-    no name.
-    """
+    """Yield the paths of the modules around a name, innermost first; the root is ""."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 class Whereabouts:
-    """The device of every tensor of a model and of its optimizers, to bring them back to after a
-    failure.
+    """The devices of all tensors of a model and its optimizers, to restore after a failure.
 
     Args:
         module: the model.
-        optimizers: those that may hold state for its parameters.
+        optimizers: may hold state for its parameters.
     """
 
     def __init__(
@@ -90,13 +85,13 @@ class Whereabouts:
         ]
 
     def restore(self) -> None:
-        """Move back what has moved since."""
+        """Move back everything that has moved since."""
         moved = [
             (value, place)
             for value, place in self._places
             if not devices.same(_location(value), place)
         ]
-        # the device that was filled last is emptied first
+        # in reverse order, because the device that was filled last is the fullest
         for value, place in reversed(moved):
             _move(value, place, self._optimizers)
         for state, places in self._of_optimizers:
@@ -116,27 +111,25 @@ def move_state(
     place_of: Callable[[str], torch.device | None],
     optimizers: Collection[torch.optim.Optimizer] = (),
 ) -> None:
-    """Move parameters, gradients, buffers and optimizer state; all of them or, after an error,
-    none.
+    """Move parameters, gradients, buffers and optimizer state: all, or none after an error.
 
-    What parameters wrap and what is attached to them moves along, and so do tensors in objects that
-    modules have, unless modules on several devices share the object: what it holds is copied where
-    it is used.
+    Wrapped and attached tensors move along, as do tensors in objects of modules. If modules on
+    several devices share an object, its tensors stay and are copied where they are used.
 
     Args:
         module: whose state is moved.
-        place_of: name of a parameter or buffer -> its device; None to leave it where it is.
-        optimizers: those that may hold state for the parameters.
+        place_of: a function from the name of a parameter or buffer to its device; None to leave it.
+        optimizers: may hold state for the parameters.
 
     Raises:
-        PlacementError: a tensor has no data, or a device has no room for it.
+        PlacementError: if a tensor has no data, or a device lacks memory.
     """
     before = Whereabouts(module, optimizers)
     try:
         has_moved = False
         shared = _shared_by_devices(module, place_of)
         for own in _by_module(module).values():
-            # for one module: the memory that it is for lives until the module has moved
+            # per module: it keeps the old memory alive until the module has moved
             known = devices.Known()
             for name, value in own:
                 target = place_of(name)
@@ -151,9 +144,7 @@ def move_state(
 
 
 def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
-    """By the path of each module its parameters and buffers, and its objects with tensors in them,
-    with their names.
-    """
+    """Return for each module path its named parameters, buffers and objects with tensors."""
     found: dict[str, list[tuple[str, Any]]] = {}
     for name, tensor in named_state(module).items():
         found.setdefault(name.rpartition(".")[0], []).append((name, tensor))
@@ -165,7 +156,7 @@ def _by_module(module: nn.Module) -> dict[str, list[tuple[str, Any]]]:
 def _shared_by_devices(
     module: nn.Module, place_of: Callable[[str], torch.device | None]
 ) -> set[int]:
-    """The ``id`` of each object with tensors in it that modules on several devices have."""
+    """Return the ``id`` of objects with tensors that modules on several devices share."""
     users: dict[int, set[torch.device | None]] = {}
     for path, _, attribute, value in attachments(module):
         users.setdefault(id(value), set()).add(place_of(f"{path}.{attribute}".lstrip(".")))
@@ -179,15 +170,13 @@ def _move_named(
     optimizers: Collection[torch.optim.Optimizer],
     known: devices.Known,
 ) -> None:
-    """Move a tensor, or what an object holds; where the device is full, raise an error that names
-    both.
-    """
+    """Move a tensor or an object's tensors; name both tensor and device if memory runs out."""
     if isinstance(value, Tensor):
         _refuse_without_data(name, value)
     try:
         _move(value, target, optimizers, known)
     except torch.OutOfMemoryError as error:
-        clear_frames(error)  # they hold the copies for which there was room
+        clear_frames(error)  # the frames hold the copies that did fit
         size = bytes_text(sum(map(tensor_bytes, _tensors(value))))
         raise PlacementError(
             f"no room on {target} for {name!r} ({size}); the model was put back. "
@@ -214,15 +203,16 @@ def settle(
     optimizers: Collection[torch.optim.Optimizer],
     settled: set[str],
 ) -> None:
-    """Move state whose layer was not known before the capture (a root's own parameters) to its
-    first layer.
+    """Move state that the map did not cover to its first layer's device.
+
+    Before a capture, the layers of a root's own parameters are unknown.
 
     Args:
         graph: the layers.
         places: the device of each.
-        optimizers: those that may hold state for the parameters.
-        settled: names of what stays, as another graph of the model has it where it is; this graph's
-            are added.
+        optimizers: may hold state for the parameters.
+        settled: names that stay, because another graph of the model uses them; extended by this
+            graph's.
     """
     for layer, place in zip(graph.layers, places, strict=True):
         for name in layer.state:
@@ -233,23 +223,22 @@ def settle(
                 relocate(graph.state[name], place, optimizers)
 
 
-@torch.inference_mode(False)  # inside it, what is made could not be trained later
+@torch.inference_mode(False)  # tensors created in inference mode could not be trained later
 def relocate(
     tensor: Tensor,
     target: torch.device,
     optimizers: Collection[torch.optim.Optimizer] = (),
     known: devices.Known | None = None,
 ) -> None:
-    """Move one tensor's data, its gradient and the optimizers' state for it; the object stays the
-    same.
+    """Move a tensor's data, gradient and optimizer state; the object stays the same.
 
-    After an error all of them are as before.
+    An error leaves all of them unchanged.
 
     Args:
-        tensor: a parameter or buffer; what it wraps and what is attached to it moves along.
-        target: where to.
-        optimizers: those that may hold state for it.
-        known: copies made before; what shares memory with the tensor does so afterwards, too.
+        tensor: a parameter or buffer; wrapped and attached tensors move along.
+        target: the device.
+        optimizers: may hold state for it.
+        known: earlier copies, so that tensors that share memory share it afterwards, too.
     """
     gradient = tensor.grad if tensor.is_leaf else None
     moved = _Contents(
@@ -276,18 +265,16 @@ def _same(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a tensor holds, its gradient, and the optimizers' state for it with what that is to
-    hold.
-    """
+    """A tensor's data, gradient, and new optimizer state."""
 
     data: Tensor
     gradient: Tensor | None
     states: list[tuple[dict[str, Any], dict[str, Any]]]
 
     def fill(self, tensor: Tensor) -> None:
-        """Let the tensor hold all of this."""
+        """Give all of this to the tensor."""
         if tensor.is_leaf:
-            tensor.grad = None  # one on another device than the data is refused
+            tensor.grad = None  # a gradient on another device than the data is rejected
         devices.take_over(tensor, self.data)
         if self.gradient is not None:
             tensor.grad = self.gradient
@@ -297,7 +284,7 @@ class _Contents:
 
 @torch.inference_mode(False)
 def bring_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move what an optimizer keeps for parameters to where these are now."""
+    """Move an optimizer's state to the devices of its parameters."""
     for parameter in list(optimizer.state):
         if isinstance(parameter, Tensor):
             state = _moved_optimizer_state(parameter, devices.location(parameter), optimizer)
@@ -307,9 +294,7 @@ def bring_state(optimizer: torch.optim.Optimizer) -> None:
 def _moved_optimizer_state(
     tensor: Tensor, target: torch.device, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """What the optimizer keeps for a parameter, on its new device; ``step`` stays with the host, as
-    torch has it.
-    """
+    """Return a parameter's optimizer state on its new device; ``step`` stays on the host."""
     group: Mapping[str, Any] = next(
         (
             group
@@ -337,7 +322,7 @@ def _location(value: Any) -> torch.device:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """A tensor, or the tensors in an object."""
+    """Return a tensor itself as a list, or the tensors in an object."""
     return (
         [value]
         if isinstance(value, Tensor)

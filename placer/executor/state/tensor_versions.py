@@ -1,8 +1,8 @@
-"""When tensors were last written to, so that copies of them are brought up to date then alone.
+"""Write counts of tensors, so that copies are updated only when necessary.
 
-Torch counts the writes to each tensor, but not those of an optimizer whose step is one kernel
-(``fused=True``): here the steps of all optimizers are noted. What is written through ``.data``
-nobody counts.
+Torch counts writes to each tensor, except writes of an optimizer with one kernel per step
+(``fused=True``). So the steps of all optimizers are recorded here. Writes through ``.data`` are not
+counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from placer import devices
 _VERSION = attrgetter("_version")
 
 _clock = count(1)
-# Of all steps that were taken in this process, the latest of each optimizer.
+# The latest step of each optimizer, numbered over the whole process.
 _latest: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
@@ -33,9 +33,7 @@ register_optimizer_step_post_hook(_note)
 
 
 def writes(tensors: Sequence[Tensor]) -> list[int]:
-    """What is another list once a tensor was written to, in an optimizer's step or otherwise, or
-    has other storage.
-    """
+    """Return a list that differs after any tensor was written to or got other storage."""
     own = {id(tensor) for tensor in tensors}
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
     inside = devices.unwrapped_all(tensors)

@@ -1,1 +1,1 @@
-"""The loss of micro-batches: weights of each, label counts, and the check against the whole batch."""
+"""The loss of micro-batches: weights, label counts, and verification against the whole batch."""

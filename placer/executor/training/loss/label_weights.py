@@ -1,9 +1,9 @@
-"""Labels that a loss leaves out or weighs, seen in what it gives to torch's losses of labels.
+"""Ignored and weighted labels of a loss, observed in its calls of torch's label losses.
 
-    loss_fn = lambda y, t: F.cross_entropy(y, t, ignore_index=0)     a mean over the labels t, of which 0 does not count
+    loss_fn = lambda y, t: F.cross_entropy(y, t, ignore_index=0)     a mean over labels t except 0
 
-``nn.CrossEntropyLoss`` says that of itself. A function does not; it is watched when it runs on the
-first whole batch.
+``nn.CrossEntropyLoss`` declares this itself. A function does not, so it is observed on the first
+whole batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LOSSES = (functional.cross_entropy, functional.nll_loss)
 
 @dataclass(frozen=True)
 class CountedLabels:
-    """The weights of samples: of their labels that count, the weights of their classes.
+    """Weights of samples: the number of counted labels, or the sum of their class weights.
 
     Attributes:
         name: of the labels in the target.
         dim: their batch dimension.
         ignore_index: the label that does not count.
-        weight: by class; None if all weigh alike.
+        weight: by class; None for equal weights.
     """
 
     name: str
@@ -58,10 +58,10 @@ class CountedLabels:
 
 
 class LabelWatch(TorchFunctionMode):
-    """Sees which labels a loss counts, while it runs on a whole batch.
+    """A mode that observes which labels a loss counts, on a whole batch.
 
     Attributes:
-        found: the weights of samples, once ``look`` has seen that the loss is one mean over labels
+        found: the weights of samples, once ``look`` has recognised the loss as a mean over labels
             of the target.
     """
 
@@ -79,16 +79,16 @@ class LabelWatch(TorchFunctionMode):
         return made
 
     def left_out(self) -> set[int]:
-        """Return the labels that do not count in the losses that were seen."""
+        """Return the ignored labels of the observed losses."""
         return {given["ignore_index"] for given, _ in self._seen}
 
     def look(self, loss: Tensor, target: Any, layout: BatchLayout) -> None:
-        """Look at what the loss was made of.
+        """Determine the weights of samples from the observed calls.
 
         Args:
-            loss: what it gave.
-            target: that it was given.
-            layout: where the samples of the target lie.
+            loss: the value of the loss.
+            target: its target.
+            layout: the batch dimensions of the target.
         """
         if len(self._seen) != 1:
             return
@@ -99,6 +99,7 @@ class LabelWatch(TorchFunctionMode):
             and isinstance(labels, Tensor)
             and not labels.is_floating_point()
         )
+        # only a loss that is exactly torch's mean has weights that follow from its labels
         if not is_mean or not torch.equal(made, loss):
             return
         for leaf, name, dim in zip(flatten(target)[0], layout.names, layout.dims, strict=True):
@@ -108,7 +109,7 @@ class LabelWatch(TorchFunctionMode):
 
 
 def _are_same(leaf: Tensor, labels: Tensor) -> bool:
-    """Return whether labels are those of a target, perhaps in another shape or on another device."""
+    """Return whether labels equal a target's, up to shape and device."""
     if leaf.numel() != labels.numel() or leaf.is_floating_point():
         return False
     host = devices.HOST

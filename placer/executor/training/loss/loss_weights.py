@@ -1,15 +1,15 @@
-"""The loss of micro-batches: how much each counts in the loss of the batch, and the values that
-come with it.
+"""The loss of micro-batches: their weights in the loss of the batch, and accompanying values.
 
-Of micro-batches i with n(i) samples, N in all, the loss of the batch is::
+Of micro-batches i with n(i) samples, N in total, the loss of the batch is::
 
     reduction="mean"   sum over i of loss(i) * n(i) / N
     reduction="sum"    sum over i of loss(i)
-    weigh              sum over i of loss(i) * C(i) / C     C(i): sum of the weights of the samples in i, C: of all
+    weigh              sum over i of loss(i) * C(i) / C
+                         C(i): sum of the weights of the samples in i, C: of all samples
 
-A loss that is a mean over labels, some of which it leaves out or weighs, is a mean with weights.
-Since micro-batches are added up by their samples, such a loss is multiplied by the mean of c(j) * N
-/ C over its samples j, which come along with the target.
+A mean over labels that ignores or weighs some is a weighted mean. Micro-batches are summed by
+number of samples, so such a loss is multiplied by the mean of c(j) * N / C over its samples j,
+where c(j) are their weights. These factors travel with the target.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from placer.schema import BatchOptions
 from placer.schema.batch_options import Weigh
 from placer.utils.user_warnings import warn
 
-# The label that torch's losses leave out by default.
+# The label that torch's losses ignore by default.
 _LEFT_OUT = -100
 
 
 class Weighed(NamedTuple):
-    """A target, and the weights of its samples in the batch: 1 on average."""
+    """A target with the weights of its samples in the batch, which are 1 on average."""
 
     target: Any
     weights: Tensor
 
 
 class Goals(NamedTuple):
-    """A target, flattened, as passes take it.
+    """A flattened target, as passes take it.
 
     Attributes:
-        leaves: its tensors; behind them, where samples are weighed, their weights.
+        leaves: its tensors, followed by the sample weights, if any.
         structure: of both.
-        layout: where the samples lie.
+        layout: the batch dimensions.
     """
 
     leaves: list[Any]
@@ -58,16 +58,15 @@ class Goals(NamedTuple):
 
 
 class Weighing:
-    """The loss of micro-batches, weighted where that is declared or follows from the loss.
+    """The loss of micro-batches, weighted if declared or implied by the loss.
 
     Args:
-        loss_fn: of output and target.
-        options: of the batch. If they do not weigh samples, those of torch's losses of labels are
-            weighed by the labels that the loss counts.
+        loss_fn: a function of output and target.
+        options: of the batch. Without ``weigh``, torch's label losses are weighted by the labels
+            that they count.
 
     Raises:
-        InputError: a sum is weighed, or the loss says of itself that it is a sum and the options do
-            not.
+        InputError: if a sum is weighted, or the loss's own ``reduction`` contradicts the options.
     """
 
     def __init__(self, loss_fn: LossFunction, options: BatchOptions) -> None:
@@ -78,10 +77,9 @@ class Weighing:
         self._target_dims: dict[str, int] = {}
 
     def __call__(self, output: Any, target: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of a micro-batch as it counts in the batch, and the values that come with
-        it.
+        """Return a micro-batch's loss, scaled for the batch, and accompanying values.
 
-        The loss of a micro-batch whose samples weigh nothing is 0, as there is no mean of it.
+        If all its samples have weight 0, the loss is 0, since their mean is undefined.
         """
         if not isinstance(target, Weighed):
             return self.plain(output, target)
@@ -91,9 +89,7 @@ class Weighing:
         ), values
 
     def plain(self, output: Any, target: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss as the user computes it, and its values; buffers of the loss go where the
-        output is.
-        """
+        """Return the user's loss and values, with the loss's buffers on the output's device."""
         loss_fn = self._loss_fn
         place = next(
             (devices.location(leaf) for leaf in flatten(output)[0] if isinstance(leaf, Tensor)),
@@ -120,34 +116,36 @@ class Weighing:
         self.options = self.options.model_copy(update={"weigh": weigh})
 
     def shares(self, sizes: Sequence[int]) -> list[float]:
-        """Return by how much the loss of each micro-batch counts, given the samples in each."""
+        """Return the factor of each micro-batch's loss, given the samples in each."""
         total = sum(sizes)
         return [1.0 if self.options.reduction == "sum" else size / total for size in sizes]
 
     def means(self, goals: Goals, sizes: Sequence[int]) -> list[Tensor] | None:
-        """Return the weight of each micro-batch in results that are means, numbers; None for its
-        samples.
+        """Return the weight of each micro-batch in results that are means.
 
         Args:
             goals: of the batch.
             sizes: samples in each micro-batch.
+
+        Returns:
+            Scalars; None to weigh by the number of samples.
         """
         if self.options.weigh is None or len(sizes) < 2 or "weights" not in goals.layout.names:
             return None
         return [part.sum() for part in torch.split(goals.leaves[-1], list(sizes))]
 
     def goals(self, inputs: Any, target: Any, size: int, is_cut: bool) -> Goals:
-        """Return the target of a batch as passes take it.
+        """Return the target of a batch, as passes take it.
 
         Args:
-            inputs: of the batch, as the caller gave them; None where another process has them.
-            target: likewise.
+            inputs: of the batch, as the caller gave them; None if another process has them.
+            target: of the batch, as the caller gave it.
             size: samples in the batch.
             is_cut: whether there are several micro-batches.
 
         Raises:
-            InputError: the target does not fit the batch, or ``weigh`` does not give a number for
-                each sample.
+            InputError: if the target does not fit the batch, or ``weigh`` does not return a number
+                for each sample.
         """
         leaves, structure = flatten(target)
         if not is_cut:
@@ -163,21 +161,21 @@ class Weighing:
             return Goals(leaves, structure, layout)
         with torch.no_grad():
             total = weights.sum()
-            # nothing weighs: nothing is learnt
+            # a total weight of 0: nothing is learnt
             share = torch.where(total == 0, torch.zeros_like(total), size / total)
             leaves, structure = flatten(Weighed(target, weights * share))
         return Goals(leaves, structure, _with_weights_behind(layout))
 
     def weights(self, inputs: Any, target: Any, size: int) -> Tensor | None:
-        """Return the weight of each sample, shape ``(N,)``; None if all weigh alike.
+        """Return the weight of each sample, shape ``(N,)``; None for equal weights.
 
         Args:
-            inputs: of the batch, as the caller gave them; None where another process has them.
-            target: likewise.
+            inputs: of the batch, as the caller gave them; None if another process has them.
+            target: of the batch, as the caller gave it.
             size: samples in the batch, N.
 
         Raises:
-            InputError: ``weigh`` fails, or does not give a number for each sample.
+            InputError: if ``weigh`` fails, or does not return a number for each sample.
         """
         advice = "; it is given those of the step"
         if inputs is None:
@@ -188,8 +186,7 @@ class Weighing:
         return weights_of(self.options, inputs, target, size, advice)
 
     def tell_of_labels(self, tensors: Sequence[Any]) -> None:
-        """Warn once, of a first batch that is cut, of labels that do not count while samples count
-        alike.
+        """Warn once if the first split batch has ignored labels but no sample weights.
 
         Args:
             tensors: flattened inputs and target.
@@ -213,15 +210,13 @@ class Weighing:
 
 @dataclass(frozen=True)
 class _Labels:
-    """The weights of samples in one of torch's losses of labels: those that it counts, by the
-    weights of classes.
-    """
+    """Sample weights of torch's label losses: counted labels times class weights."""
 
     loss_fn: nn.CrossEntropyLoss | nn.NLLLoss
     may_give_none = True
 
     def __call__(self, _: Any, target: Any) -> Tensor | None:
-        """Return weights of shape ``(N,)``, or None for probabilities, of which all count."""
+        """Return weights of shape ``(N,)``, or None for class probabilities, which all count."""
         if not isinstance(target, Tensor) or target.is_floating_point() or not target.dim():
             return None
         counted = target != self.loss_fn.ignore_index
@@ -233,10 +228,10 @@ class _Labels:
 
 
 def merged(options: BatchOptions, weigh: Weigh | None) -> BatchOptions:
-    """Return options that weigh samples by a function that was given apart.
+    """Return the options with a separately given ``weigh`` function.
 
     Raises:
-        InputError: the options weigh already, or ``weigh`` is not a function.
+        InputError: if the options have one already, or ``weigh`` is not a function.
     """
     if weigh is None:
         return options
@@ -273,7 +268,7 @@ def _with_weights(loss_fn: Any, options: BatchOptions) -> BatchOptions:
 
 
 def _with_weights_behind(layout: BatchLayout) -> BatchLayout:
-    """Return the layout of ``Weighed`` from that of its target."""
+    """Return the layout of ``Weighed``, given the target's layout."""
 
     def inside(name: str) -> str:
         return f"target.{name}" if name else "target"

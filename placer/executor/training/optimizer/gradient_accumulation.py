@@ -1,7 +1,7 @@
-"""The gradients of a pass, added to those of the micro-batches before: many in one kernel.
+"""Accumulation of gradients over micro-batches, many parameters per kernel.
 
-Autograd adds them parameter by parameter. A network of a hundred layers has hundreds of parameters,
-most of them so small that a kernel takes longer to start than to run.
+Autograd adds gradients parameter by parameter. A network of a hundred layers has hundreds of
+parameters, most of them so small that launching a kernel takes longer than running it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from torch import Tensor
 
 from placer.executor.engine.weak_methods import weakly
 
-# Of gradients that wait to be added: what a pass takes beside what autograd would.
+# Maximum bytes of gradients that wait to be added: the additional memory compared with autograd.
 _MOST_BYTES = 8 * 2**20
 
 
 class Accumulation:
-    """Adds to the gradients of some weights; inside it, backward passes do not.
+    """A context in which backward passes collect gradients instead of accumulating them.
 
     Args:
-        weights: leaves of autograd; those with a gradient in place are meant, others are left
-            alone.
+        weights: autograd leaves; only those with an existing gradient are included.
 
     Attributes:
         is_open: whether a backward pass runs inside it.
@@ -39,7 +38,7 @@ class Accumulation:
             weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:
-        # Without a gradient to add to, autograd hands over the one that it made.
+        # without an existing gradient, autograd hands over the new one instead of adding it
         for weight in self._weights.values():
             weight.grad = None
         self.is_open = True
@@ -65,15 +64,15 @@ class Accumulation:
             self.add(total, gradient)
 
     def total(self, weight: Tensor) -> Tensor | None:
-        """The gradient in place of a weight; None if it has none."""
+        """Return the accumulated gradient of a weight; None if it has none."""
         return self._sums.get(id(weight), weight.grad)
 
     def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a gradient to a sum, now or with others.
+        """Add a gradient to a sum, immediately or together with others.
 
         Args:
-            total: the gradient in place.
-            gradient: of its shape.
+            total: the accumulated gradient.
+            gradient: of the same shape.
         """
         if (
             gradient.layout != total.layout
@@ -89,13 +88,14 @@ class Accumulation:
             self.flush()
 
     def drop(self) -> None:
-        """Forget all that waits."""
+        """Discard all waiting gradients."""
         self._waiting.clear()
         self._bytes = 0
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add all that waits."""
+        """Add all waiting gradients."""
+        # one foreach kernel handles tensors of one dtype
         kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for total, gradient in self._waiting:
             kinds.setdefault(total.dtype, []).append((total, gradient))

@@ -1,4 +1,4 @@
-"""Whether the optimizers of a training step need the memory that its placement assumed."""
+"""Comparison of an optimizer's memory with the placement's assumption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from placer.schema.placement import DeviceLoad
 from placer.utils.units import bytes_text, count_text
 from placer.utils.user_warnings import warn
 
-# Share of the larger one that needed and assumed memory may differ by.
+# Accepted difference between needed and assumed memory, as a share of the larger one.
 _TOLERANCE = 0.05
 
 
@@ -27,18 +27,16 @@ def warn_of_other_memory(
     module: nn.Module,
     place_of: Callable[[str], torch.device],
 ) -> None:
-    """Warn where optimizers keep or use more, or less, memory on a device than the placement
-    assumed.
+    """Warn if optimizers need more or less memory on a device than the placement assumed.
 
-    Their needs are found by real steps on small tensors, so the warning comes before the first
+    Their needs are measured by real steps on small tensors. So the warning comes before the first
     training step, which may run out of memory.
 
     Args:
-        assumed: the placement that the flow has; its profile was measured with some optimizer, or
-            with none.
-        optimizers: those that the training step steps; others than torch's are left out.
+        assumed: the flow's placement; its profile was measured with some optimizer or none.
+        optimizers: of the training step; only torch's are considered.
         module: the model.
-        place_of: the device of a parameter, by its name.
+        place_of: returns the device of a parameter, by name.
     """
     known = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     if not known or not assumed.training:
@@ -56,7 +54,7 @@ def warn_of_other_memory(
     loads = {load.device.rpartition("/")[2]: load for load in assumed.devices}
     places = {str(place): place for place in by_device}
     if not loads.keys() >= places.keys():
-        return  # the amounts are of other devices
+        return  # the placement is for other devices
     state = OptimizerState(known if len(known) > 1 else known[0])
     try:
         with devices.unobserved():
@@ -70,7 +68,7 @@ def warn_of_other_memory(
                 )
                 for name, load in loads.items()
             ]
-    except PlacerError:  # the optimizer cannot be tried
+    except PlacerError:  # the optimizer does not support a trial step
         return
     differing = sorted(
         (difference for difference in told if difference), key=lambda found: -abs(found[0])
@@ -95,20 +93,21 @@ def _difference(
     parameters: Sequence[Tensor],
     device: torch.device | None,
 ) -> tuple[int, str] | None:
-    """The bytes that a device needs beyond the assumption, and both in words; None where they
-    agree.
+    """Return the additional bytes that a device needs, with a description.
 
     Args:
-        load: what the placement assumed of the device.
+        load: the placement's assumption for the device.
         assumed: the placement.
         state: of the optimizers.
-        parameters: those that are stepped on the device.
-        device: it; None where nothing is stepped.
+        parameters: the parameters that are stepped on the device.
+        device: the device; None if it has no such parameters.
+
+    Returns:
+        None if needs and assumption agree.
     """
     kept, kept_then = sum(map(state.bytes, parameters)), load.memory.optimizer_bytes
     passing, passing_then = 0, int(assumed.optimizer_step_share * load.memory.grad_bytes)
-    # On a CPU parameters are stepped one by one. A placement of an earlier version does not tell
-    # its temporaries.
+    # CPUs step parameters one by one. Placements of earlier versions do not state temporaries.
     if (
         device is not None
         and devices.counts_bytes(device)

@@ -1,4 +1,4 @@
-"""What follows the gradients of a batch: unscale, clip, and the optimizer's step."""
+"""The end of a training step: unscale gradients, clip them, step the optimizers."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from placer.capture.argument_checks import optimizer_list, refuse_closures
 from placer.errors import InputError, PlacerError, kind_of
 from placer.utils.error_translation import ErrorTranslation
 
-# What is asked of a gradient scaler.
+# Required methods of a gradient scaler.
 _OF_SCALERS = ("scale", "unscale_", "step", "update", "is_enabled")
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-"""What a training step steps: one optimizer, a list of them, or None."""
+"""The optimizers of a training step: one, a list, or None."""
 
 
 @dataclass
 class Update:
-    """The end of a training step, on whatever devices the parameters are.
+    """The end of a training step, for parameters on any devices.
 
     Args:
-        optimizer: is stepped, or each one of a list, in its order; None to leave that to the
+        optimizer: the optimizer to step, or a list, stepped in order; None to leave the step to the
             caller.
-        scaler: a ``torch.amp.GradScaler``: gradients are of the scaled loss, and a gradient that is
-            infinite on any device lets its optimizer skip the step on all of them. Each optimizer
-            of a list decides for itself, as in a loop that calls ``scaler.step`` for each.
-        max_norm: the gradients' norm, over all parameters, is clipped to it.
+        scaler: a ``torch.amp.GradScaler``. Gradients are of the scaled loss, and an infinite
+            gradient on any device skips the optimizer's step on all devices. Each optimizer of a
+            list decides separately, as in a loop that calls ``scaler.step`` for each.
+        max_norm: the maximum total norm of the gradients; None for no clipping.
 
     Attributes:
-        optimizers: those that are stepped.
-        norm: of the gradients of the latest batch before they were clipped; None where they are
-            not.
+        optimizers: as a list.
+        norm: total norm of the latest gradients before clipping; None without clipping.
 
     Raises:
-        InputError: an optimizer cannot work over several devices, a scaler has no optimizer, or
+        InputError: if an optimizer does not support several devices, a scaler has no optimizer, or
             ``max_norm`` is not a positive number.
     """
 
@@ -83,11 +82,11 @@ class Update:
 
     @property
     def count(self) -> int:
-        """How many parameters the optimizers step; every step asks, so it looks at none."""
+        """Return the number of parameters that the optimizers step; cheap enough for every step."""
         return sum(len(group["params"]) for group in self._groups)
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that the optimizers step, as far as they say so in ``param_groups``."""
+        """Return the parameters that the optimizers step, as listed in ``param_groups``."""
         return [parameter for group in self._groups for parameter in group["params"]]
 
     @property
@@ -99,7 +98,7 @@ class Update:
         ]
 
     def scale(self, device: torch.device) -> Tensor | None:
-        """What the loss is multiplied by before its gradient is taken; None for 1.
+        """Return the factor of the loss before backward; None for 1.
 
         Args:
             device: of the loss.
@@ -110,10 +109,10 @@ class Update:
         return scale
 
     def __call__(self, module: nn.Module) -> None:
-        """Update the parameters of a module by their gradients.
+        """Update the parameters of a module from their gradients.
 
-        An error leaves the parameters as the optimizer left them, the gradients in place, and the
-        next step to begin anew.
+        After an error, parameters and gradients stay as the optimizer left them, and the next step
+        starts fresh.
         """
         try:
             self._step(module)
@@ -123,7 +122,7 @@ class Update:
                 "parameters as it left them"
             )
             if self.scaler is not None:
-                # else it would take the next batch's gradients for this one's, unscaled
+                # otherwise the scaler would treat the next batch's gradients as unscaled already
                 with suppress(Exception):
                     self.scaler.update()
             raise
@@ -150,7 +149,7 @@ class Update:
 
 
 def _refuse_no_optimizer(given: Any) -> None:
-    """Raise an InputError for what cannot be stepped."""
+    """Raise an InputError for an object that is not an optimizer."""
     if isinstance(given, type):
         wanted = f"{given.__name__}(flow.parameters(), ...)"
         raise InputError(
@@ -166,8 +165,9 @@ def _refuse_no_optimizer(given: Any) -> None:
 
 
 def _named(optimizer: Any, error: BaseException) -> BaseException:
-    """Name an optimizer that does not do without a closure, though its ``step`` has a default for
-    it.
+    """Return an InputError for an optimizer that fails without a closure.
+
+    Its ``step`` has a default for the closure, so this shows only when it runs.
     """
     called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
     asks = (
@@ -188,9 +188,9 @@ def _named(optimizer: Any, error: BaseException) -> BaseException:
 
 @contextmanager
 def _overflow_counted_once(optimizer: Any) -> Iterator[None]:
-    """Let a fused optimizer skip its step where gradients overflowed on several devices.
+    """Let a fused optimizer skip its step if gradients overflowed on several devices.
 
-    A scaler hands it the number of those devices, and its kernels skip at 1.
+    A scaler passes it the number of those devices, and its kernels skip at exactly 1.
     """
     hooks = getattr(optimizer, "register_step_pre_hook", None)
     handle = None if hooks is None else hooks(_at_most_one)

@@ -1,6 +1,4 @@
-"""Optimizers that step other tensors than the parameters of one model: another flow's parameters,
-or an input.
-"""
+"""Optimizers that step tensors outside the model: another flow's parameters, or an input."""
 
 from __future__ import annotations
 
@@ -16,20 +14,21 @@ from placer.executor.training.optimizer.optimizer_update import Update
 from placer.executor.training.stages.weight_aliases import Keep
 from placer.executor.training.training_pipeline import TrainingPipeline
 
-# The flows whose gradients have waited for a step.
+# Flows with gradients that have waited for a step.
 _waiting: WeakSet[Any] = WeakSet()
 
 _noting = Lock()
 
 
 def _all_waiting() -> list[Any]:
-    """Those whose gradients wait now; other threads may note some meanwhile."""
+    """Return the flows whose gradients wait now."""
+    # other threads may add flows while the set is iterated
     with _noting:
         return [flow for flow in _waiting if flow.gradients_wait]
 
 
 def note_waiting(flow: Any) -> None:
-    """A flow's gradients wait for a step, which may be of an optimizer that steps other flows too.
+    """Record that a flow's gradients wait for a step, perhaps of an optimizer of several flows.
 
     Args:
         flow: with ``gradients_wait``, which is True.
@@ -39,11 +38,11 @@ def note_waiting(flow: Any) -> None:
 
 
 def kept(flow: Any, keep: bool) -> Keep:
-    """Which parameters' gradients wait for the next batch of a flow.
+    """Return a predicate for the parameters whose gradients wait for the flow's next batch.
 
     Args:
-        flow: of a model that may share parameters with another flow's, whose gradients wait.
-        keep: whether all of the flow's own do.
+        flow: its model may share parameters with another flow whose gradients wait.
+        keep: whether all of the flow's own gradients wait.
     """
     if keep:
         return lambda parameter: True
@@ -57,17 +56,16 @@ def kept(flow: Any, keep: bool) -> Keep:
 
 
 class Others:
-    """The parameters that an optimizer steps and the model does not have: another flow's, or an
-    input.
+    """The parameters that an optimizer steps but the model does not have.
 
-    A step begins for them as ``optimizer.zero_grad()`` does, which knows of no model.
+    A step resets their gradients like ``optimizer.zero_grad()``, which does not distinguish models.
 
     Args:
         update: with the optimizer.
         model: the flow's.
 
     Raises:
-        InputError: the optimizer holds no parameter of the model, of which some require a gradient.
+        InputError: if the optimizer holds no parameter of a model that requires gradients.
     """
 
     def __init__(self, update: Update, model: nn.Module) -> None:
@@ -80,14 +78,15 @@ class Others:
         return {**self.__dict__, "_seen": None}
 
     def refuse_nothing_stepped(self, given: Iterable[Any]) -> None:
-        """An optimizer of none of the model's parameters steps what the batch is made of, or
-        nothing.
+        """Raise an InputError if the optimizer would step nothing.
+
+        An optimizer without parameters of the model must hold tensors that the batch is made of.
 
         Args:
             given: the flattened inputs and target.
 
         Raises:
-            InputError: it would step nothing.
+            InputError: if no input requires a gradient.
         """
         if self._are_all and not any(
             isinstance(one, Tensor) and one.requires_grad for one in given
@@ -99,11 +98,11 @@ class Others:
             )
 
     def look(self, pipeline: TrainingPipeline | None) -> None:
-        """Find them, where the model or the optimizer may have others than at the last look.
+        """Find these parameters again, if model or optimizer changed since the last call.
 
         Args:
-            pipeline: what a batch goes through, made anew for a model that is changed; None where
-                it runs through hooks.
+            pipeline: the batch's pipeline, which is created again after the model changed; None for
+                hooks.
         """
         seen = pipeline and ref(pipeline), self._update.count
         if pipeline is None or seen != self._seen:
@@ -112,13 +111,13 @@ class Others:
             self._seen = seen
 
     def drop_gradients(self, keep: Keep) -> None:
-        """Let the gradients of earlier steps go, but for those that wait for this one."""
+        """Release the gradients of earlier steps, except those that wait for this one."""
         for parameter in self._parameters:
             if not keep(parameter):
                 parameter.grad = None
 
     def wait_no_longer(self) -> None:
-        """Flows whose parameters were stepped beside the model's begin anew."""
+        """Reset flows whose parameters were stepped together with the model's."""
         stepped = {id(parameter) for parameter in self._parameters}
         for flow in _all_waiting() if stepped else ():
             if any(id(parameter) in stepped for parameter in flow.module.parameters()):
@@ -126,10 +125,10 @@ class Others:
 
 
 def _steps_inputs_alone(update: Update, model: nn.Module) -> bool:
-    """Whether an optimizer holds no parameter of a model, which is frozen: a prompt, say.
+    """Return whether an optimizer holds no parameter of a frozen model, but a prompt, say.
 
     Raises:
-        InputError: it holds none of a model that is not.
+        InputError: if it holds none of a model that is not frozen.
     """
     stepped, own = (
         update.parameters(),
