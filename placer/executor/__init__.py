@@ -1,4 +1,4 @@
-"""Applies a placement to the unmodified model and runs it."""
+"""Application of placements to unmodified models, and their execution."""
 
 from placer.utils.extras import need_torch
 

@@ -1,6 +1,6 @@
-"""Calls that go through hooks until they have spent as long there as a capture takes.
+"""Delayed capture: calls use hooks until they have cost as much time as a capture would.
 
-So a few calls cost no capture, and many cost at most twice what they had to.
+So a few calls need no capture, and many calls take at most twice the necessary time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ _KNOWN_KINDS = 1000
 
 @dataclass
 class _Calls:
-    """Calls of one kind: the shapes of the first, the dimensions of other sizes in later ones, and
-    the time of all.
-    """
+    """Calls of one kind: first shapes, dimensions that varied, and the total time in seconds."""
 
     first: list[torch.Size | None]
     free: list[set[int]]
     seconds: float = 0.0
 
     def look(self, tensors: Sequence[Any]) -> None:
-        """Note the sizes of one more."""
+        """Record the sizes of another call."""
         for shape, dims, tensor in zip(self.first, self.free, tensors, strict=True):
             if shape is not None:
                 dims |= {
@@ -38,20 +36,22 @@ class _Calls:
 
 @dataclass
 class Waiting:
-    """The calls of one model that wait for a capture, by kind: what tells them apart but the sizes
-    of tensors.
+    """The calls of one model that wait for a capture.
+
+    A kind comprises all calls that differ only in tensor sizes.
     """
 
     _kinds: dict[Hashable, _Calls] = field(default_factory=dict)
     _now: _Calls | None = None
 
     def waits(self, kind: Hashable, tensors: Sequence[Any], capture_s: float) -> bool:
-        """Whether a call is to go through hooks.
+        """Return whether a call should use hooks.
 
         Args:
-            kind: of call.
-            tensors: the flattened inputs, of as many dimensions in all calls of a kind.
-            capture_s: how long a capture takes.
+            kind: of the call.
+            tensors: the flattened inputs; their numbers of dimensions are equal in all calls of a
+                kind.
+            capture_s: the time of a capture in seconds.
         """
         if kind not in self._kinds:
             if len(self._kinds) >= _KNOWN_KINDS:
@@ -62,22 +62,22 @@ class Waiting:
         calls.look(tensors)
         self._now = calls if calls.seconds < capture_s else None
         if self._now is None:
-            # should the capture be of no use to others, they wait anew
+            # if the capture does not cover later calls, they wait again
             calls.seconds = 0.0
         return self._now is not None
 
     def note(self, seconds: float) -> None:
-        """A call went through hooks, and took so long."""
+        """Record the time of a call through hooks."""
         if self._now is not None:
             self._now.seconds += seconds
             self._now = None
 
     def free(self, kind: Hashable, tensors: Sequence[Any]) -> list[set[int]]:
-        """For each input, the dimensions that were of several sizes."""
+        """Return for each input the dimensions that had several sizes."""
         calls = self._kinds.get(kind)
         return [set() for _ in tensors] if calls is None else calls.free
 
     def forget(self) -> None:
-        """The model is another one now."""
+        """Discard all records, since the model has changed."""
         self._kinds.clear()
         self._now = None

@@ -1,9 +1,9 @@
-"""DataFlow: a model whose layers run where a map, or a placement, says.
+"""DataFlow: an unmodified model whose layers run on the devices of a map or placement.
 
 flow = placer.DataFlow(model)
 flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
-y = flow(x)                        # as model(x), outputs and gradients equal
-flow.undo()                        # as if nothing had happened
+y = flow(x)                        # as model(x), with equal outputs and gradients
+flow.undo()                        # restores the original state
 """
 
 from __future__ import annotations
@@ -50,46 +50,44 @@ __all__ = ["DataFlow"]
 
 
 class DataFlow(PlacedCalls):
-    """Runs an unmodified module with each of its layers on the device that ``layer_gpus`` names.
+    """An unmodified module that runs each of its layers on the device in ``layer_gpus``.
 
-    The module's source is never rewritten. Its Parameters stay the same objects, so an optimizer
-    made before stays valid, and the keys of its ``state_dict`` never change.
+    The module's source is never rewritten. Its Parameters stay the same objects, so existing
+    optimizers stay valid, and the keys of its ``state_dict`` never change.
 
     Args:
         module: the model.
-        device_ids: devices that layers may run on: indices, strings or ``torch.device``; all that
-            are available if None. What a map or a placement names beside them is added.
-        output_device: where results go; the first of ``device_ids`` if None.
-        inference_only: let no parameter require a gradient; ``undo`` gives the flags back.
-        clear_cache: give cached device memory back after layers were moved.
-        fine_grained: ``layer_gpus`` names every leaf module; else the module's named children.
+        device_ids: devices that layers may run on: indices, strings or ``torch.device``; None
+            (default) for all available devices. Further devices of a map or placement are added.
+        output_device: the device of results; the first of ``device_ids`` by default.
+        inference_only: let no parameter require a gradient; ``undo`` restores the flags.
+        clear_cache: return cached device memory after layers were moved (default).
+        fine_grained: ``layer_gpus`` lists every leaf module instead of the module's children.
         enable_clone: keep the weights on every device, so that ``update_flow`` moves nothing. For
-            inference: under gradients it refuses, since the clones would not be trained.
-        deferred_batch_norm: let the running statistics of batch normalisation follow whole batches,
-            each once, as on the unsplit model; else every micro-batch updates them. Normalised is
-            by micro-batch either way.
+            inference only: with gradients it raises, since clones would not be trained.
+        deferred_batch_norm: update the running statistics of batch normalisation once per whole
+            batch, as in the unsplit model; otherwise every micro-batch updates them. Normalisation
+            is per micro-batch either way.
 
     Attributes:
         module: the model.
         device_ids: the index of each device.
-        layer_gpus: layer name -> device index (or anything that names a device); ordered, free to
-            be edited. A later call of a module follows the first one, unless it is named itself:
-            ``relu@1``.
-        chunks: micro-batches that a call is cut into when it does not say.
-        batch_options: where the samples of a batch lie, how results are joined and how the loss is
-            reduced, for calls and steps that do not say; see ``BatchOptions``. Free to be edited.
-        recompute: devices that in a training step keep no activations, but run forwards once more
-            in the backward pass: less memory for more time. Free to be edited, as ``layer_gpus``
-            is.
-        in_flight: for how many micro-batches each segment of a training step has room under
-            ``zero-bubble`` and ``interleaved``, in order; as many as the order has a use for where
-            there are other segments than so many. Under ``zero-bubble`` fewer take less memory and
-            make the step longer: of S segments, number p has a use for 2 S, and runs with S - p (p
-            from 0) in about the memory of 1F1B. Free to be edited.
-        gradients_wait: whether the next training step adds to the gradients that are there.
-        not_captured_because: why the model runs through hooks in its latest mode; empty where it
-            was captured.
-        lock: held by the thread whose call or stream runs; one for all flows of the model.
+        layer_gpus: by layer name, the device index (or any device name); ordered, may be edited. A
+            later call of a module follows the first one, unless it has its own entry: ``relu@1``.
+        chunks: number of micro-batches of a call by default.
+        batch_options: batch dimensions, joining of results and reduction of the loss by default,
+            see ``BatchOptions``; may be edited.
+        recompute: devices that save no activations in a training step, but run forward again in the
+            backward pass: less memory for more time. May be edited, like ``layer_gpus``.
+        in_flight: for each segment of a training step, the maximum number of micro-batches in
+            flight under ``zero-bubble`` and ``interleaved``; the useful maximum if the number of
+            segments differs. Under ``zero-bubble``, fewer take less memory and lengthen the step:
+            of S segments, number p (from 0) can use 2 S, and with S - p needs about the memory of
+            1F1B. May be edited.
+        gradients_wait: whether the next training step adds to existing gradients.
+        not_captured_because: why the model runs through hooks in its latest mode; empty if it was
+            captured.
+        lock: held by the thread whose call or stream runs; all flows of a model share one.
         copies: of the model's state, on devices that read it and do not own it.
     """
 
@@ -158,23 +156,23 @@ class DataFlow(PlacedCalls):
         *,
         optimizer: Optimizers = None,
     ) -> None:
-        """Move the layers to where ``layer_gpus`` says; after this the flow runs them there.
+        """Move the layers to their devices in ``layer_gpus``; later calls run them there.
 
-        After an error everything is as before the call: the model and its optimizers, the map and
-        the other settings.
+        An error leaves everything unchanged: the model and its optimizers, the map and all
+        settings.
 
         Args:
             placement: sets ``layer_gpus``, the granularity, ``chunks``, ``batch_options``, the
-                schedule, ``recompute``, ``in_flight``, and the links over which copies go through
-                the host's memory. None leaves them as they are.
-            optimizer: one that already holds state for the parameters, or a list of them; its state
-                moves with them, now and later, as the state of the optimizers of training steps
-                does.
+                schedule, ``recompute``, ``in_flight``, and the links whose copies go through the
+                host's memory. None (default) keeps them.
+            optimizer: an optimizer, or a list of them, with existing state for the parameters. Its
+                state moves with them, now and later; optimizers of training steps are included
+                automatically.
 
         Raises:
-            PlacementError: the placement has no layers, or names layers or devices that are not
-                there, or there is no room.
-            InputError: ``optimizer`` is not an optimizer, or the flow is applied at the moment.
+            PlacementError: if the placement has no layers, names unknown layers or devices, or does
+                not fit into memory.
+            InputError: if ``optimizer`` is not an optimizer, or the flow is applied at the moment.
         """
         given = optimizer_list(optimizer)
         for one in given:
@@ -193,6 +191,7 @@ class DataFlow(PlacedCalls):
                 self._bring(settings["_assignment"], optimizers, given)
                 settings |= {"_optimizers": optimizers, **self._no_plans()}
                 devices.take_detours(detours)
+                # all settings at once, after everything that may fail
                 self.__dict__.update(settings)
             except BaseException:
                 devices.set_detours(routes)
@@ -204,19 +203,18 @@ class DataFlow(PlacedCalls):
     def _settings_of(
         self, placement: Placement | Mapping[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Return the attributes that the flow is to have, and the links that bytes are not to go
-        over straight.
+        """Return the flow's new attributes, and the links whose copies go through the host.
 
         Args:
-            placement: None keeps ``layer_gpus`` and what belongs to it.
+            placement: None keeps ``layer_gpus`` and the settings that belong to it.
 
         Raises:
-            PlacementError: layers or devices are not there.
+            PlacementError: if layers or devices are unknown.
         """
         settings: dict[str, Any] = {
             "layer_gpus": self.layer_gpus,
             "_granularity": self._granularity,
-            "_assumed": None,  # a map that was edited assumes nothing of memory
+            "_assumed": None,  # an edited map has no memory assumptions
         }
         detours: list[Any] = []
         if placement is not None:
@@ -244,9 +242,7 @@ class DataFlow(PlacedCalls):
         optimizers: Collection[torch.optim.Optimizer],
         given: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Move the model's state, and the optimizers', to where a map says; with clones, copy it to
-        devices without.
-        """
+        """Move the state of model and optimizers to its devices; copy it if clones are enabled."""
         if self._clones is not None:
             self._clones.cover(assignment.devices)
             return
@@ -258,11 +254,10 @@ class DataFlow(PlacedCalls):
             devices.release_cache()
 
     def undo(self) -> None:
-        """Bring every parameter, gradient, buffer and flag back to where it was before the flow was
-        made.
+        """Restore the devices of all parameters, gradients and buffers, and all flags.
 
         Raises:
-            InputError: the flow is applied at the moment.
+            InputError: if the flow is applied at the moment.
         """
         with self.lock:
             self._hooks.refuse_standing()
@@ -281,18 +276,19 @@ class DataFlow(PlacedCalls):
     def construct_module(
         self, layer_gpus: Mapping[str, DeviceLike] | None = None, module: nn.Module | None = None
     ) -> DataFlow:
-        """A flow of its own with another map, on the same clones.
+        """Return another flow with its own map, which shares this flow's clones.
 
         Args:
-            layer_gpus: its map; this flow's if None.
-            module: a copy of the model whose attributes it is to show; this flow's module if None.
+            layer_gpus: its map; None (default) for this flow's.
+            module: a copy of the model whose attributes it exposes; None (default) for this flow's
+                module.
 
         Returns:
             A module that runs like this one, with its own ``layer_gpus``; weights are shared with
             this flow's clones.
 
         Raises:
-            InputError: this flow was made without ``enable_clone``.
+            InputError: if this flow was created without ``enable_clone``.
         """
         if self._clones is None:
             raise InputError(
@@ -310,9 +306,7 @@ class DataFlow(PlacedCalls):
         return built
 
     def _bring_back(self) -> None:
-        """Move state to its layers again that somebody else moved: another flow of the model, or
-        ``model.to``.
-        """
+        """Move state back that another flow, or ``model.to``, has moved."""
         if (
             self._clones is None
             and self._assignment is not None
@@ -329,11 +323,11 @@ class DataFlow(PlacedCalls):
 
     @property
     def assignment(self) -> Assignment | None:
-        """The devices of the layers, as ``update_flow`` last left them; None before it."""
+        """Return the devices of the layers since the last ``update_flow``; None before it."""
         return self._assignment
 
     def recomputed(self) -> frozenset[torch.device]:
-        """The devices that run forwards once more in their backward passes."""
+        """Return the devices that run forward again in their backward passes."""
         if isinstance(self.recompute, str):
             raise InputError(
                 f"flow.recompute is {self.recompute!r}; give a list of devices, "
@@ -348,12 +342,11 @@ class DataFlow(PlacedCalls):
         return places
 
     def captured(self, part: Part, needed: bool = True) -> Capture | None:
-        """The capture for inputs like these; None where the model runs through hooks.
+        """Return the capture for inputs like these; None if the model runs through hooks.
 
         Args:
             part: the inputs.
-            needed: False lets it run so, too, where call after call would need a capture of its
-                own.
+            needed: False allows hooks if consecutive calls would each need their own capture.
         """
         captures = self._program.captures([part], needed or self._needs_captures)
         return None if captures is None else captures[0]
@@ -365,15 +358,15 @@ class DataFlow(PlacedCalls):
         sizes_of: Callable[[int], list[int]],
         weigh: Weights,
     ) -> MicroBatches:
-        """Cut a call into micro-batches; see ``Cutter.cut``."""
+        """Split a call into micro-batches; see ``Cutter.cut``."""
         return self._cutter.cut(call, options, sizes_of, weigh, self._needs_captures)
 
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
-        """Return the inputs of a call, flattened, with their batch dimensions.
+        """Return the flattened inputs of a call with their batch dimensions.
 
         Args:
             call: positional and keyword arguments.
-            options: what was declared of the batch; the flow's if None.
+            options: the declared batch layout; the flow's by default.
         """
         tensors, inputs = flatten_inputs(*call)
         layout = self._program.layout(
@@ -384,20 +377,19 @@ class DataFlow(PlacedCalls):
         return Part(tensors, inputs, layout.dims)
 
     def holds(self, capture: Capture) -> bool:
-        """Whether a capture is still of the model as it is."""
+        """Return whether a capture still describes the model."""
         return self._program.holds(capture)
 
     def layers(self, capture: Capture) -> tuple[LayerGraph, list[torch.device]]:
-        """The layers of a capture, those of each device together where that can be, and the device
-        of each.
+        """Return a capture's layers, grouped by device where possible, and the device of each.
 
-        Their state is in place.
+        Their state is moved into place.
         """
         assert self._assignment is not None
         graph = self._program.graph(capture, self._granularity)
         graph, places = stage_by_stage(graph, self._assignment.of_layers(graph))
         if self._clones is None:
-            # by somebody else: nothing is known to be in place
+            # state was moved from outside: verify every layer again
             if self._places != self._places_now():
                 self._plans.clear()
                 self._settled.clear()
@@ -406,14 +398,14 @@ class DataFlow(PlacedCalls):
         return graph, places
 
     def weights(self, graph: LayerGraph) -> StateLookup:
-        """What the layers of a graph use for their state, clones up to date."""
+        """Return the lookup of the layers' state, after updating clones."""
         self._refresh_clones()
         return state_lookup(graph, self._clones)
 
     def _plan(self, capture: Capture) -> tuple[LayerGraph, list[Segment]]:
-        """The segments of a capture under the present map, made once."""
+        """Return the cached segments of a capture under the current map."""
         if capture not in self._plans:
-            # the model has changed: what was made of it before is not kept
+            # the model has changed: discard the plans of old captures
             if not all(map(self.holds, self._plans)):
                 self._plans = {
                     known: plan for known, plan in self._plans.items() if self.holds(known)
@@ -425,9 +417,7 @@ class DataFlow(PlacedCalls):
         return self._plans[capture]
 
     def _no_plans(self) -> dict[str, Any]:
-        """Return the attributes of a flow whose state has just been moved, and that has not run
-        since.
-        """
+        """Return the attributes of a flow right after its state was moved."""
         return {
             "_plans": {},
             "_settled": set(),
@@ -459,7 +449,7 @@ class DataFlow(PlacedCalls):
             ),
             "_granularity": tuple(places),
             "chunks": placement.chunks,
-            # What was declared here stays where the placement declares nothing.
+            # the flow's own declaration stays if the placement has none
             "batch_options": self.batch_options
             if placement.batch_options == DEFAULT_OPTIONS
             else placement.batch_options,
@@ -469,7 +459,7 @@ class DataFlow(PlacedCalls):
         }
 
     def _device(self, place: DeviceLike) -> torch.device:
-        """A device as this flow names it: a bare index means the flow's own kind."""
+        """Return a device by name; a bare index means the type of the flow's devices."""
         try:
             device = devices.parse(place, self._devices[0].type)
             devices.require(device)
@@ -486,12 +476,12 @@ class DataFlow(PlacedCalls):
             )
 
     def _default_map(self) -> OrderedDict[str, DeviceLike]:
-        """Every layer on the output device."""
+        """Return the map with every layer on the output device."""
         index = self.output_device.index
         return OrderedDict((name, index) for name in layer_names(self.module, self.fine_grained))
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the flow makes its own graphs."""
+        """Raise an InputError: the flow manages its own graphs."""
         raise InputError(
             "a flow is not compiled as a whole: give compile=True to flow.train_step and "
             "flow.stream"
@@ -500,21 +490,21 @@ class DataFlow(PlacedCalls):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's, with the flow's keys (``module.`` in front) or the model's own."""
+        """Load a ``state_dict`` with the flow's keys (prefix ``module.``) or the model's own."""
         own = {f"module.{name}" for name in self.module.state_dict()}
         if not any(name in own for name in state_dict):
             result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         else:
             result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._plans.clear()
-        if assign:  # the parameters are other objects now
+        if assign:  # assignment replaces the parameter objects
             self._streams.clear()
             self._program = Program(self.module, self.compare_capture)
             self._cutter = Cutter(self)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without captures and clones, which are made again when needed."""
+        """Return the state without captures, clones and locks, which are created on demand."""
         state = dict(self.__dict__)
         state["_program"] = state["_plans"] = state["_clones"] = state["_hooks"] = state[
             "_streams"
@@ -528,7 +518,7 @@ class DataFlow(PlacedCalls):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.lock = _lock_of(self.module)
         self.copies = Copies()
-        self._optimizers = WeakSet()  # steps that were copied along bring theirs
+        self._optimizers = WeakSet()  # training steps that are copied along register theirs
         self._program = Program(self.module, self.compare_capture)
         self._cutter = Cutter(self)
         self._hooks = HookPath(self.module)
@@ -543,7 +533,7 @@ _choosing_lock = Lock()
 
 
 def _lock_of(module: nn.Module) -> RLock:
-    """The lock of a model: all flows of it move the same state."""
+    """Return the lock of a model, which all of its flows share because they move the same state."""
     with _choosing_lock:
         return _locks.setdefault(module, RLock())
 

@@ -1,9 +1,7 @@
-"""What tells transformers and accelerate that a model has its devices: they neither move nor wrap
-it then.
+"""The attribute ``hf_device_map``, which marks placed models for transformers and accelerate.
 
-Their ``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel where
-they see several GPUs, unless the model has an attribute ``hf_device_map``, as one that was loaded
-with ``device_map=`` has.
+``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel if they see
+several GPUs, unless the model has this attribute, like models loaded with ``device_map=``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Place = int | str | torch.device
 
 @contextmanager
 def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
-    """Give a model its ``hf_device_map`` for a while.
+    """Give a model its ``hf_device_map`` inside the block.
 
     Args:
         module: the model.
@@ -33,8 +31,9 @@ def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
         attributes.enter_context(_set(module, "hf_device_map", device_map(module, assignment)))
         encoder = _encoder(module)
         if encoder is not None and not hasattr(encoder, "_hf_hook"):
-            # For a model with such a map ``generate`` puts a hook of accelerate on an encoder that
-            # has none, and leaves it there. Results go where they are needed without one.
+            # For a model with such a map, ``generate`` adds a permanent hook of accelerate to an
+            # encoder without one. Results reach their devices without it, so a placeholder prevents
+            # it.
             attributes.enter_context(
                 _set(encoder, "_hf_hook", SimpleNamespace(io_same_device=True))
             )
@@ -42,7 +41,7 @@ def device_map_set(module: nn.Module, assignment: Assignment) -> Iterator[None]:
 
 
 def _encoder(module: nn.Module) -> nn.Module | None:
-    """The encoder of an encoder-decoder of transformers; None of any other model."""
+    """Return the encoder of a transformers encoder-decoder; None for other models."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
         return None
     find: Any = getattr(module, "get_encoder", None)
@@ -51,13 +50,12 @@ def _encoder(module: nn.Module) -> nn.Module | None:
 
 
 def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
-    """Return the devices of a model as accelerate writes them: by the path of each module that has
-    tensors of its own.
+    """Return a model's devices in accelerate's format, by path of each module with own tensors.
 
-    ``Trainer`` takes a map with one value for a model that may be replicated, and ``Accelerator``
-    moves a model whose map has one entry. So the first entry, which stands for all that is not
-    named, is a ``torch.device``, and the others are numbers of GPUs or names: there are always two
-    values, and two entries if the model has a tensor.
+    ``Trainer`` takes a map with one distinct value for a model that may be replicated, and
+    ``Accelerator`` moves a model whose map has one entry. So the first entry, which covers all
+    unnamed modules, is a ``torch.device``, and the others are GPU indices or names. There are thus
+    always two values, and two entries if the model has a tensor.
 
     Args:
         module: the model.
@@ -78,15 +76,16 @@ def device_map(module: nn.Module, assignment: Assignment) -> dict[str, Place]:
 
 
 def _spelled(device: torch.device) -> Place:
-    """A device as a map has it. A CPU has its number: ``"cpu"`` would mean weights that are brought
-    when needed.
+    """Return a device in the map's format.
+
+    A CPU keeps its index, because ``"cpu"`` would mean offloaded weights.
     """
     return device.index if device.type == "cuda" else f"{device.type}:{device.index or 0}"
 
 
 @contextmanager
 def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Let a module have an attribute for a while, and then what it had before."""
+    """Give a module an attribute inside the block, then restore the previous value."""
     own = vars(module)
     before = {name: own[name]} if name in own else {}
     own[name] = value

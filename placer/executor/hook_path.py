@@ -1,4 +1,4 @@
-"""Running a model that cannot be captured, through forward hooks: micro-batches one after another."""
+"""Execution of models that cannot be captured, through forward hooks, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from placer.executor.engine.fill_drain import to_device
 from placer.executor.state.assignment import Assignment
 
 Standing = Callable[[], AbstractContextManager[Any]]
-"""What is entered for a model to run where its modules are."""
+"""The context in which a model's modules run on their devices."""
 
 
 class HookPath:
-    """The hooks of one model; there are none but while it runs, forwards or again in a backward
-    pass.
+    """The hooks of one model, present only while it runs forward or again in a backward pass.
 
     Args:
         module: the model.
 
     Attributes:
-        runs: whether the model runs through them at the moment.
+        runs: whether the model currently runs through them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._standing: Alignment | None = None
         self._thread = self._thread_again = 0
-        # each device has a thread of its own for backward passes
+        # autograd has a thread per device for backward passes
         self._turn_again = RLock()
         self.runs = False
 
@@ -50,15 +49,15 @@ class HookPath:
 
         Args:
             assignment: the devices of the modules, whose state is there.
-            parts: the inputs of each.
-            target: where results go; where the last module ran if None.
+            parts: the inputs of each micro-batch.
+            target: the device of results; None for the last module's device.
 
         Returns:
-            The flattened results of each, their structures, what the last one was given, as the
-            model left it, and where its results are.
+            The flattened results of each micro-batch, their structures, the arguments of the last
+            one after in-place changes, and the device of its results.
 
         Raises:
-            CaptureError: a module allows no hooks.
+            CaptureError: if a module does not allow hooks.
         """
         results: list[list[Any]] = []
         structures: list[Structure] = []
@@ -82,17 +81,17 @@ class HookPath:
         kwargs: dict[str, Any],
         target: torch.device | None,
     ) -> tuple[Any, torch.device]:
-        """Run the model, in ``standing``, on the caller's own lists and objects.
+        """Run the model inside ``standing``, on the caller's own lists and objects.
 
         Args:
             assignment: the devices of the modules, whose state is there.
-            args: what it takes.
-            kwargs: the same.
-            target: where results go, but for what it was given: a cache has its tensors where they
-                are needed. Where the last module ran if None.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            target: the device of results. Tensors that were passed in, such as a cache, stay on
+                their devices. None for the last module's device.
 
         Returns:
-            What the model returns, and where its tensors are.
+            The model's result, and the device of its tensors.
         """
         assert self._standing is not None
         self.runs = True
@@ -108,20 +107,20 @@ class HookPath:
         return (result if all(map(is_, leaves, moved)) else structure.unflatten(moved)), place
 
     def _latest(self, assignment: Assignment) -> torch.device:
-        """The device of the module that was entered last, as long as the model runs."""
+        """Return the device of the module that was entered last, while the model runs."""
         assert self._standing is not None
         return self._standing.place or assignment.default
 
     @contextmanager
     def standing(self, assignment: Assignment, again: Standing | None = None) -> Iterator[None]:
-        """Whatever this thread runs of the model, a method or a part, runs where its modules are.
+        """Run every part of the model that this thread calls on its modules' devices.
 
         Args:
             assignment: the devices of the modules, whose state is there.
-            again: what is entered when a backward pass runs something of it again; this if None.
+            again: the context in which a backward pass runs a part again; this one by default.
 
         Raises:
-            CaptureError: a module allows no hooks.
+            CaptureError: if a module does not allow hooks.
         """
         if self._standing is not None:
             with self._standing.resumed():
@@ -142,42 +141,39 @@ class HookPath:
 
     @contextmanager
     def _renewed(self, again: Standing) -> Iterator[Alignment]:
-        """What a backward pass runs again finds the hooks of the pass before; one thread of
-        autograd at a time.
-        """
+        """Provide the hooks to a recomputation in a backward pass, one thread at a time."""
         with self._turn_again, nullcontext() if self.stand else again():
             outer, self._thread_again = self._thread_again, get_ident()
             try:
-                # layers are at home if the flow was undone meanwhile
+                # after ``undo`` the layers are back home and need no alignment
                 yield self._standing or Alignment()
             finally:
                 self._thread_again = outer
 
     def paused(self) -> AbstractContextManager[None]:
-        """In it operations are left as they are: those of a captured graph have all they need where
-        they run.
+        """Leave operations unchanged inside the block.
+
+        The operations of a captured graph have their inputs on the right device already.
         """
         return nullcontext() if self._standing is None else self._standing.paused()
 
     @property
     def stand(self) -> bool:
-        """Whether this is in ``standing``."""
+        """Return whether ``standing`` is active."""
         return self._standing is not None
 
     @property
     def run_again(self) -> bool:
-        """Whether this thread runs something again in a backward pass."""
+        """Return whether this thread recomputes in a backward pass."""
         return self._thread_again == get_ident()
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether another thread is in ``standing``, and this one does not run a part of its
-        backward pass.
-        """
+        """Return whether another thread is in ``standing``, for which this one does not recompute."""
         return self.stand and self._thread != get_ident() and not self.run_again
 
     def refuse_standing(self) -> None:
-        """Raise an InputError in ``standing``, whose hooks know where modules were when it began."""
+        """Raise an InputError in ``standing``, whose hooks rely on unchanged devices."""
         if self.stand:
             raise InputError(
                 "layers move only when the flow is not applied: leave `with flow.applied():` first"

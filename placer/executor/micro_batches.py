@@ -1,6 +1,4 @@
-"""A call, or a training step's batch, cut into micro-batches: where its samples lie, and how
-results are joined.
-"""
+"""Micro-batches of a call or a training step: their inputs, and how results are joined."""
 
 from __future__ import annotations
 
@@ -23,18 +21,18 @@ from placer.executor.model_captures import Program
 from placer.executor.output_joining import Joining
 from placer.schema import BatchOptions
 
-# Samples, more than there are micro-batches in a batch.
+# A number of samples larger than any number of micro-batches.
 _MANY = 1 << 20
 
 
 class Compared(Protocol):
-    """What a comparison of a batch with its micro-batches needs of a flow."""
+    """The part of a flow that the comparison of a batch with its micro-batches uses."""
 
     batch_options: BatchOptions
     _program: Program
 
     def run_compared(self, call: Call) -> Any:
-        """Run the model, as it is placed, without gradients; on hooks where these can be had."""
+        """Run the placed model without gradients, through hooks if possible."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,13 @@ class MicroBatches:
     """The micro-batches of one call.
 
     Attributes:
-        layout: where the samples of the call's inputs lie.
+        layout: the batch dimensions of the call's inputs.
         sizes: samples in each micro-batch.
-        parts: the inputs of each.
+        parts: the inputs of each micro-batch.
         joining: how their results are joined.
         tensors: the call's inputs, flattened.
         inputs: their structure.
-        parameters: of the model's forward method.
+        parameters: the signature of the model's forward method.
     """
 
     layout: BatchLayout
@@ -61,8 +59,7 @@ class MicroBatches:
 
 
 class Cutter:
-    """What cuts the calls of one flow; it knows the kinds of batches that were compared with their
-    micro-batches.
+    """The splitting of one flow's calls, with the kinds of batches that were verified.
 
     Args:
         flow: the flow.
@@ -80,28 +77,28 @@ class Cutter:
         weigh: Weights,
         needed: bool = False,
     ) -> MicroBatches:
-        """Cut a call, once it is seen that calls of its kind may be cut.
+        """Split a call after verifying that calls of its kind may be split.
 
         Args:
             call: positional and keyword arguments.
-            options: what was declared of the batch.
-            sizes_of: from the number of samples to those of each micro-batch.
-            weigh: from the number of samples to the weight of each in a mean; None if all weigh
-                alike.
-            needed: whether to capture the model in any case where that tells what is no part of the
-                batch.
+            options: the declared batch layout.
+            sizes_of: a function from the number of samples to the samples in each micro-batch.
+            weigh: a function from the number of samples to the weight of each in a mean; None for
+                equal weights.
+            needed: whether to capture the model in any case, to find inputs that are not part of
+                the batch.
 
         Raises:
-            BatchError: micro-batches give something else than the batch.
-            InputError: the options do not fit the call, or it cannot be cut.
+            BatchError: if micro-batches give other results than the batch.
+            InputError: if the options do not fit the call, or it cannot be split.
         """
         require_batch_options(options)
         program = self._flow._program
         tensors, inputs = flatten_inputs(*call)
         layout = program.layout(call, tensors, inputs, options)
         sizes = sizes_of(layout.size)
-        # The flow's own options describe all its calls, and may fit others of them. Where nothing
-        # could be cut, the layout has a single sample: another number tells whether several parts
+        # The flow's default options need not fit every call. If nothing can be split, the layout
+        # has a single sample, so ``sizes_of`` is asked with a large number whether several parts
         # are wanted.
         is_given = options is not self._flow.batch_options
         if layout.misfit and (is_given or len(sizes_of(_MANY)) > 1):
@@ -111,7 +108,7 @@ class Cutter:
             return MicroBatches(
                 layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters
             )
-        # open in a graph, also of what turns out to be no part of the batch
+        # symbolic in a graph, even for inputs that turn out not to be part of the batch
         dims = layout.dims
         layout = program.narrowed(layout, tensors, inputs, needed)
         parts = self._parts(call, layout, tensors, inputs, sizes, options, dims)
@@ -124,12 +121,12 @@ class Cutter:
         return MicroBatches(layout, sizes, parts, joining, tensors, inputs, program.parameters)
 
     def forget(self) -> None:
-        """Compare every kind of batch again."""
+        """Discard all verified kinds of batches."""
         self._checks.forget()
 
     def _can_be_run(self, part: Part) -> bool:
-        """Return whether no operation of the model compiles what it is given, as torch.cond does."""
-        # inside it, constants could not be trained with later
+        """Return whether no operation of the model compiles its body, as torch.cond does."""
+        # constants created in inference mode could not be used in training later
         with torch.inference_mode(False):
             captures = self._flow._program.captures([part], needed=False) or []
         return not any(
@@ -158,24 +155,26 @@ class Cutter:
 def weights_of(
     options: BatchOptions, inputs: Any, target: Any, size: int, advice: str = ""
 ) -> Tensor | None:
-    """Return the weight of each sample in the loss, shape ``(N,)``, in float64; None if all weigh
-    alike.
+    """Return the weight of each sample in the loss, float64 of shape ``(N,)``.
 
     Args:
-        options: what was declared of the batch.
+        options: the declared batch layout.
         inputs: of the batch, as the caller gave them.
-        target: likewise.
+        target: of the batch, as the caller gave it.
         size: samples in the batch, N.
-        advice: for the message where the user's function fails.
+        advice: added to the message if the user's function fails.
+
+    Returns:
+        The weights; None for equal weights.
 
     Raises:
-        InputError: ``weigh`` fails, or gives something else than a number for each sample.
+        InputError: if ``weigh`` fails or does not return a number for each sample.
     """
     if options.weigh is None:
         return None
     try:
         weights = options.weigh(inputs, target)
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         what = f"{type(error).__name__}: {error}"
         call = "weigh(inputs, target)" if inputs is not None else "weigh(None, target)"
         raise InputError(f"{call} failed: {what}{advice}") from error

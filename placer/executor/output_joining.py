@@ -1,10 +1,10 @@
-"""The results of micro-batches, joined to those of the batch.
+"""Joining of micro-batch results to the result of the batch.
 
     results of micro-batches ──▶ join(): each value by its rule ──▶ result of the batch
 
-A rule is what ``BatchOptions.outputs`` declares; else what ``find_rules`` sees when it compares a
-small batch with its micro-batches; else the convention: a tensor with a sample along the batch
-dimension is concatenated, and the mean is taken of a number.
+A rule is declared in ``BatchOptions.outputs``, or found by ``find_rules`` in a comparison of a
+small batch with its micro-batches. Otherwise the convention applies: tensors with samples along the
+batch dimension are concatenated, and scalars are averaged.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from placer.errors import InputError
 from placer.schema import BatchOptions
 from placer.schema.batch_options import OTHERS, Join, rule_for
 
-# A mean in which samples count alike, where the loss weighs them.
+# A mean with equal weights of samples, where the loss weighs them differently.
 _SAMPLES_MEAN: Any = "mean over samples"
 
 CHUNKS_1 = "call the flow with chunks=1"
 
 Compare = Callable[[Any, Any], bool]
-"""Whether two values are equal up to rounding."""
+"""A function that returns whether two values are equal up to rounding."""
 
 Share = float | Tensor
-"""How much a micro-batch counts in a mean; a tensor is a number on some device, which the host does
-not read."""
+"""The weight of a micro-batch in a mean; a tensor stays on its device, unread by the host."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Joining:
     Attributes:
         declared: rules by name, from ``BatchOptions.outputs``.
         found: rules by name, from ``find_rules``.
-        dim: the batch dimension of results that no rule is known of.
-        way_out: what to do with results that cannot be joined, for messages.
+        dim: the batch dimension of results without a rule.
+        way_out: the remedy for results that cannot be joined, for messages.
     """
 
     declared: Mapping[str, Join] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Joining:
 
     @classmethod
     def of(cls, options: BatchOptions, way_out: str = CHUNKS_1) -> Joining:
-        """Return the joining of results that nothing was found of yet."""
+        """Return the joining of results before any comparison."""
         outputs = options.outputs
         declared = dict(outputs) if isinstance(outputs, dict) else {OTHERS: outputs}
         return cls(
@@ -63,24 +62,24 @@ class Joining:
         )
 
     def rule(self, name: str) -> Join | None:
-        """Return the rule of a value; None where the convention decides."""
+        """Return the rule of a value; None for the convention."""
         declared = rule_for(name, self.declared, None)[0]
         return declared if declared is not None else self.found.get(name)
 
     @property
     def reduces_floats(self) -> bool:
-        """Whether results were found that are means or sums over all samples."""
+        """Return whether some results are means or sums over all samples."""
         return not {"mean", "sum", _SAMPLES_MEAN}.isdisjoint(map(str, self.found.values()))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of a batch that its micro-batches do not give.
+    """A value of a batch that its micro-batches do not reproduce.
 
     Attributes:
         name: of the value; empty for a result that is one value.
-        whole: of the batch.
-        joined: of the micro-batches, joined by the nearest rule; their list where no rule applies.
+        whole: its value for the batch.
+        joined: its value from the micro-batches by the nearest rule; their list if no rule applies.
     """
 
     name: str
@@ -100,11 +99,11 @@ def join(
         parts: the result of each, any nest of tensors.
         sizes: samples in each.
         joining: the rules.
-        weights: of each in a mean; ``sizes`` if None.
+        weights: of each in a mean; ``sizes`` by default.
 
     Raises:
-        InputError: a value cannot be joined; the message names it and the declaration that says
-            how.
+        InputError: if a value cannot be joined; the message names it and the declaration that
+            helps.
     """
     return parts[0] if len(parts) == 1 else _Walk(sizes, joining, weights).over([*parts], "")
 
@@ -117,19 +116,19 @@ def find_rules(
     equal: Compare,
     weights: Sequence[Share] | None = None,
 ) -> tuple[Joining, list[Difference], bool]:
-    """Find the rules by which the results of micro-batches make that of the batch.
+    """Find the rules by which micro-batch results give the result of the batch.
 
     Args:
         whole: the result of the batch.
-        parts: of its micro-batches.
+        parts: the results of its micro-batches.
         sizes: samples in each.
-        joining: what was declared.
-        equal: whether two values are equal up to rounding.
-        weights: of each micro-batch in a mean; ``sizes`` if None.
+        joining: the declared rules.
+        equal: returns whether two values are equal up to rounding.
+        weights: of each micro-batch in a mean; ``sizes`` by default.
 
     Returns:
-        The joining with the rules that were found; the values for which no rule holds; and whether
-        another batch has to decide between several rules that hold, as where all values are zero.
+        The joining with the found rules; the values without a valid rule; and whether another batch
+        must decide between several valid rules, for example because all values are zero.
     """
     walk = _Search(sizes, joining, equal, weights)
     walk.over([*parts, whole], "")
@@ -141,12 +140,12 @@ def find_rules(
 
 
 class _Walk:
-    """A walk through the results of all micro-batches at once.
+    """A simultaneous walk through the results of all micro-batches.
 
     Args:
         sizes: samples in each.
         joining: the rules.
-        weights: of each in a mean; ``sizes`` if None.
+        weights: of each in a mean; ``sizes`` by default.
     """
 
     def __init__(
@@ -156,9 +155,7 @@ class _Walk:
         self._shares = _shares_of(weights or self._sizes)
 
     def over(self, nests: list[Any], name: str, in_object: bool = False) -> Any:
-        """Join nests that have this name in their results; ``in_object``: as attributes of an
-        object.
-        """
+        """Join nests at this path; ``in_object`` for attributes of an object."""
         first, rule = nests[0], self._joining.rule(name)
         if rule == "list" or callable(rule):
             return self.leaf(nests, name, rule)
@@ -191,7 +188,7 @@ class _Walk:
         return self.joined(nests, name, self.convention(nests, name) if rule is None else rule)
 
     def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
-        """Return whether these lists have samples for items."""
+        """Return whether these lists have one item per sample."""
         return rule == "items"
 
     def items(self, nests: list[Any], name: str) -> Any:
@@ -199,7 +196,7 @@ class _Walk:
         return type(nests[0])([item for nest in nests[: len(self._sizes)] for item in nest])
 
     def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
-        """Join what has no parts: words, flags, functions, objects; the last one stands for all."""
+        """Join values without parts (text, flags, functions, objects) by taking the last one."""
         if (
             isinstance(nests[0], (bool, str))
             and not in_object
@@ -211,13 +208,13 @@ class _Walk:
         return nests[len(self._sizes) - 1]
 
     def unlike(self, nests: list[Any], name: str) -> Any:
-        """Refuse nests of unlike structure."""
+        """Raise an InputError for nests of different structure."""
         raise self.refusal(
             name, f"is {_shown(nests[0])} for one micro-batch and of another structure for another"
         )
 
     def convention(self, nests: list[Any], name: str) -> Join:
-        """Return the rule where nothing is declared or was found."""
+        """Return the default rule of a value."""
         first = nests[0]
         if isinstance(first, Tensor) and first.dim():
             for dim in dict.fromkeys((self._joining.dim, 0)):
@@ -281,13 +278,14 @@ class _Walk:
 
 
 class _Search(_Walk):
-    """A walk through the results of all micro-batches and, behind them, that of the batch, for the
-    rules that hold.
+    """A walk through the results of micro-batches and batch, to find valid rules.
+
+    The batch's result comes last in every list.
 
     Attributes:
-        rules: that hold, by name.
-        differences: the values for which none does.
-        is_undecided: whether unlike rules hold for a value, because it is zero.
+        rules: the valid rules, by name.
+        differences: the values without a valid rule.
+        is_undecided: whether different rules are valid for a value, because it is zero.
     """
 
     def __init__(
@@ -317,13 +315,11 @@ class _Search(_Walk):
             self.differences.append(Difference(name, whole, self._nearest(parts, name, rule)))
         elif rule is None:
             self.rules[name] = holding[0]
-            self.is_undecided |= "sum" in holding[1:]  # all are zero
+            self.is_undecided |= "sum" in holding[1:]  # only zeros satisfy both rules
         return whole
 
     def is_of_samples(self, nests: list[Any], name: str, rule: Join | None) -> bool:
-        """Return whether these lists have samples for items: then the micro-batches' add up to the
-        batch's.
-        """
+        """Return whether these lists have one item per sample, so that their lengths add up."""
         *parts, whole = nests
         if not all(type(part) is type(whole) for part in parts):
             return False
@@ -341,7 +337,7 @@ class _Search(_Walk):
         return whole
 
     def constant(self, nests: list[Any], name: str, in_object: bool) -> Any:
-        """Compare words and flags."""
+        """Compare text and flags."""
         if (
             isinstance(nests[0], (bool, str))
             and not in_object
@@ -351,15 +347,14 @@ class _Search(_Walk):
         return nests[-1]
 
     def unlike(self, nests: list[Any], name: str) -> Any:
-        """Note nests of unlike structure."""
+        """Record nests of different structure."""
         self.differences.append(Difference(name, nests[-1], nests[:-1]))
         return nests[-1]
 
     def _candidates(self, parts: list[Any], whole: Any, declared: Join | None) -> list[Join]:
         if declared is not None:
             return [declared]
-        # Not the largest or the smallest: a result of the first samples alone may be that by
-        # chance.
+        # max and min are not tried: a value of the first samples may be the extreme one by chance
         if not isinstance(whole, Tensor) or not whole.dim():
             return ["mean", _SAMPLES_MEAN, "sum"] if _is_float(whole) else ["same", "sum"]
         dims = sorted(range(whole.dim()), key=lambda dim: dim != self._joining.dim)
@@ -396,9 +391,7 @@ class _Search(_Walk):
 
 
 def _adds_up(parts: list[Any], whole: Tensor, dim: int) -> bool:
-    """Return whether the parts' sizes along a dimension add up to the whole's, and all others are
-    the same.
-    """
+    """Return whether the parts' sizes along a dimension add up, and other sizes are equal."""
     if not all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts):
         return False
     rest = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in (*parts, whole)]
@@ -408,8 +401,9 @@ def _adds_up(parts: list[Any], whole: Tensor, dim: int) -> bool:
 
 
 def _shares_of(weights: Sequence[Share]) -> list[Share]:
-    """Return weights divided by their sum; 0 where that is 0. Tensors are not read: the host would
-    wait for them.
+    """Return weights divided by their sum; 0 if it is 0.
+
+    Tensors are not read, because the host would wait for them.
     """
     total = sum(weights)
     if isinstance(total, Tensor):
@@ -433,9 +427,9 @@ def _reduced(rule: str, parts: list[Any], shares: Sequence[Share]) -> Any:
 
 
 def _weighted(part: Any, share: Share) -> Any:
-    """Return a part times its share in a mean; None or 0 where it has none.
+    """Return a part times its share in a mean; None or 0 for a share of 0.
 
-    What weighs nothing may have no mean: the loss of a micro-batch without labels is NaN.
+    A part of weight 0 may be NaN, such as the loss of a micro-batch without labels.
     """
     if not isinstance(share, Tensor) or not isinstance(part, Tensor):
         return part * float(share) if share else None
@@ -468,7 +462,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value in a few words."""
+    """Return a short description of a value."""
     if isinstance(value, Tensor):
         return f"{value.item()}" if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple, dict)):

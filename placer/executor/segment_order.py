@@ -1,11 +1,10 @@
-"""The layers of each device together, where that can be: a device is then one stage, as the solver
-reckons it.
+"""Reordering of layers such that each device is one stage, as the solver assumes.
 
-    layers on devices 0 to 3, in execution order      0 | 1 | 2 | 1 | 2 | 3       two branches, in turn
-    the same, stage by stage                          0 | 1   1 | 2   2 | 3
+    layers on devices 0 to 3, in execution order      0 | 1 | 2 | 1 | 2 | 3       two branches
+    the same layers, stage by stage                   0 | 1   1 | 2   2 | 3
 
-A schedule such as 1F1B needs one stage a device; segments that only interleave would otherwise be
-run as fill-drain.
+Schedules such as 1F1B need one stage per device; interleaved segments would otherwise run as
+fill-drain.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ Arcs = set[tuple[int, int]]
 def stage_by_stage(
     graph: LayerGraph, places: Sequence[torch.device]
 ) -> tuple[LayerGraph, list[torch.device]]:
-    """A layer graph with the layers of each device one after another, and their devices.
+    """Return the layer graph with each device's layers consecutive, and their devices.
 
-    Where values, or state that layers change, go from a device to another and back, it stays as it
-    is.
+    The order stays if values, or state that layers change, go from a device to another and back.
 
     Args:
         graph: the layers, in execution order.
@@ -40,7 +38,7 @@ def stage_by_stage(
     if order is None:
         return graph, list(places)
     rank = {device: position for position, device in enumerate(order)}
-    # stable: in execution order there
+    # a stable sort keeps the execution order within a device
     layers = sorted(range(len(places)), key=lambda layer: rank[number[layer]])
     return replace(graph, layers=[graph.layers[layer] for layer in layers]), [
         places[layer] for layer in layers
@@ -48,8 +46,9 @@ def stage_by_stage(
 
 
 def _needs(graph: LayerGraph) -> Arcs:
-    """Pairs of layers, the second of which must run after the first: it reads what that made,
-    changed or reads.
+    """Return pairs of layers whose order must stay.
+
+    The second one reads values of the first, or both use state that some layer changes.
     """
     made: dict[str, int] = {}
     users: dict[str, list[int]] = {}
@@ -65,9 +64,7 @@ def _needs(graph: LayerGraph) -> Arcs:
 
 
 def _topological(count: int, arcs: Arcs) -> list[int] | None:
-    """The devices so that all arcs run forwards, by their first layers otherwise; None if they go
-    round.
-    """
+    """Return a topological order of the devices, by first layer; None for a cycle."""
     waiting = [sum(target == device for _, target in arcs) for device in range(count)]
     ready = [device for device in range(count) if not waiting[device]]
     order: list[int] = []

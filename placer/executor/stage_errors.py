@@ -1,4 +1,4 @@
-"""What failed and where: the error of a stage names its segment, device, layer and micro-batch."""
+"""Errors of stages, with their segment, device, layer and micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.errors import PlacerError, StageError
 
 
 class StageMemoryError(StageError, torch.OutOfMemoryError):
-    """A device ran out of memory while a pipeline ran a layer; also what torch raises then."""
+    """A lack of device memory while a pipeline ran a layer; also a torch.OutOfMemoryError."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Place:
         micro_batch: its number, from 0.
         phase: which pass.
         segment: its number in the pipeline, from 0.
-        segments: how many there are; 0 where the model runs through hooks.
+        segments: number of segments; 0 if the model runs through hooks.
         device: of the segment.
-        layer: the one that ran; None where it is not known.
-        unit: what is numbered: in a stream, whole batches are.
+        layer: the layer that ran; None if unknown.
+        unit: the numbered unit; streams number whole batches.
     """
 
     micro_batch: int
@@ -51,13 +51,13 @@ class Place:
 
 
 class Trail:
-    """Which layer runs, forwards or backwards.
+    """A record of the layer that runs, forward or backward.
 
     Args:
-        backwards: whether to look at backward passes too, by hooks on what the layers make.
+        backwards: whether to record backward passes, by hooks on the layers' results.
 
     Attributes:
-        layer: the name of the one that began last; None before the first.
+        layer: the name of the layer that began last; None before the first.
     """
 
     def __init__(self, backwards: bool = False) -> None:
@@ -65,12 +65,13 @@ class Trail:
         self._backwards = backwards
 
     def enter(self, layer: str) -> None:
-        """A layer's forward pass begins."""
+        """Record the start of a layer's forward pass."""
         self.layer = layer
 
     def leave(self, layer: str, made: Sequence[Any]) -> None:
-        """A layer's forward pass is over; the gradient of what it made is where its backward pass
-        begins.
+        """Record the end of a layer's forward pass.
+
+        The gradient of its results marks the start of its backward pass.
         """
         if not self._backwards:
             return
@@ -83,10 +84,10 @@ class Trail:
 
 
 def explain(error: BaseException, place: Place) -> BaseException:
-    """What to raise for an error: one that says where it happened, or the same with a note of it.
+    """Return the error to raise: a StageError with the location, or the same with a note.
 
     Args:
-        error: what a pass raised. Interrupts and Placer's own errors stay what they are.
+        error: the error of a pass. Interrupts and Placer's own errors are kept.
         place: which pass.
     """
     if checkpoints.is_recompute_signal(error):
@@ -107,20 +108,19 @@ def explain(error: BaseException, place: Place) -> BaseException:
 
 
 def raise_explained(error: BaseException, place: Place) -> NoReturn:
-    """Raise for an error what says in which pass it happened; see ``explain``."""
+    """Raise the error that names its pass; see ``explain``."""
     found = explain(error, place)
     try:
         raise found
     finally:
-        # they hold this call, which would hold them, and with them all that the pass had made
+        # break the cycle between the errors' traceback and this frame, which would keep all tensors
+        # of the pass alive
         del found, error
 
 
 @contextmanager
 def nothing_held() -> Iterator[None]:
-    """Let an error for want of memory hold none: what the calls that it passed through had made is
-    let go of.
-    """
+    """Release the local variables of failed calls after an out-of-memory error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -129,8 +129,7 @@ def nothing_held() -> Iterator[None]:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Forget the local variables of the calls that an error passed through, and of their callers,
-    that are over.
+    """Clear the local variables of the finished calls in an error's traceback.
 
     Args:
         error: its causes are included; None does nothing.
@@ -138,7 +137,7 @@ def clear_frames(error: BaseException | None) -> None:
     while error is not None:
         for call, _ in traceback.walk_tb(error.__traceback__):
             frame: FrameType | None = call
-            # of a call that is not over, and so are its callers not
+            # a frame that still runs cannot be cleared, nor can its callers
             with suppress(RuntimeError):
                 while frame is not None:
                     frame.clear()
@@ -147,12 +146,10 @@ def clear_frames(error: BaseException | None) -> None:
 
 
 def failed_module(error: BaseException, root: nn.Module) -> str | None:
-    """Return the path of the innermost module of a model in whose code an error was raised; None if
-    in none.
+    """Return the path of the innermost module whose code raised an error; None without one.
 
-    The call that caught the error is not looked at. Up to Python 3.12 a look at the variables of a
-    call is kept with
-    it: there the error itself is one, and would be kept by its own traceback.
+    The frame that caught the error is skipped. Up to Python 3.12, reading a frame's variables keeps
+    them in the frame; there, the error itself is one, and its own traceback would keep it alive.
     """
     names = {id(module): name for name, module in root.named_modules() if name}
     found, trace = None, error.__traceback__ and error.__traceback__.tb_next
