@@ -169,7 +169,7 @@ class HookPath:
 
     @property
     def are_elsewhere(self) -> bool:
-        """Return whether another thread is in ``standing``, for which this one does not recompute."""
+        """Return whether another thread is in ``standing``, and this is not its recomputation."""
         return self.stand and self._thread != get_ident() and not self.run_again
 
     def refuse_standing(self) -> None:
