@@ -149,9 +149,12 @@ class Courier:
 
     def __init__(self) -> None:
         self.trace: list[Delivery] | None = None
+        # (outgoing, incoming) lanes by source, target and channel
         self._lanes: dict[tuple[torch.device, torch.device, str], tuple[Lane, Lane]] = {}
+        # host buffers of detours, each with the mark after which it may be overwritten
         self._stopovers: dict[tuple[Lane, torch.Size, torch.dtype], tuple[Tensor, Mark]] = {}
         self._landings: dict[tuple[Hashable, torch.device], Tensor] = {}
+        # receive buffers of copies that are added to their target
         self._summands: dict[tuple[Lane, int, torch.Size, torch.dtype], Tensor] = {}
 
     def landing(self, key: Hashable, like: Tensor, place: torch.device) -> Tensor:

@@ -46,8 +46,8 @@ class Onlooker:
         raise NotImplementedError
 
 
-# Set by placer.testing.logical_devices: how many stand-ins there are, innermost last, and who knows
-# where tensors are.
+# Set by placer.testing.logical_devices: the number of stand-ins, innermost block last, and the
+# records of where tensors are.
 stand_ins: list[int] = []
 
 

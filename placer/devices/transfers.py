@@ -18,7 +18,7 @@ from placer.devices.recording import recorder
 
 # about 2 ms: enough time to fill the queues before the first copy begins
 _ASLEEP_CYCLES = 4_000_000
-_SIDE = 4096  # of the matrices that keep a device busy
+_SIDE = 4096  # edge length of the matrices that keep a device busy
 _MOST_PRODUCTS = 2_000
 
 

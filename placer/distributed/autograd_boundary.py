@@ -28,7 +28,9 @@ class _Entrance(torch.autograd.Function):
     def forward(
         ctx: Any, flows: Sequence[bool], marked: bool, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
+        # new tensors with their own version counters, which layers may write to
         inside = tuple(leaf.data for leaf in leaves)
+        # keep None, to distinguish absent gradients from zeros
         ctx.set_materialize_grads(False)
         ctx.flows, ctx.marked = flows, marked
         ctx.like = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
@@ -69,6 +71,7 @@ class _Exit(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         back: list[Tensor | None] = list(gradients)
         if ctx.marks:
+            # synchronises with the device, once per micro-batch
             for index, came in zip(ctx.marks, gradients[-1].tolist(), strict=True):
                 back[index] = back[index] if came else None
         return (None, torch.zeros((), dtype=ctx.token[0], device=ctx.token[1]), *back)

@@ -29,6 +29,7 @@ def together(group: dist.ProcessGroup | None, work: str) -> Iterator[None]:
     except Exception as error:  # a user's model, files and memory may raise anything
         gathered(f"{type(error).__name__}: {error}", group)
         raise
+    # success also takes part in the exchange: every process waits here for all others
     for rank, message in enumerate(gathered(None, group)):
         if message is not None:
             raise InputError(f"process {rank} could not {work}: {message}")

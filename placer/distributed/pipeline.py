@@ -230,6 +230,7 @@ class Pipeline:
             if norms
             else torch.zeros((), dtype=torch.float64, device=self.device)
         )
+        # squares are summed over processes, since each owns different parameters
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         for gradient in gradients:
@@ -350,6 +351,7 @@ class Pipeline:
             yield
         except BaseException as error:
             size = dist.get_world_size(self._group)
+            # a single process has no messages in flight, so it may go on
             self._failed = size > 1
             self._weights.restore()
             if self._failed and not isinstance(error, PlacerError):

@@ -112,6 +112,7 @@ class Head:
         self._refuse_elsewhere(loss)
         if self._made is not None:
             self._made.append((detached_nest(result), detached_nest(values)))
+        # scaled, because the library adds up the micro-batches' gradients
         return loss * self._loss_fn.shares(self._sizes)[number]
 
     def collect(self, wanted: bool) -> None:

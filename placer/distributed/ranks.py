@@ -95,6 +95,7 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
             f"name it as {hosts[-1]}{SEPARATOR}{bare}"
         )
     names = {ranks: processes[ranks[0]].host for ranks in nodes}
+    # names decide only if they are unique: containers may share a host name
     by_name = set(hosts) == set(names.values()) and len(set(names.values())) == len(nodes)
     if not by_name and len(hosts) != len(nodes):
         raise PlacementError(

@@ -45,6 +45,7 @@ def recomputed(
         with nullcontext() if passes == 1 else _as_before(changed, before):
             return compute([_copied(value) for value in entered])
 
+    # torch's checkpoint also restores the random number generators
     result: list[Any] = checkpoint(run, *inputs, use_reentrant=False)
     return result
 

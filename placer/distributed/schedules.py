@@ -88,6 +88,7 @@ def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
             "schedule 'interleaved' needs several stages on a device, and each has one; give '1f1b'"
         )
     interleaved = splits(schedule) or (schedule != "fill-drain" and rounds > 1)
+    # the library requires equally large rounds of micro-batches
     turns = max(1, chunks // devices)
     if interleaved and chunks % turns:
         fitting = [

@@ -75,6 +75,7 @@ def line(graph: LayerGraph, places: Sequence[str]) -> Line:
     ]
     devices = tuple(dict.fromkeys(places))
     reordered = False
+    # some device has several runs: try one stage per device in another order, else several rounds
     if len(runs) > len(devices):
         order = _one_stage_each(graph, places, devices)
         if order is not None:
@@ -115,6 +116,7 @@ def _rounds(
     """Insert empty stages, so that stage ``i`` is on ``devices[i % len(devices)]``."""
     stages: list[tuple[str, tuple[int, ...]]] = []
     for device, run in runs:
+        # empty stages until the turn of this device
         while devices[len(stages) % len(devices)] != device:
             stages.append((devices[len(stages) % len(devices)], ()))
         stages.append((device, run))

@@ -83,6 +83,7 @@ class Parcel:
             return self._number
         if self.flows:
             return torch.view_as_complex(crossed) if dtype.is_complex else crossed
+        # cut off the padding to whole words
         size = math.prod(self.value.shape) * dtype.itemsize
         return crossed.detach().view(torch.uint8)[:size].view(dtype).view(self.value.shape)
 

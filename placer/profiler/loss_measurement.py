@@ -89,6 +89,7 @@ class Loss:
         """
         try:
             with devices.current(device):
+                # targets take the place of state, results the place of reads
                 goals = [bring_input(goal, device) for goal in self.target]
                 trial = Trial(
                     self._layer(graph, device),

@@ -93,6 +93,7 @@ def measure_layers(
                     )
                 remembered.put(layer, measured)
                 del trial
+        # real results for later layers, whose kernels may depend on values
         values.update(zip(layer.writes, writes, strict=True))
         # free values after their last reader
         done = {

@@ -127,6 +127,7 @@ def _crossing(edge: Edge) -> tuple[str, tuple[str, ...], int]:
 
 def _layer(same: Sequence[Layer]) -> Layer:
     times = {field: _largest(getattr(layer, field) for layer in same) for field in _TIMES}
+    # memory must suffice on any of the device types
     needed = {field: max(getattr(layer, field) for layer in same) for field in _NEEDED}
     needed |= {
         field: _told_apart([getattr(layer, field) for layer in same], same) for field in _TOLD_APART
@@ -151,6 +152,7 @@ def _largest(named: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _edge(same: Sequence[Edge]) -> Edge:
     ends = (same[0].source, *same[0].targets)
     kept = {name for edge in same for name in edge.saved_by}
+    # ``rest_until`` belongs to ``rest_bytes``: take both from the same profile
     rest = max(same, key=lambda edge: edge.rest_bytes)
     return same[0].model_copy(
         update={

@@ -141,6 +141,7 @@ def profile(
     # looked at in inference, too, where none counts: a misspelt one is told
     asked = OptimizerState(optimizer)
     state = asked if training else OptimizerState(None)
+    # devices of one type are interchangeable: measure the first of each
     by_type: dict[str, torch.device] = {}
     for device in found:
         by_type.setdefault(type_name(device), device)
@@ -175,6 +176,7 @@ def profile(
                 refuse_absent_results(batch_options, graphs[0])
             layers = [layer for graph in graphs for layer in graph.layers]
             step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
+            # contention during the measurements, which are timed on the CPU's clock
             waits = CoreWaits()
             measured = [
                 {
@@ -204,6 +206,7 @@ def profile(
         if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
             _log.warning("%s", told)
     if loss is not None:
+        # the loss is added last, so that cached layers exclude it
         each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
         profiles = [with_loss(*of_size) for of_size in each]
     return profiles[0] if batch_sizes is None else profiles

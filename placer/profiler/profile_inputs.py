@@ -120,6 +120,7 @@ def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
 def _resized(tensor: Any, dim: int | None, size: int) -> Any:
     if dim is None or tensor.shape[dim] == size:
         return tensor
+    # ``clone`` gives each size its own contiguous memory, as a real batch has
     return torch.cat([tensor] * -(-size // tensor.shape[dim]), dim).narrow(dim, 0, size).clone()
 
 

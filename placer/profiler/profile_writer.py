@@ -48,6 +48,7 @@ def write(
         layer.name: _saved(layer, [rows[index] for rows in measured.values()])
         for index, layer in enumerate(graph.layers)
     }
+    # order matters below: results count as kept, so they leave the workspace
     kept = _with_results(graph, saved) if training else saved
     sizes = _sizes(graph, measured)
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)

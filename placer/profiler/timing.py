@@ -183,6 +183,7 @@ def _beside(cache: Tensor, tensor: Tensor) -> Tensor | None:
         or not 0 < size_bytes <= cache.nbytes
     ):
         return None
+    # a view of the flushed buffer, so that reading it takes no further memory
     zeros = cache.view(torch.uint8)[: size_bytes // tensor.itemsize * tensor.itemsize].view(
         tensor.dtype
     )

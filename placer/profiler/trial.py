@@ -292,6 +292,7 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        # ``set_`` instead of a view: a view would share the version counter
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return alias.set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()

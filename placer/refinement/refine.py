@@ -97,6 +97,7 @@ def refine(
         )
     elif profile is not None:
         request = request.model_copy(update={"profile": profile})
+    # one micro-batch size only: the measurements correct no other profile
     request = _of_one_size(request, placement)
     _refuse_unlike(request.profile, placement, model, example_inputs)
     timed = how.timer or device_times
@@ -187,6 +188,7 @@ def _profile(
 def _request(placement: Placement, profile: Profile) -> PlacementRequest:
     """A question like the one that the placement answers, as far as it tells."""
     where = placement.layer_devices
+    # a placement that splits tied layers was solved from an untied profile
     split = any(len({where.get(layer) for layer in tie.layers}) > 1 for tie in profile.tied)
     asked = PlacementRequest(
         profile=profile.untied() if split else profile,

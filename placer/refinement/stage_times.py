@@ -108,6 +108,7 @@ class Stages:
                 "of both"
             )
         step = flow.train_step(self._loss_fn, None, compile=self._backend or False)
+        # one real step builds and records the pipeline, whose passes are then timed
         step(batch, self._target, chunks=1)
         (pipeline,) = step.pipelines
         loss = self._loss_ms(flow)
@@ -180,6 +181,7 @@ class Stages:
         batch = MicroBatch(graph.inputs, tensors)
         measured = []
         for part in parts:
+            # inputs from other segments are copied before timing, so transfers do not count
             made = {name for step in part.steps for name in step.layer.writes}
             reads = {
                 name: batch.read(name, part.device) for name in _reads(part) if name not in made

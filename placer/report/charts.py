@@ -17,8 +17,11 @@ __all__ = ["Bar", "Chart", "Part", "bars", "columns", "drawing", "legend"]
 WIDTH = 960
 """Width of every chart in its own units; the page scales it."""
 
+# more columns would be narrower than six units
 _MOST_COLUMNS = 160
+# column charts: total height, margins, and space for the axis labels
 _HEIGHT, _TOP, _BOTTOM, _LEFT = 190, 8, 26, 74
+# bars: height, distance, and space for the texts before and after them
 _BAR, _STEP, _NAMES, _FIGURES = 18, 28, 150, 190
 _TICKS = 4
 
@@ -92,6 +95,7 @@ def columns(chart: Chart) -> tuple[str, int]:
     """
     labels, parts = _gathered(chart)
     totals = [sum(part.values[index] for part in parts) for index in range(len(labels))]
+    # 1.0 avoids a division by zero for an empty chart
     most = max(totals, default=0) or 1.0
     plot = _HEIGHT - _TOP - _BOTTOM
     shapes = [
@@ -100,6 +104,7 @@ def columns(chart: Chart) -> tuple[str, int]:
     ]
     step = (WIDTH - _LEFT) / max(1, len(labels))
     for index, label in enumerate(labels):
+        # lower and upper edges of the stacked parts
         tops = list(accumulate((part.values[index] for part in parts), initial=0.0))
         for part, below, above in zip(parts, tops, tops[1:], strict=False):
             if above > below:
@@ -183,6 +188,7 @@ def legend(parts: Sequence[tuple[str, int]], y: int = 0) -> tuple[str, int]:
 def _gathered(chart: Chart) -> tuple[list[str], list[Part]]:
     """Return at most ``_MOST_COLUMNS`` columns: the sums of neighbours."""
     count = len(chart.labels)
+    # number of layers per column, rounded up
     size = -(-count // _MOST_COLUMNS) or 1
     starts = range(0, count, size)
     labels = [
@@ -210,6 +216,7 @@ def _rect(x: float, y: float, width: float, height: float, color: int, words: st
 
 
 def _label(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
+    # module paths differ most at their ends
     shown = words if len(words) <= 48 else f"{words[:22]}…{words[-22:]}"
     mark = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{mark}>{escape(shown)}</text>'

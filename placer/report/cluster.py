@@ -12,6 +12,7 @@ from placer.utils.units import bandwidth_text, bytes_text, seconds_text
 
 __all__ = ["cluster_table", "fault_texts", "island_texts"]
 
+# links shown in a table; a machine with eight GPUs has 56
 _SHOWN_LINKS = 12
 _LOADS = {
     "both_ways": "both ways",
@@ -104,6 +105,7 @@ def _link_rows(cluster: Cluster, loads: list[str]) -> list[tuple[str, ...]]:
     """Return one row for each link, or a single row if all links are equal."""
     figures = [_figures(link, loads) for link in cluster.links]
     count = len(cluster.devices)
+    # a complete graph of equal links needs one row only
     if len(set(figures)) == 1 and len(figures) == count * (count - 1) > 2:
         return [("each", "each other", *figures[0])]
     return [

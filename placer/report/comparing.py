@@ -163,6 +163,7 @@ def _layer(
     each = [layer for layer in (first, second) if layer is not None]
     times = {}
     for kind in kinds:
+        # the difference of two measurements has the noise of both
         spread = sum(layer.spread.get(kind, 0.0) for layer in each)
         times[kind] = _change(_time_ms(first, kind), _time_ms(second, kind), spread)
     return LayerChanges(
@@ -173,6 +174,7 @@ def _layer(
 def _change(first: float | None, second: float | None, spread: float = 0.0) -> Change:
     if first is None or second is None:
         return Change(first=first, second=second, notable=first is not second)
+    # relative to the larger one, so that the order of the two does not matter
     apart = abs(second - first) / max(abs(first), abs(second), 1e-12)
     return Change(first=first, second=second, notable=apart > max(_NOTABLE, spread))
 
@@ -247,6 +249,7 @@ def _held_bytes(load: DeviceLoad | None) -> float | None:
 def _moves(first: Mapping[str, str], second: Mapping[str, str]) -> list[Move]:
     """Return runs of layers with the same change; unmoved layers are left out."""
     ways = [(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    # consecutive layers with the same change form one move
     runs = groupby(ways, key=lambda way: way[1:])
     return [
         Move(layers=[name for name, _, _ in run], source=source, target=target)

@@ -25,6 +25,7 @@ _MEASURES = {
     "memory": "largest memory use",
     "devices": "devices that are used:",
 }
+# limits of the lists in a report
 MOST_OTHERS = 3
 MOST_SEGMENTS = 3
 MOST_LAYERS = 8
@@ -139,6 +140,7 @@ def _memory_text(load: DeviceLoad, shares: bool) -> str:
     share = (
         f" {load.memory.total_bytes / load.limit_bytes:.0%}" if shares and load.limit_bytes else ""
     )
+    # "3.1 / 8.0 GiB": a common unit is written once
     number, unit = used.split()
     return f"{number if limit.endswith(f' {unit}') else used} / {limit}{share}"
 
@@ -192,6 +194,7 @@ def _step(placement: Placement, step: Step) -> list[str]:
             f"a step      {row} in a row, as in a training loop; {ms_text(step.alone_ms)} alone"
         )
     others = [
+        # the best one is reported already
         choice
         for choice in step.choices
         if choice.objective_value not in (None, placement.objective_value)

@@ -20,6 +20,7 @@ class Fitting:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the renderable to print."""
+        # measured without a limit, since rich would otherwise report the wrapped width
         free = options.update(max_width=_ANY_WIDTH)
         for choice in self._choices[:-1]:
             if Measurement.get(console, free, choice).maximum <= options.max_width:

@@ -16,6 +16,7 @@ from placer.utils.units import bytes_text, count_text, ms_text
 
 __all__ = ["html_report", "legend", "page"]
 
+# rows of a table, so that browsers stay responsive
 _MOST_ROWS = 5_000
 
 _PAGE = """<!doctype html>
@@ -106,6 +107,7 @@ def _placement(placement: Placement, profile: Profile | None) -> list[str]:
             f"{profile.batch_size}, and the placement has micro-batches of "
             f"{placement.batch_size}.</p>"
         )
+    # times of the same micro-batch size can be shown by device
     elif profile is not None:
         sections.append(_columns(placed_chart(placement, profile)))
     sections.append(

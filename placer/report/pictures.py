@@ -35,6 +35,7 @@ def picture(subject: Profile | Placement) -> str:
     Args:
         subject: a profile, or a feasible placement.
     """
+    # sections are stacked: heading, legend, chart
     shapes, y = [], 0
     for title, keys, (drawn, height) in _sections(subject):
         names, row = legend(keys, y + 20)
@@ -113,6 +114,7 @@ def placed_chart(placement: Placement, profile: Profile) -> Chart:
 def _time_ms(layer: Layer, device: str, placement: Placement, kind: str | None) -> float:
     if placement.layer_devices.get(layer.name) != device:
         return 0.0
+    # without the device's type, any measured type still shows the proportions
     kind = kind if kind in layer.forward_ms else next(iter(layer.forward_ms), None)
     return layer.forward_ms.get(kind or "", 0.0) + (
         layer.backward_ms.get(kind or "", 0.0) if placement.training else 0.0

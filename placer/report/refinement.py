@@ -36,6 +36,7 @@ def refinement_table(refinement: Refinement) -> RenderableType:
         grid.add_column(heading, justify="right")
     for number, one in enumerate(refinement.rounds, start=1):
         for index, stage in enumerate(one.stages):
+            # a line in the table after each round
             last = index == len(one.stages) - 1
             grid.add_row(str(number) if index == 0 else "", *_cells(stage), end_section=last)
     lines = [_round_text(number, one) for number, one in enumerate(refinement.rounds, start=1)]

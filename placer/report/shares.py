@@ -9,6 +9,7 @@ from placer.utils.units import Text, bytes_text, ms_text
 
 __all__ = ["share_texts"]
 
+# layers listed, width of a full bar, and width of a name, in characters
 _SHOWN = 8
 _WIDTH = 24
 _NAME = 26
@@ -49,6 +50,7 @@ def _bars(values: Mapping[str, float], text: Text) -> list[str]:
     rows = [(name, values[name]) for name in largest]
     if len(values) > _SHOWN:
         rest = total - sum(value for _, value in rows)
+        # rounding may make the rest slightly negative
         rows.append((f"{len(values) - _SHOWN} others", max(0.0, rest)))
     most = max(value for _, value in rows)
     return [

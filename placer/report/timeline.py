@@ -166,6 +166,7 @@ class Measurement:
         for key, value in content.items():
             text = json.dumps(value)
             if isinstance(value, list) and value:
+                # one line per pass keeps files diffable
                 text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
             lines.append(f" {json.dumps(key)}: {text}")
         return "{\n" + ",\n".join(lines) + "\n}"

@@ -63,6 +63,7 @@ def _groups(
     least = _threshold([strength for strength in strengths.values() if strength > 0])
     group_of = {name: {name} for name in names}
     for (a, b), strength in strengths.items():
+        # union-find with shared sets: joined devices refer to one set object
         if strength >= least and group_of[a] is not group_of[b]:
             joined = group_of[a] | group_of[b]
             group_of.update(dict.fromkeys(joined, joined))

@@ -258,6 +258,7 @@ def roomy_plans(pipeline: Pipeline, chunks: int) -> list[Plan]:
     """
     plans = _interleaved_plans(pipeline, chunks, None)
     count = len(pipeline.places)
+    # with room for all micro-batches, nothing is delayed for lack of memory
     issue = tuple(
         greedy(
             pipeline.places, _whole(pipeline), chunks, [chunks] * count, pipeline.transfers, True
@@ -271,6 +272,7 @@ def _interleaved_plans(pipeline: Pipeline, chunks: int, given: Sequence[int] | N
     devices = len(set(places))
     room = given or [in_flight("interleaved", count, stage, chunks) for stage in range(count)]
     found: list[Plan] = []
+    # Megatron's order needs stages in round-robin order and whole rounds of micro-batches
     if places == places[:devices] * (count // devices) and chunks % devices == 0:
         passes = merged(
             [list(_megatron(rank, devices, count // devices, chunks)) for rank in range(devices)]

@@ -184,6 +184,8 @@ class Plan:
         that shares a memory. Within a run, memory 0, 1, ... are used in order. Of 5 micro-batches,
         two of which share: 0 1 | 0 1 2.
         """
+        # split ``room`` slots into ``runs`` nearly equal runs, and number the slots of each run
+        # from 0
         room = self.in_flight[stage]
         runs = self.sharing[stage] if self.sharing else room
         ends = [run * room // runs for run in range(runs + 1)]

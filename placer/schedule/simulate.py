@@ -114,6 +114,7 @@ class StepsInARow:
         stages = range(len(pipeline.places))
         self._inputs: list[list[Transfer]] = [[] for _ in stages]
         self._loss = [True] * len(stages)
+        # for each lane, the end of its last transfer
         self._lanes: dict[Lane, float] = {}
         for transfer in sorted(pipeline.transfers):
             self._inputs[transfer.target].append(transfer)
@@ -218,6 +219,7 @@ class StepsInARow:
         if phase == "weights":
             return -inf
         if phase == "backward":
+            # the loss is complete when the last stage has run forward
             lost = self._forwards[-1][micro_batch] if self._loss[stage] else -inf
             return max(lost, self._landed[stage][micro_batch])
         if not self._inputs[stage]:

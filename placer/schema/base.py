@@ -86,6 +86,7 @@ class Wire(BaseModel):
         Raises:
             InputError: if a field is unknown or missing, or contradicts another.
         """
+        # callers see Placer's InputError instead of pydantic's ValidationError
         with _told(type(self)):
             super().__init__(**fields)
 
@@ -152,6 +153,7 @@ def refuse_unknown(
     where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer"
 ) -> None:
     """Raise a ValueError for the first unknown name, with the most similar known one."""
+    # a set at most once: requests check up to 100,000 names
     known = known if isinstance(known, (dict, set)) else set(known)
     for name in names:
         if name not in known:

@@ -114,6 +114,7 @@ class BatchOptions(Wire):
 
     @field_serializer("outputs", mode="wrap")
     def _without_functions(self, outputs: Any, handler: SerializerFunctionWrapHandler) -> Any:
+        # functions cannot be serialised; a reader of the JSON uses the defaults instead
         if callable(outputs):
             return {}
         if isinstance(outputs, dict):
@@ -132,6 +133,7 @@ def rule_for(name: str, rules: Mapping[str, Rule], default: Rule) -> tuple[Rule,
     Returns:
         The rule of the longest matching name, and that name; ``"*"`` for any other value.
     """
+    # the name itself first, then the values around it: "a.b.c", "a.b", "a"
     while name:
         if name in rules:
             return rules[name], name

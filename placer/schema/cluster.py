@@ -85,9 +85,11 @@ class Link(Wire):
     target: Name
     bandwidth_bytes_per_s: Bandwidth
     latency_s: Seconds = 0.0
+    # rates under load, measured between GPUs only
     both_ways: Rate | None = None
     computing: Rate | None = None
     both_ways_computing: Rate | None = None
+    # set if the direct route corrupts data
     route: Literal["direct", "host"] = "direct"
     fault: Annotated[str, StringConstraints(max_length=512)] = ""
 

@@ -39,6 +39,7 @@ def device_map(layer_devices: Mapping[str, str], model: Any = None) -> dict[str,
         raise PlacementError(f"this placement has no device map: {why}")
     found: dict[str, str] = {}
     for name, device in layer_devices.items():
+        # a merged layer names several modules, a later call has a suffix "@1"
         for part in name.split(MERGED):
             path = part.partition("@")[0]
             found.setdefault("" if path == WHOLE else path, device.rpartition("/")[2])
@@ -77,6 +78,7 @@ def _completed(found: Mapping[str, str], model: Any) -> dict[str, str]:
         for path in _around(name):
             places.setdefault(path, set()).add(place)
     _refuse_cuts(model, every, places)
+    # a module with a single device is named as a whole, instead of its parts
     whole = {path for path, devices in places.items() if len(devices) == 1 and path in modules}
     result: dict[str, str] = {}
     for name, place in every.items():
@@ -114,6 +116,7 @@ def _with_rest(found: Mapping[str, str], model: Any) -> dict[str, str]:
             missing.setdefault(path or name, []).append(id(tensor))
         else:
             places.setdefault(id(tensor), inside)
+    # tensors outside all layers, such as unused ones, are small: the first device takes them
     first = next(iter(found.values()))
     rest = {
         path: next((places[one] for one in of if one in places), first)

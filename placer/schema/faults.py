@@ -87,6 +87,7 @@ def field_faults(
         _Error(details, _located(schema, details["loc"], {}) or _Location(details["loc"]))
         for details in error.errors(include_url=False, include_context=False)
     ]
+    # pydantic reports every branch of a union: drop errors that only follow from others
     errors = [one for one in errors if not _follows(one, errors)]
     errors.sort(key=_by_what_they_explain)
     return [_described(one) for one in errors[:most]], len(errors) - 1
@@ -108,6 +109,7 @@ def first_fault(error: ValidationError, model: type[BaseModel]) -> str:
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return a hint at the most similar known name, or at the first few names."""
+    # bounded, because comparing 100,000 names would take seconds
     names = list(islice(known, _COMPARED))
     if found := get_close_matches(given[:200], names, 1, 0.5):
         return f"; did you mean {found[0]!r}?"
@@ -161,6 +163,7 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
         known: referenced type definitions, by reference.
     """
     kind = schema["type"]
+    # pydantic-core nests schemas: unwrap references and unions until fields or items appear
     if kind == "definitions":
         return _located(schema["schema"], loc, {one["ref"]: one for one in schema["definitions"]})
     if kind == "definition-ref":

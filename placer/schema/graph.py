@@ -221,6 +221,7 @@ class Graph(Wire):
         refuse_duplicates("value", [value.name for value in self.values])
         state = {one.name for one in self.state}
         values = {value.name for value in self.values}
+        # values must exist before they are read, so the order of layers is checked on the way
         there = set(self.inputs)
         refuse_unknown("inputs", there, values, "value")
         for layer in self.layers:
@@ -258,6 +259,7 @@ class ProfileRequest(Wire):
 
 
 def _refuse_large(name: str, shape: tuple[int, ...], dtype: str | None) -> None:
+    # dtypes outside the table take 1 or 2 bytes; 2 is on the safe side
     size = _SIZES.get(dtype or "", 2)
     for length in shape:
         size *= length

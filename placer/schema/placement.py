@@ -277,8 +277,10 @@ class Placement(Wire):
     method: str = ""
     solve_time_s: Annotated[float, Field(ge=0)] = 0.0
     model: str = ""
+    # the map
     layer_devices: dict[Name, Name] = {}
     granularity: int | str = "auto"
+    # the assumptions under which it was solved
     training: bool = False
     optimizer: str | None = None
     optimizer_step_share: Annotated[float, Field(ge=0)] = 0.0
@@ -288,11 +290,13 @@ class Placement(Wire):
     schedule: Schedule = "1f1b"
     contiguous: bool = True
     recompute: tuple[Name, ...] = ()
+    # the resulting pipeline and its predicted loads
     stages: tuple[Name, ...] = ()
     in_flight: tuple[Annotated[int, Field(ge=1)], ...] = ()
     devices: tuple[DeviceLoad, ...] = ()
     single_device: SingleDevice | None = None
     speedup: float | None = None
+    # explanations, if requested
     ties: Ties | None = None
     infeasible: Infeasibility | None = None
     limits: Limits | None = None

@@ -77,6 +77,7 @@ class Layer(Wire):
 
     name: Name
     module: Annotated[str, StringConstraints(max_length=512)] = ""
+    # times by device type
     forward_ms: TimesMs
     # A default of ``{}`` would be copied for each layer, which doubles the time to read a profile.
     backward_ms: TimesMs = Field(default_factory=dict)
@@ -84,10 +85,12 @@ class Layer(Wire):
     optimizer_ms: TimesMs = Field(default_factory=dict)
     spread: Shares = Field(default_factory=dict)
     host_ms: TimesMs = Field(default_factory=dict)
+    # permanent state
     param_bytes: Bytes = 0
     grad_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
     buffer_bytes: Bytes = 0
+    # per micro-batch in flight, and peaks of single passes
     saved_bytes: Bytes = 0
     forward_workspace_bytes: Bytes = 0
     backward_workspace_bytes: Bytes = 0
@@ -210,6 +213,7 @@ class Profile(Wire):
     ) = "auto"
     captured: bool = True
     not_captured_because: Annotated[str, StringConstraints(max_length=4096)] = ""
+    # the graph
     layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=MAX_LAYERS), FIRST]
     edges: Annotated[tuple[Edge, ...], FIRST] = ()
     colocated: Annotated[tuple[Annotated[tuple[Name, ...], FIRST], ...], FIRST] = ()
@@ -248,6 +252,7 @@ class Profile(Wire):
             The profile. Layers that also share buffers stay together, as do groups that
             ``colocated`` names for other reasons.
         """
+        # only the groups that exist because of shared parameters are dissolved
         groups = [set(tie.layers) for tie in self.tied]
         changed = {
             "colocated": tuple(group for group in self.colocated if set(group) not in groups),
@@ -261,6 +266,7 @@ class Profile(Wire):
         refuse_duplicates("layer", names)
         place = {name: index for index, name in enumerate(names)}
         for edge in self.edges:
+            # the fast check first; the slow one finds the reason for the message
             if not _runs_well(edge, place):
                 self._refuse_edge(edge, place)
         for group in self.colocated:
@@ -278,6 +284,7 @@ class Profile(Wire):
 
     def _refuse_small_originals(self, place: dict[str, int]) -> None:
         """Raise a ValueError if a layer holds less than the parameters that others copy."""
+        # copies are charged to the layer that runs first, so its param_bytes must include them
         copied: Counter[str] = Counter()
         for tie in self.tied:
             if tie.split and place.keys() >= set(tie.layers):

@@ -34,6 +34,7 @@ class StageTime(Wire):
 
     device: Name
     layers: Annotated[tuple[Name, ...], Field(min_length=1)]
+    # prediction, then measurement
     predicted_forward_ms: Milliseconds = 0.0
     predicted_backward_ms: Milliseconds = 0.0
     forward_ms: Milliseconds

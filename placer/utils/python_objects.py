@@ -45,6 +45,7 @@ def fields(value: Any) -> dict[str, Any]:
     if not _has_own_class(value):
         return {}
     found = dict(own(value)) if isinstance(getattr(value, "__dict__", None), dict) else {}
+    # ``__slots__`` of all base classes; ``__dict__`` was read above
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

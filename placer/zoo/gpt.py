@@ -108,6 +108,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_initialise)
+        # after initialisation, which would otherwise run twice on the shared weight
         if tied:
             self.head.weight = self.token_embedding.weight
 

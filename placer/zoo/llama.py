@@ -167,6 +167,7 @@ def rotations(length: int, size: int, like: Tensor) -> Rotation:
     """
     places = torch.arange(length, device=like.device, dtype=torch.float32)
     speeds = 10000.0 ** -(torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size)
+    # feature i turns by 10000^(-i / size) per position; both halves have equal angles
     angles = torch.outer(places, speeds).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 

@@ -165,6 +165,7 @@ def _group(
     """Return ``depth`` blocks; the first strides, and projects its input if the shape changes."""
     out_channels = width * block.expansion
     downsample = None
+    # the residual needs the shape of the block's output
     if stride != 1 or in_channels != out_channels:
         projection = _convolution(in_channels, out_channels, kernel=1, stride=stride)
         downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))

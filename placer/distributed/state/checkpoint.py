@@ -52,6 +52,7 @@ def gather(
     Returns:
         In that process the tensors on the CPU, elsewhere None.
     """
+    # first exchange shapes on meta, then send the data tensor by tensor
     forms: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(group))]
     taken = {name: _taken_apart(tensor) for name, tensor in own.items()}
     dist.all_gather_object(forms, {name: form for name, (form, _) in taken.items()}, group=group)

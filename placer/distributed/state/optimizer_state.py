@@ -94,6 +94,8 @@ def put(module: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str
                 group.keys() - settings.keys() - {"params"},
                 settings.keys() - group.keys(),
             )
+            # settings may be added or dropped between versions of torch; both at once means another
+            # optimizer
             if lacking and more:
                 raise InputError(
                     "the checkpoint is of another kind of optimizer than this "

@@ -238,6 +238,7 @@ class Weights:
 
     def begin(self) -> None:
         """Set earlier gradients aside, so that only this step's gradients are sent."""
+        # gradients of copies were sent after the last step
         for copy in self.copies.values():
             copy.grad = None
         self._before = {name: self.own[name].grad for name in self._trained if name in self.own}

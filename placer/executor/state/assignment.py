@@ -40,6 +40,7 @@ class Assignment:
         self.default = default
         self._exact = dict(devices)
         self._inner: dict[str, torch.device] = {}
+        # every path of a merged or repeated layer, and all modules around it, first entry wins
         for name, device in devices.items():
             for unit in name.split(MERGED):
                 path = unit.partition("@")[0]

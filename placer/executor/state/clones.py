@@ -39,6 +39,7 @@ class Clones:
         if self._census is None or not self._census.holds():
             self._census = Census(self._module)
             state = named_state(self._module)
+            # replaced tensors have their own write counts: copy everything again
             if [*state] != [*self._state] or not are_same(
                 [*state.values()], [*self._state.values()]
             ):

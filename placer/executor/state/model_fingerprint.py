@@ -153,6 +153,7 @@ class Attributes:
             now = self._now()
         except AttributeError:
             return False
+        # identity first: it is faster than equality, and usually sufficient
         if are_same(now, self._values):
             return True
         if not are_equal(now, self._values):

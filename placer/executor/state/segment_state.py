@@ -56,6 +56,7 @@ class Replicas:
         return True
 
     def _is_in_place(self, lookup: StateLookup) -> bool:
+        # recorded passes contain addresses, so a moved tensor invalidates them
         return devices.addresses(list(starmap(lookup, self._own))) == [
             *chain.from_iterable(self._own.values())
         ]

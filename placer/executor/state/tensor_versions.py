@@ -35,6 +35,7 @@ register_optimizer_step_post_hook(_note)
 def writes(tensors: Sequence[Tensor]) -> list[int]:
     """Return a list that differs after any tensor was written to or got other storage."""
     own = {id(tensor) for tensor in tensors}
+    # the latest step of any optimizer that holds one of the tensors
     step = max((step for optimizer, step in _latest.items() if _holds(optimizer, own)), default=0)
     inside = devices.unwrapped_all(tensors)
     try:

@@ -81,6 +81,7 @@ def beside_slices(
                 shared = [name for name in names if made[name] < read[name][0] < index]
                 rest = whole - sum(sizes[name] for name in shared)
                 before = {name: read[name][-2] for name in shared if read[name][-1] == index}
+                # the slice that waits longest, until its earliest other reader
                 longest = min(before, key=before.__getitem__, default="")
                 if longest and before[longest] < begins and rest > rests.get(longest, Rest()).bytes:
                     rests[longest] = Rest(rest, graph.layers[begins].name if begins < index else "")

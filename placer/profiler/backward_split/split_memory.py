@@ -89,6 +89,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
             gradients = trial.backward_by_input(waiting.edges, waiting.weights, again)
             input_bytes = log.peak_bytes()
         found = gradients[: len(waiting.edges)]
+        # gradients at the cut edges stay until the weight-gradient pass
         keys = {
             key_of(gradient)
             for gradient in found

@@ -48,6 +48,7 @@ class Cache:
     def read(self, kind: str, key: str) -> Any:
         """Return the content of an entry; None if it is missing or damaged."""
         try:
+            # the digest detects truncated and edited files
             entry = json.loads(self._path(kind, key).read_text())
             content = entry["content"]
             return content if entry["digest"] == _digest(content) else None

@@ -219,6 +219,7 @@ def _by_way_of_host(
         "link %s -> %s: %s; copies go by way of the host's memory instead", source, target, changed
     )
     there, on = (ports.get(device) for device in (source, target))
+    # a stand-in is in host memory already, so its leg is missing
     legs = [there.to_host if there else None, on.from_host if on else None]
     known = [leg for leg in legs if leg is not None] or [
         link_probe.rate(hardware.HOST, hardware.HOST)

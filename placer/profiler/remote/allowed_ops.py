@@ -113,6 +113,7 @@ def find(name: str) -> Callable[..., Any]:
             f"operator {name[:100]!r} works on no tensors, which a graph from elsewhere does by "
             "numbers"
         )
+    # an ``out`` argument could write outside the layer's own results
     if any(argument.is_out for argument in schema.arguments):
         raise InputError(
             f"operator {name[:100]!r} writes where it is told to, which a graph from elsewhere may "

@@ -54,6 +54,7 @@ def gather_profile(measure: Callable[[], Profile]) -> Profile:
     group = dist.new_group(backend="gloo")
     hosts: list[str] = _all(devices.host_name(), group)
     leaders = {host: hosts.index(host) for host in hosts}
+    # the first process of each host measures; the others would disturb it
     mine = leaders[hosts[dist.get_rank()]] == dist.get_rank()
     profile, failure = _tried(measure) if mine else (None, "")
     found = _all((profile and profile.to_json(), failure), group)

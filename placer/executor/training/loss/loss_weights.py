@@ -104,6 +104,7 @@ class Weighing:
             devices.same(devices.location(buffer), place) for buffer in buffers.values()
         ):
             return loss_and_values(loss_fn(output, target))
+        # buffers, such as class weights, are copied once per device
         if place not in self._buffers:
             self._buffers[place] = {
                 name: devices.copy(buffer, place) for name, buffer in buffers.items()
