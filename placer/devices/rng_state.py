@@ -43,7 +43,8 @@ class Repeated:
         self._default: Any = None
         self.generators: list[Any] = []
         if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # before that there are no generators
+            # the generators exist only after initialisation, which torch otherwise delays
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             self._default = torch.cuda.default_generators[device.index or 0]
             self.generators = [self._default.clone_state(), self._default.clone_state()]
 
