@@ -78,7 +78,7 @@ def default_kind() -> str:
 
 
 def available() -> list[torch.device]:
-    """Return every CUDA device, or the CPU stand-ins if there is none.
+    """Return every CUDA device, or the CPU stand-ins of a machine without GPUs.
 
     There is one stand-in; inside ``logical_devices``, as many as it was given.
     """

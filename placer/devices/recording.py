@@ -368,8 +368,8 @@ def _warm_up(passes: Sequence[Callable[[], Any]], stream: torch.cuda.Stream) -> 
     """Run the passes three times on the recording stream.
 
     The last run raises on a synchronisation, which a recording does not allow. This setting is
-    process-wide and would fail other threads that synchronise, so it is used only if there are
-    none. Otherwise the recording itself fails.
+    process-wide and would fail other threads that synchronise, so it is used only in a
+    single-threaded process. Otherwise the recording itself fails.
     """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     mode = torch.cuda.get_sync_debug_mode()

@@ -4,7 +4,7 @@
     backward:  restore RNG state and buffers ─▶ run again ─▶ gradients
 
 Random numbers and buffers have the same values in both runs. A stage that saves its activations has
-no second run; its backward pass reads buffers as they were in the forward pass.
+no second run; its backward pass reads the buffers' values of the forward pass.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """

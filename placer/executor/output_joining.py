@@ -116,7 +116,7 @@ def find_rules(
     equal: Compare,
     weights: Sequence[Share] | None = None,
 ) -> tuple[Joining, list[Difference], bool]:
-    """Find the rules by which micro-batch results give the result of the batch.
+    """Find the rules that turn micro-batch results into the result of the batch.
 
     Args:
         whole: the result of the batch.

@@ -58,7 +58,7 @@ class Transfer(NamedTuple):
         source: the stage that makes the values.
         target: the first stage on the receiving device that reads them.
         forward_ms: transfer time of the values.
-        gradient_ms: transfer time of their gradients; None if there are none.
+        gradient_ms: transfer time of their gradients; None without gradients.
     """
 
     source: int

@@ -116,7 +116,7 @@ class UNet(nn.Module):
     ) -> None:
         super().__init__()
         # Interpolation keeps the number of channels, which a transposed convolution halves. So the
-        # lowest level has half as many.
+        # level below provides half as many.
         halve = 2 if bilinear else 1
         self.inc = DoubleConv(in_channels, width)
         self.down1 = Down(width, 2 * width)
