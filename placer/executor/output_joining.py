@@ -462,7 +462,6 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a short description of a value."""
     if isinstance(value, Tensor):
         return f"{value.item()}" if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple, dict)):

@@ -299,7 +299,6 @@ class Profile(Wire):
                 )
 
     def _refuse_edge(self, edge: Edge, place: dict[str, int]) -> None:
-        """Raise a ValueError that describes the fault of an edge."""
         label = f"edge from {edge.source!r}"
         refuse_unknown(label, (edge.source, *edge.targets, *edge.saved_by), place)
         for target in edge.targets:

@@ -149,7 +149,6 @@ class Update:
 
 
 def _refuse_no_optimizer(given: Any) -> None:
-    """Raise an InputError for an object that is not an optimizer."""
     if isinstance(given, type):
         wanted = f"{given.__name__}(flow.parameters(), ...)"
         raise InputError(
