@@ -450,6 +450,7 @@ class Pipeline:
                     if item.requires_grad and item.grad is None
                 }
         watches = [item.register_hook(partial(note, key)) for key, item in made.items()]  # type: ignore[no-untyped-call]
+        # zeros, because a weight-gradient pass accumulates in place
         for item in made.values():
             item.grad = torch.zeros_like(item)
         try:

@@ -36,6 +36,7 @@ class CoreWaits:
         shares = [0.0]
         for thread, (ran, waited) in thread_times().items():
             ran_before, waited_before = self._before.get(thread, (0, 0))
+            # time sleeping or blocked is neither running nor waiting for a core
             could_run = ran - ran_before + waited - waited_before
             if could_run > _LEAST_NS:
                 shares.append((waited - waited_before) / could_run)

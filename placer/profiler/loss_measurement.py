@@ -267,6 +267,7 @@ def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Mea
         if isinstance(result, Tensor) and index not in memory.saved_reads
     )
     saved, workspace = memory.saved_bytes, max(0, memory.forward_workspace_bytes - only_read)
+    # a recorded pass keeps its memory, and no later layer reuses it
     if recorded:
         saved, workspace = saved + workspace, 0
     return replace(

@@ -108,6 +108,7 @@ def measure_memory(trial: Trial, training: bool) -> LayerMemory:
 
     with log, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward_peak = devices.peak_bytes(trial.device, trial.forward)
+    # the allocator's peak beyond the recorded tensors: workspaces of libraries, and rounding
     forward_extra = max(0, forward_peak - log.peak_bytes()) if forward_peak is not None else 0
     fragmented = devices.fragmented_bytes(trial.device)
     if not training:
@@ -143,6 +144,7 @@ def _training_memory(
     forward_workspace = max(0, log.peak_bytes() - kept) + unsaved_reads + forward_extra
 
     trial.set_gradients(present=True)
+    # saved storages lower the peak as soon as autograd frees them
     log.begin({*inside, *kept_writes})
     log.ignore(parameter.grad for parameter in trial.parameters if parameter.grad is not None)
     backward_workspace = peak_bytes(trial.device, log, trial.accumulate_alone)

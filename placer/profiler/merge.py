@@ -168,6 +168,7 @@ def _edge(same: Sequence[Edge]) -> Edge:
 def _cluster(
     clusters: Sequence[Cluster], network: Rate | Mapping[tuple[str, str], Rate] | None
 ) -> Cluster:
+    # "cuda:0" exists on every host: qualify names as soon as there are several hosts
     several = len({device.host for cluster in clusters for device in cluster.devices}) > 1
     if several:
         clusters = [on_hosts(cluster) for cluster in clusters]

@@ -165,6 +165,7 @@ def profile(
             for kind, device in by_type.items()
         }
         calls = [structure.unflatten(batch) for batch in given]
+        # workspaces first, so that no layer's measurement includes them
         for device in found:
             _begin_on(device)
         with progress_bar(progress, links_to_measure(found, folder)) as step:

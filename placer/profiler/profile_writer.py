@@ -61,6 +61,7 @@ def write(
     )
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
+    # a kept value without an edge counts once, in the first layer that keeps it
     first_kept = _first_kept(graph, kept)
     sent = {edge.name for edge in edges}
     layers = []

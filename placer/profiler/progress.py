@@ -38,6 +38,7 @@ class Bar:
         self.total += steps
         if self._progress is not None and self._task is not None and self.total:
             self._progress.update(self._task, total=self.total)
+            # has no effect if it runs already
             self._progress.start()
 
     def __call__(self, description: str) -> None:

@@ -138,6 +138,7 @@ def _cuda_times(
     columns = devices.queued_ms(replays, trial.device, repeats, before)
     at_limit = devices.is_at_limit([sum(times) for times in zip(*warming, strict=True)])
     longer = devices.lasting_share(trial.device) if at_limit else 1.0
+    # subtract the launch of a graph, which a layer inside a larger graph does not have
     columns = [[longer * max(0.0, value - extra_ms) for value in column] for column in columns]
     if passes[-1] == trial.accumulate_later:
         alone_ms = statistics.median(columns[-1])

@@ -47,6 +47,7 @@ class Trial:
     ) -> None:
         self.device = device
         self.state = list(state)
+        # clones, because a layer may change its reads in place
         self.reads = [read.detach().clone() if isinstance(read, Tensor) else read for read in reads]
         self.writes: tuple[Any, ...] = ()
         self.gradients: tuple[Tensor | None, ...] = ()
@@ -137,6 +138,7 @@ class Trial:
         """
         if self.flows:
             self._forget_read_gradients()
+            # write gradients appear one by one during the pass, as from a next layer
             arrival = _Arrival.apply(*self._ends())  # type: ignore[no-untyped-call]
             torch.autograd.backward(
                 arrival, torch.empty_like(arrival), retain_graph=again, inputs=self._leaves

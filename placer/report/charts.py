@@ -181,6 +181,7 @@ def legend(parts: Sequence[tuple[str, int]], y: int = 0) -> tuple[str, int]:
     for name, color in parts:
         shapes.append(f'<rect class="c{color}" x="{x}" y="{y + 4}" width="12" height="12"/>')
         shapes.append(_label(x + 17, y + 14, name, "start"))
+        # about 7 units per character of the 12-pixel font, and 32 for the square and gaps
         x += 32 + 7 * len(name)
     return "".join(shapes), 22
 

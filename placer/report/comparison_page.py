@@ -50,6 +50,7 @@ def comparison_report(found: Comparison) -> str:
 def _bars(title: str, changes: Mapping[str, Change], text: Callable[[float], str]) -> str:
     """Return two bars for each of the largest changes, or a note that nothing changed."""
     moved = {name: change for name, change in changes.items() if change.first != change.second}
+    # by absolute change: relative changes of tiny layers are noise
     largest = sorted(
         moved, key=lambda name: -abs((moved[name].second or 0.0) - (moved[name].first or 0.0))
     )[:_SHOWN]

@@ -46,6 +46,7 @@ def _bars(values: Mapping[str, float], text: Text) -> list[str]:
     total = sum(values.values())
     if not total:
         return [f"  {_name('all')} {text(0.0)}"]
+    # a stable sort: equal layers stay in execution order
     largest = sorted(values, key=lambda name: -values[name])[:_SHOWN]
     rows = [(name, values[name]) for name in largest]
     if len(values) > _SHOWN:

@@ -99,6 +99,7 @@ class BatchOptions(Wire):
             # positions are names, too
             given = {str(name): rule for name, rule in given.items()}
         for name, rule in given.items() if isinstance(given, dict) else [("", given)]:
+            # ``type`` instead of isinstance: True and False are ints, but not dimensions
             is_dimension = type(rule) is int and 0 <= rule <= _LAST_DIMENSION
             is_known = (rule is None and is_cut) or (isinstance(rule, str) and rule in allowed)
             is_known |= rule == "auto" and field.field_name == "target" and not name

@@ -108,6 +108,7 @@ class Cluster(Wire):
     def _consistent(self) -> Self:
         names = [device.name for device in self.devices]
         refuse_duplicates("device", names)
+        # every end of a link is looked up, and 1,024 devices may have a million links
         known = set(names)
         for link in self.links:
             refuse_unknown(

@@ -144,6 +144,7 @@ def _covering(found: Mapping[str, str], name: str) -> Any:
 
 
 def _refuse_ties_apart(model: Any, places: Mapping[str, str]) -> None:
+    # tied parameters are one object under several names
     known: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = known.setdefault(id(parameter), name)

@@ -346,6 +346,7 @@ def _runs_well(edge: Edge, place: dict[str, int]) -> bool:
     for target in targets:
         if place.get(target, -1) <= start:
             return False
+    # usually all targets save the value, so compare the tuples first
     keepers = edge.saved_by
     if keepers != targets:
         for keeper in keepers:

@@ -146,6 +146,7 @@ def _below(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a parameter's state by key; some optimizers nest them."""
+    # a dot separates nested keys, as torch's own checkpoints do
     for key, value in state.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", leaf) for inner, leaf in _leaves(value))

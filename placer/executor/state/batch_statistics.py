@@ -78,6 +78,7 @@ class BatchStatistics:
     @torch.no_grad()
     def commit(self) -> None:
         """Update the running statistics once, from the gathered batch."""
+        # one set of foreach kernels per device and momentum, instead of several per layer
         together: dict[tuple[torch.device, float], list[_Sums]] = {}
         for sums in self._sums.values():
             together.setdefault((devices.location(sums.sums), sums.momentum), []).append(sums)

@@ -60,6 +60,7 @@ class Clones:
             places: the devices of a map.
         """
         self.refresh()
+        # all copies are made before any is kept
         self._copies |= {
             place: self._copied_to(place) for place in places if place not in self._copies
         }

@@ -240,6 +240,7 @@ def relocate(
         optimizers: may hold state for it.
         known: earlier copies, so that tensors that share memory share it afterwards, too.
     """
+    # reading ``grad`` of a tensor that is not a leaf would warn
     gradient = tensor.grad if tensor.is_leaf else None
     moved = _Contents(
         devices.copy(tensor, target, known),
@@ -303,6 +304,7 @@ def _moved_optimizer_state(
         ),
         {},
     )
+    # torch keeps ``step`` on the host unless the optimizer is capturable or fused
     on_device = group.get("capturable") or group.get("fused")
     return {
         key: devices.copy(value, target)

@@ -96,6 +96,7 @@ def measure_share(
 
 def _copies(queue: GradientQueue, device: torch.device) -> Sequence[_Copy]:
     first = _Copy(queue)
+    # enough copies to exceed the cache several times, but no more than one per pass of the long run
     wanted = -(-_CACHES * devices.cache_bytes(device) // max(1, first.nbytes))
     rounds = min(LONG, max(1, -(-wanted // LANES)))
     return [first, *(_Copy(queue) for _ in range(LANES * rounds - 1))]

@@ -86,6 +86,7 @@ def _measured(trial: Trial, again: bool) -> Halves:
                 trial.forward()
             before = log.count
             log.begin_anew()
+            # the graph is retained if the weight gradients are computed from it afterwards
             gradients = trial.backward_by_input(waiting.edges, waiting.weights, again)
             input_bytes = log.peak_bytes()
         found = gradients[: len(waiting.edges)]

@@ -72,6 +72,7 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps({"digest": _digest(content), "content": content}))
         except OSError as error:
+            # do not try, and warn, again for every layer
             self._writable = False
             _log.warning(
                 "nothing is cached: cannot write to %s: %s", self.folder, error.strerror or error

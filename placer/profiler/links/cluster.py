@@ -127,6 +127,7 @@ def _describe(
 ) -> Device:
     total = hardware.memory_bytes(device)[1]
     if device.type == hardware.CPU:
+        # stand-ins share the host's memory evenly
         total //= sum(other.type == hardware.CPU for other in found)
         reserve = 0
     else:

@@ -70,6 +70,7 @@ def rate(
     """
     # torch keeps pinned host memory for the rest of the process, so host copies are smaller
     sizes = DEVICE_SIZES if source.type == target.type == "cuda" else HOST_SIZES
+    # a CPU stand-in computes on the cores that copy, so it has no separate load
     busy = [device for device in (source, target) if device.type == "cuda"] if computing else []
     times: list[float] = []
     for size in sizes:

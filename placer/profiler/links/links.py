@@ -189,6 +189,7 @@ def _link(
             step(f"{key[0]} -> {key[1]}")
             fields = _measure(source, target)
             known.keep(source, target, fields)
+        # further pairs of stand-ins reuse the measurement and are only verified
         rates[key] = fields
         return Link(source=str(source), target=str(target), **fields)
     except link_probe.Changed as changed:

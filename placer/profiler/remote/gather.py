@@ -104,6 +104,7 @@ def _network(leaders: dict[str, int], group: dist.ProcessGroup) -> dict[tuple[st
 def _send(receiver: int, group: dist.ProcessGroup) -> tuple[Rate, int]:
     """Return the rate to another process, and the number of corrupted bytes."""
     times = {}
+    # one byte measures the latency of a round trip
     for size in (1, *HOST_SIZES):
         sent = pattern(size)
         times[size] = min(_round_trip(sent, receiver, group)[0] for _ in range(_REPEATS))

@@ -73,6 +73,7 @@ class LabelWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in _LOSSES:
+            # with defaults: ignore_index is -100 if it is not given
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             self._seen.append((bound.arguments, made))

@@ -200,6 +200,7 @@ class Weighing:
             for tensor in tensors
             if isinstance(tensor, Tensor) and tensor.dtype == torch.int64
         )
+        # reads labels, which may synchronise with a device, but only once
         if any(bool((tensor == _LEFT_OUT).any()) for tensor in labels):
             warn(
                 f"a batch has labels of {_LEFT_OUT}, which losses leave out: micro-batches count "

@@ -35,6 +35,7 @@ class Accumulation:
         self._bytes = 0
         self.is_open = False
         for weight in self._weights.values():
+            # weakly: the hooks live as long as the weights, which outlive this object
             weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> None:

@@ -51,6 +51,7 @@ def warn_of_other_memory(
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) in stepped:
             by_device.setdefault(place_of(name), []).append(parameter)
+    # names without hosts, since a flow runs on one host
     loads = {load.device.rpartition("/")[2]: load for load in assumed.devices}
     places = {str(place): place for place in by_device}
     if not loads.keys() >= places.keys():

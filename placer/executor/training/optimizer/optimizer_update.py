@@ -145,6 +145,7 @@ class Update:
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
+        # torch sums the norms of parameters on several devices
         self.norm = nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
 
 

@@ -104,6 +104,7 @@ class Others:
             pipeline: the batch's pipeline, which is created again after the model changed; None for
                 hooks.
         """
+        # a weak reference, so that a replaced pipeline is freed
         seen = pipeline and ref(pipeline), self._update.count
         if pipeline is None or seen != self._seen:
             own = {id(parameter) for parameter in self._model.parameters()}
