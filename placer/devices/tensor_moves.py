@@ -104,7 +104,13 @@ def copy(tensor: Tensor, device: torch.device, known: Known | None = None) -> Te
 
 
 def copied_object(value: Any, device: torch.device, known: Known | None = None) -> Any:
-    """Return a container or object like this one with its tensors copied to a device."""
+    """Return a container or object like this one with its tensors copied to a device.
+
+    Args:
+        value: not changed.
+        device: the device of the copies.
+        known: copies made before; see ``copy``.
+    """
     return rebuilt_object(value, lambda part: _copied(part, device), known)
 
 
@@ -120,7 +126,14 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def write(source: Tensor, target: Tensor, here: torch.device, there: torch.device) -> None:
-    """Copy into a tensor directly, without waiting for a GPU."""
+    """Copy into a tensor directly, without waiting for a GPU.
+
+    Args:
+        source: the data.
+        target: a tensor of the same shape.
+        here: the device of ``source``.
+        there: the device of ``target``.
+    """
     target.copy_(source, non_blocking=True)
 
 

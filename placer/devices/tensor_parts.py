@@ -136,7 +136,13 @@ def holds_tensors(value: Any) -> bool:
 
 
 def rebuilt_object(value: Any, change: Change, known: Known | None = None) -> Any:
-    """Return a container or object like this one with replaced tensors; see ``rebuilt``."""
+    """Return a container or object like this one with replaced tensors; see ``rebuilt``.
+
+    Args:
+        value: not changed.
+        change: called once for each plain tensor in it.
+        known: carries the results of ``change`` over several calls.
+    """
     with unobserved(), torch.no_grad():
         return _Rebuilding(change, Known() if known is None else known).value(value)
 
@@ -428,7 +434,13 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def put(holder: Any, key: Any, item: Any) -> None:
-    """Set an item of a list or dict, or an attribute of an object."""
+    """Set an item of a list or dict, or an attribute of an object.
+
+    Args:
+        holder: the list, dict or object.
+        key: an index, a key, or an attribute's name.
+        item: the new value.
+    """
     if isinstance(holder, dict | list):
         holder[key] = item
     elif is_object(holder) and key in own(holder):

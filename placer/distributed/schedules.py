@@ -79,7 +79,14 @@ def make(
 
 
 def check(schedule: str, chunks: int, devices: int, rounds: int) -> None:
-    """Raise an InputError for an unknown schedule or an unsupported number of micro-batches."""
+    """Raise an InputError for an unknown schedule or an unsupported number of micro-batches.
+
+    Args:
+        schedule: its name.
+        chunks: micro-batches in a batch.
+        devices: number of devices in the line.
+        rounds: stages on each device.
+    """
     if schedule not in SCHEDULES:
         raise InputError(f"schedule {schedule!r} is not known; give one of {', '.join(SCHEDULES)}")
     require_chunks(chunks)

@@ -358,7 +358,7 @@ class DataFlow(PlacedCalls):
         sizes_of: Callable[[int], list[int]],
         weigh: Weights,
     ) -> MicroBatches:
-        """Split a call into micro-batches; see ``Cutter.cut``."""
+        """Split a call into micro-batches; see ``Cutter.cut`` for the arguments."""
         return self._cutter.cut(call, options, sizes_of, weigh, self._needs_captures)
 
     def laid_out(self, call: Call, options: BatchOptions | None = None) -> Part:
@@ -490,7 +490,16 @@ class DataFlow(PlacedCalls):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a ``state_dict`` with the flow's keys (prefix ``module.``) or the model's own."""
+        """Load a ``state_dict`` with the flow's keys (prefix ``module.``) or the model's own.
+
+        Args:
+            state_dict: the state.
+            strict: as for ``nn.Module.load_state_dict``.
+            assign: as for ``nn.Module.load_state_dict``; captures are then made again.
+
+        Returns:
+            Missing and unexpected keys, as torch reports them.
+        """
         own = {f"module.{name}" for name in self.module.state_dict()}
         if not any(name in own for name in state_dict):
             result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -1,7 +1,7 @@
 """The attribute ``hf_device_map``, which marks placed models for transformers and accelerate.
 
-``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel if they see
-several GPUs, unless the model has this attribute, like models loaded with ``device_map=``.
+Without it, ``Trainer`` and ``Accelerator`` move a model to one device, and wrap it in DataParallel
+if they see several GPUs. Models loaded with ``device_map=`` have it.
 """
 
 from __future__ import annotations

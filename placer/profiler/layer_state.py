@@ -22,6 +22,11 @@ def state_bytes(
     """Return the bytes of each layer's state by kind.
 
     State shared by several layers counts in the first of them.
+
+    Args:
+        graph: the layers.
+        training: whether gradients and optimizer state count.
+        optimizer: the optimizer whose state counts.
     """
     # ``counted`` holds tensors, ``memory`` storages: several tensors may share one storage
     counted: set[int] = set()

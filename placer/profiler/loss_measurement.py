@@ -259,6 +259,11 @@ def as_run(measured: Measurement, results: Sequence[Any], recorded: bool) -> Mea
     Results that the loss only reads are kept anyway. A recorded pass owns its workspace
     permanently: a layer's workspace is used again for the activations of later layers, but nothing
     follows the loss. So its workspace counts as saved, once for each micro-batch in flight.
+
+    Args:
+        measured: the loss, measured as a layer of its own.
+        results: the results that it read.
+        recorded: whether passes are recorded as CUDA graphs.
     """
     memory = measured.memory
     only_read = sum(

@@ -121,7 +121,13 @@ def _values(
 
 
 def measure_trial(trial: Trial, training: bool, repeats: int) -> Measurement:
-    """Measure time and memory of a layer's passes, for a layer that has not run yet."""
+    """Measure time and memory of a layer's passes, for a layer that has not run yet.
+
+    Args:
+        trial: the layer.
+        training: whether its backward pass is measured.
+        repeats: how often each pass is timed.
+    """
     # autocast caches casted weights; a recording would lack the casts cached by an earlier pass
     with autocast.uncached(trial.device):
         trial.forward()  # the first run selects kernels and allocates workspaces

@@ -227,7 +227,13 @@ def _between_hosts(
 
 
 def through_network(source: Device, network: Rate, target: Device) -> Rate:
-    """Return the rate of three copies in sequence: device to host, network, host to device."""
+    """Return the rate of three copies in sequence: device to host, network, host to device.
+
+    Args:
+        source: the device that sends.
+        network: the rate between the hosts' memories.
+        target: the device that receives.
+    """
     legs = [leg for leg in (source.to_host, network, target.from_host) if leg is not None]
     return Rate(
         latency_s=_significant(sum(leg.latency_s for leg in legs)),

@@ -2,14 +2,14 @@
 
 On CUDA every pass is replayed as a CUDA graph, so launches do not count. Passes that cannot be
 recorded are timed by events in a queue that fills before the device begins. Before each pass, the
-device's cache is cleared. Then the tensors that a neighbouring layer would just have written (the
-reads, or the incoming gradients) are written again, while equally much is read, as a neighbour
+device's cache is cleared. Then the pass's inputs are written again, as a neighbouring layer would
+just have done: the reads, or the incoming gradients. Equally many bytes are read, as a neighbour
 does:
 
     clear ─ write reads ─ ▮forward▮ ─ clear ─ write gradients ─ ▮backward▮ ─ ...      ▮ is timed
 
-So weights and saved activations come from memory, as in a step of the whole model, and the cache
-holds no more of a large value than its producer would have left. At the power limit, times are
+So weights and saved activations come from memory, as in a step of the whole model. Of a large
+value, the cache holds no more than its producer would have left. At the power limit, times are
 scaled to a sustained load (see ``placer.devices.sustained_load``). Stages run two weight-gradient
 passes concurrently; this is timed separately, see ``concurrent_passes.py``. On a CPU, device and
 host are the same, and caches are not cleared.

@@ -128,7 +128,13 @@ def corrected(profile: Profile, request: PlacementRequest, stages: Sequence[Stag
 
 
 def predicted(stage: StageTime, profile: Profile, request: PlacementRequest) -> StageTime:
-    """Return the stage with this profile's prediction."""
+    """Return the stage with this profile's prediction.
+
+    Args:
+        stage: a measured stage.
+        profile: the profile of the round.
+        request: its devices give the device types.
+    """
     kind = next(device.type for device in request.devices if device.name == stage.device)
     members = [layer for layer in profile.layers if layer.name in set(stage.layers)]
     return stage.model_copy(

@@ -233,7 +233,13 @@ class Timeline:
 
 
 def most_held(passes: Iterable[Pass], stages: int, last: Phase) -> tuple[int, ...]:
-    """Return for each stage the peak number of micro-batches from forward to ``last`` pass."""
+    """Return for each stage the peak number of micro-batches from forward to ``last`` pass.
+
+    Args:
+        passes: in the order of execution.
+        stages: number of stages.
+        last: the pass after which a stage no longer holds a micro-batch.
+    """
     held, most = [0] * stages, [0] * stages
     for stage, phase, _ in passes:
         held[stage] += (phase == "forward") - (phase == last)

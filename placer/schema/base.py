@@ -152,7 +152,14 @@ def refuse_duplicates(kind: str, names: Sequence[str]) -> None:
 def refuse_unknown(
     where: str, names: Iterable[str], known: Iterable[str], kind: str = "layer"
 ) -> None:
-    """Raise a ValueError for the first unknown name, with the most similar known one."""
+    """Raise a ValueError for the first unknown name, with the most similar known one.
+
+    Args:
+        where: the start of the message.
+        names: to check.
+        known: the existing names.
+        kind: what they name, for the message (default ``layer``).
+    """
     # a set at most once: requests check up to 100,000 names
     known = known if isinstance(known, (dict, set)) else set(known)
     for name in names:

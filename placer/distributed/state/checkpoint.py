@@ -99,6 +99,11 @@ def _on_host(part: Tensor) -> Tensor:
 def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Load this process's part of a whole model's state.
 
+    Args:
+        module: holds this process's tensors under the model's names.
+        state: the whole model's ``state_dict``.
+        keys: the keys that it must have.
+
     Raises:
         InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded
             then.
@@ -130,6 +135,12 @@ def save(
 ) -> None:
     """Write what all processes hold.
 
+    Args:
+        module: holds this process's tensors under the model's names.
+        path: a folder that all processes can access.
+        optimizer: one or several optimizers of these parameters; None for the model only.
+        group: the processes.
+
     Raises:
         InputError: it cannot be written there, or the path is none.
     """
@@ -149,6 +160,12 @@ def load(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Read what this process holds.
+
+    Args:
+        module: receives this process's tensors.
+        path: the folder.
+        optimizer: one or several optimizers of these parameters; None for the model only.
+        group: the processes.
 
     Raises:
         InputError: there is none, the path is none, or it is of another model or optimizer.

@@ -68,9 +68,9 @@ class Sharing:
             chunks: micro-batches in a batch.
 
         Raises:
-            PlacementError: if layers on several devices use a buffer or plain tensor that one of
-                them changes, or if layers in several stages of one device do, since micro-batches
-                would change it in another order.
+            PlacementError: if layers on several devices, or in several stages of one device, use a
+                buffer or plain tensor that one of them changes. Micro-batches would change it in
+                another order.
         """
         stage_of = {
             layer: index for index, stage in enumerate(cut.stages) for layer in stage.layers

@@ -8,7 +8,7 @@ compared again.
 The host reads labels in its own memory in every step. Labels on an accelerator are copied without
 waiting, and read when a later batch comes:
 
-    batch 0   compared: its labels are read at once, because a comparison waits anyhow
+    batch 0   compared: its labels are read at once, because a comparison waits in any case
     batch 1   labels are copied ─────┐
     batch 2   labels are copied      └▶ read: unequal for the first time, so batch 2 is read at
                                         once and compared if it is unequal, too; else batch 3; ...

@@ -99,7 +99,13 @@ class BatchStatistics:
         return id(tensor) in self._known
 
     def normalise(self, site: Site, func: Any, args: tuple[Any, ...]) -> Any:
-        """Normalise a micro-batch with its own statistics, and add them to the batch's."""
+        """Normalise a micro-batch with its own statistics, and add them to the batch's.
+
+        Args:
+            site: the call of the layer.
+            func: torch's batch normalisation.
+            args: its positional arguments.
+        """
         x, weight, bias, mean, variance, _, momentum, *rest = args
         with torch.no_grad():
             if site not in self._sums:

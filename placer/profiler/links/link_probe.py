@@ -39,6 +39,11 @@ class Changed(Exception):
 def check(source: torch.device, target: torch.device, size_bytes: int = HOST_SIZES[0]) -> None:
     """Copy once and compare.
 
+    Args:
+        source: a device, or the host.
+        target: a device, or the host.
+        size_bytes: bytes to copy (default 64 KiB).
+
     Raises:
         Changed: if bytes arrived corrupted.
     """

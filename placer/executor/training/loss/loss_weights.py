@@ -7,9 +7,9 @@ Of micro-batches i with n(i) samples, N in total, the loss of the batch is::
     weigh              sum over i of loss(i) * C(i) / C
                          C(i): sum of the weights of the samples in i, C: of all samples
 
-A mean over labels that ignores or weighs some is a weighted mean. Micro-batches are summed by
-number of samples, so such a loss is multiplied by the mean of c(j) * N / C over its samples j,
-where c(j) are their weights. These factors travel with the target.
+A mean over labels that ignores or weighs some is a weighted mean, with weights c(j) of its samples
+j. Micro-batches are summed by number of samples. So such a loss is multiplied by the mean of c(j) *
+N / C over its samples. These factors travel with the target.
 """
 
 from __future__ import annotations
