@@ -1,23 +1,23 @@
-"""All errors that Placer raises on purpose.
+"""The errors that Placer raises on purpose.
 
     PlacerError
-    ├── InputError            a value that was given cannot be used (also a ValueError)
+    ├── InputError            an argument is invalid (also a ValueError)
     │   ├── ProfileError      a profile or cluster contradicts itself
-    │   ├── BatchError        micro-batches do not give what the whole batch gives
+    │   ├── BatchError        micro-batches give other results than the whole batch
     │   └── PlacementError    a placement or layer map does not fit the model or the devices
-    ├── CaptureError          the model's layers cannot be captured, not even by hooks
+    ├── CaptureError          the model's layer graph cannot be obtained, not even through hooks
     ├── ProfilingError        a layer or link could not be measured
-    ├── MixedDevicesError     an operation met tensors of two devices under logical_devices
+    ├── MixedDevicesError     under logical_devices, an operation read tensors of two devices
     │                         (also a RuntimeError)
     ├── StageError            a layer failed while a pipeline ran it (also a RuntimeError)
     ├── InfeasibleError       no placement meets the requirements
-    ├── SolveLimitError       the time ran out before any placement was found
+    ├── SolveLimitError       the time limit was reached before any placement was found
     ├── ServerError           the service answered with a problem
     │   ├── UnreachableError  the service could not be reached
     │   └── TimeoutExceeded   the service did not answer in time
     └── MissingExtraError     an optional package is not installed (also an ImportError)
 
-A message names the wrong values in the user's words, and says what to do.
+A message states the invalid values in the user's words, and the remedy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def kind_of(given: object) -> str:
-    """Return the type of a value for a message: ``a Linear``, ``an int``, ``None``.
+    """Return a description of a value's type for messages: ``a Linear``, ``an int``, ``None``.
 
     Args:
         given: the value.
@@ -59,39 +59,39 @@ class PlacerError(Exception):
 
 
 class InputError(PlacerError, ValueError):
-    """A value that was given cannot be used."""
+    """An invalid argument."""
 
 
 class BatchError(InputError):
-    """Micro-batches do not give what the whole batch gives: another output, or another loss."""
+    """A difference between results or losses of micro-batches and of the whole batch."""
 
 
 class ProfileError(InputError):
-    """A profile or cluster contradicts itself."""
+    """A contradiction within a profile or cluster."""
 
 
 class PlacementError(InputError):
-    """A placement or a layer map does not fit the model or the devices."""
+    """A placement or layer map that does not fit the model or the devices."""
 
 
 class CaptureError(PlacerError):
-    """The layers of a model cannot be captured."""
+    """A failure to obtain a model's layer graph."""
 
 
 class ProfilingError(PlacerError):
-    """A layer or a link could not be measured."""
+    """A failure to measure a layer or a link."""
 
 
 class MixedDevicesError(PlacerError, RuntimeError):
-    """An operation met tensors of two devices, under ``placer.testing.logical_devices``."""
+    """An operation on tensors of two devices, under ``placer.testing.logical_devices``."""
 
 
 class StageError(PlacerError, RuntimeError):
-    """A layer failed while a pipeline ran it; ``__cause__`` is what it raised.
+    """A failure of a layer in a pipeline; ``__cause__`` is the layer's error.
 
     Attributes:
         device: where it ran.
-        layer: its name; None where the failure belongs to no layer.
+        layer: its name; None if the failure belongs to no layer.
         batch: the number of the batch, or of the micro-batch, from 0.
     """
 
@@ -101,18 +101,18 @@ class StageError(PlacerError, RuntimeError):
 
 
 class InfeasibleError(PlacerError):
-    """No placement meets the requirements; the message names those that conflict."""
+    """Requirements that no placement meets; the message names those in conflict."""
 
 
 class SolveLimitError(PlacerError):
-    """The time ran out before any placement was found."""
+    """A time limit reached before any placement was found."""
 
 
 class ServerError(PlacerError):
-    """The service answered with a problem.
+    """A problem reported by the service.
 
     Attributes:
-        status: the HTTP status, or None where no answer came.
+        status: the HTTP status; None if no answer arrived.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -121,12 +121,12 @@ class ServerError(PlacerError):
 
 
 class UnreachableError(ServerError):
-    """The service could not be reached."""
+    """A service that could not be reached."""
 
 
 class TimeoutExceeded(ServerError):
-    """The service did not answer in time."""
+    """A service that did not answer in time."""
 
 
 class MissingExtraError(PlacerError, ImportError):
-    """An optional package is not installed; the message names the pip command."""
+    """An optional package that is not installed; the message gives the pip command."""

@@ -1,4 +1,4 @@
-"""From a model and example inputs to its profile: capture, measure, write down."""
+"""The profile of a model: capture, measure, write."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def profile(
     found = resolve(devices)
     limits = resolve_limits(found, memory_bytes)
     folder = open_cache(how.cache)
-    # looked at in inference, too, where none counts: a misspelt one is told
+    # checked in inference, too, so that a misspelt name is reported
     asked = OptimizerState(optimizer)
     state = asked if training else OptimizerState(None)
     # devices of one type are interchangeable: measure the first of each
@@ -232,7 +232,7 @@ def _losses(
     repeats: int,
     step: Bar,
 ) -> list[dict[str, Measurement]]:
-    """By batch size, what was measured of the loss on each type of device."""
+    """Return for each batch size the loss's measurement by device type."""
     if loss is None:
         return []
     step.expect(len(graphs) * len(by_type))
@@ -255,10 +255,9 @@ def _graphs(
     with_result: bool,
     options: BatchOptions,
 ) -> list[LayerGraph]:
-    """The graph of each call, captured unless an earlier run has captured it and measured all of
-    its layers.
+    """Return the graph of each call, captured only if it is not cached and fully measured.
 
-    With a result: with what the model returns, not just the tensors in it.
+    ``with_result`` requires the structure of the model's result, which a cached graph may lack.
     """
     earlier = KnownGraphs(folder, model, calls, granularity, options)
     found = earlier.read()
@@ -278,13 +277,13 @@ def refuse_absent_results(options: BatchOptions, graph: LayerGraph, *values: Any
     """Raise an InputError if ``options.outputs`` names a value that the model does not return.
 
     Args:
-        options: of the batch.
-        graph: of the model.
+        options: the declared batch layout.
+        graph: the model's graph.
         values: the further values of the loss, if there is one.
     """
     if (
         graph.result is not None
-    ):  # one that was read from the cache: none is read where outputs have names
+    ):  # cached graphs have no result, and are not used if outputs have names
         refuse_absent_outputs(options, outline(graph.result), *values)
 
 
@@ -295,8 +294,17 @@ def capture_each(
     step: Step | None = None,
     options: BatchOptions = DEFAULT_OPTIONS,
 ) -> list[LayerGraph]:
-    """The graph of each call, given as positional and keyword arguments; all have the layers of the
-    first.
+    """Return the graph of each (args, kwargs) call; all have the layers of the first.
+
+    Args:
+        model: the model, in the mode to profile.
+        calls: positional and keyword arguments, one call per batch size.
+        granularity: how the first call's graph is divided into layers.
+        step: called with a description when a capture begins.
+        options: the declared batch layout.
+
+    Raises:
+        ProfilingError: if the model has no operations, or other layers at another batch size.
     """
     graphs: list[LayerGraph] = []
     for number, (args, kwargs) in enumerate(calls, start=1):
@@ -327,7 +335,7 @@ def _remembered(
     optimizer: OptimizerLike,
     repeats: int,
 ) -> Remembered:
-    """What is known of layers under the conditions of this device, here and now."""
+    """Return the known measurements under the current conditions of this device."""
     steps = optimizer_facts(optimizer if training else None)
     if folder is None or steps is None:
         return Remembered()

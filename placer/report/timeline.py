@@ -43,23 +43,23 @@ _TRANSFERS = ("inputs", "values", "gradients", "results")
 Kind = Literal[
     "forward", "backward", "weights", "inputs", "values", "gradients", "results", "optimizer"
 ]
-"""Passes, what transfers carry, and the optimizer's step."""
+"""A pass, the content of a transfer, or the optimizer's step."""
 
 PASSES: tuple[Kind, ...] = ("forward", "backward", "weights")
 
 
 class Row(NamedTuple):
-    """A pass or a transfer of one micro-batch, or a device's step of the optimizer.
+    """A pass or a transfer of one micro-batch, or a device's optimizer step.
 
     Attributes:
         lane: the device, or ``source → target`` of a transfer.
-        kind: a pass's phase, what a transfer carries, or ``optimizer``.
-        stage: where a pass runs, or a transfer starts; None for inputs, which come from outside,
-            and the optimizer.
-        target: the stage that a transfer goes to; None for passes, and for results, which leave.
+        kind: the pass, the content of a transfer, or ``optimizer``.
+        stage: where a pass runs or a transfer starts; None for inputs, which come from outside, and
+            for the optimizer.
+        target: the stage that receives a transfer; None for passes, and for results, which leave.
         micro_batch: from 0; 0 for the optimizer.
-        start_ms: from the first start of the timeline.
-        end_ms: from the same.
+        start_ms: since the first start of the timeline.
+        end_ms: since the first start of the timeline.
     """
 
     lane: str
@@ -72,8 +72,9 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A pass as it was measured, beside its prediction, in milliseconds from the first start; None
-    without one.
+    """A measured pass and its prediction (None without one).
+
+    Times are in milliseconds since the first start.
     """
 
     device: str
@@ -94,8 +95,8 @@ class Measurement:
         title: what ran.
         devices: their names, in the order of their first stages.
         measured: passes and transfers.
-        predicted: the same, simulated from a profile; empty without one.
-        notes: what a reader should know of them.
+        predicted: passes and transfers simulated from a profile; empty without one.
+        notes: remarks for the reader.
     """
 
     title: str
@@ -106,17 +107,17 @@ class Measurement:
 
     @property
     def measured_ms(self) -> float:
-        """From the start of the first pass to the end of the last."""
+        """Return the time from the first pass's start to the last pass's end."""
         return _span_ms(self.measured)
 
     @property
     def predicted_ms(self) -> float | None:
-        """The same, predicted; None without a prediction."""
+        """Return the predicted time of all passes; None without a prediction."""
         return _span_ms(self.predicted) if self.predicted else None
 
     @property
     def rows(self) -> tuple[Comparison, ...]:
-        """Every pass by its start, measured beside predicted."""
+        """Return every pass, ordered by start, with its prediction."""
         predicted = {(row.stage, row.kind, row.micro_batch): row for row in self.predicted}
         found = []
         for row in sorted(_passes(self.measured), key=lambda row: row.start_ms):
@@ -131,20 +132,20 @@ class Measurement:
         return tuple(found)
 
     def busy_ms(self, device: str, predicted: bool = False) -> float:
-        """How long a device computes, in milliseconds.
+        """Return the computing time of a device in milliseconds.
 
         Args:
             device: its name.
-            predicted: by the prediction instead.
+            predicted: whether to return the predicted time.
         """
         rows = _passes(self.predicted if predicted else self.measured)
         return sum(row.end_ms - row.start_ms for row in rows if row.lane == device)
 
     def table(self, width: int = 120) -> str:
-        """Per device busy and idle time, measured and predicted, as plain text.
+        """Return measured and predicted busy and idle time of each device as plain text.
 
         Args:
-            width: of a line, in characters.
+            width: of a line, in characters (default 120).
         """
         console = Console(file=io.StringIO(), width=width, no_color=True, force_terminal=False)
         with console.capture() as captured:
@@ -152,7 +153,10 @@ class Measurement:
         return captured.get()
 
     def to_json(self) -> str:
-        """The figures of each device, and every pass and transfer, as JSON with one of them a line."""
+        """Return the figures of each device, every pass and every transfer as JSON.
+
+        Each entry has a line of its own.
+        """
         content: dict[str, Any] = {
             "title": self.title,
             "measured_ms": self.measured_ms,
@@ -173,10 +177,10 @@ class Measurement:
 
     @classmethod
     def from_json(cls, text: str) -> Measurement:
-        """What ``to_json`` wrote.
+        """Return the measurement that ``to_json`` wrote.
 
         Raises:
-            InputError: it is something else.
+            InputError: if the text is not such a measurement.
         """
         try:
             wire = _Measurement.model_validate_json(text)
@@ -198,12 +202,12 @@ class Measurement:
         """Write both timelines as a trace for https://ui.perfetto.dev or chrome://tracing.
 
         Args:
-            path: of the JSON file.
+            path: the JSON file to write.
         """
         save(path, {"measured": self.measured, "predicted": self.predicted}, self.devices)
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """Return the table to print."""
         grid = Table(title=self.title, title_justify="left")
         grid.add_column("device")
         headings = ["passes", "busy", "idle"]
@@ -242,7 +246,7 @@ class _OfDevice(BaseModel):
 
 
 class _Measurement(BaseModel):
-    """What of a measurement's JSON it is made from again; the figures follow."""
+    """The fields of the JSON that rebuild a measurement; the figures are derived from them."""
 
     title: str
     devices: tuple[_OfDevice, ...]
@@ -252,7 +256,7 @@ class _Measurement(BaseModel):
 
 
 def from_first_start(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows by their start, the first of which is 0."""
+    """Return the rows ordered by start, shifted so that the first starts at 0."""
     ordered = sorted(rows, key=lambda row: (row.start_ms, row.end_ms))
     zero = ordered[0].start_ms if ordered else 0.0
     return tuple(
@@ -286,20 +290,20 @@ def save(
     """Write timelines to a file.
 
     Args:
-        path: of the JSON file.
-        timelines: by name; empty ones are left out.
-        devices: in the order in which they are shown.
+        path: the JSON file to write.
+        timelines: by name; empty timelines are left out.
+        devices: in display order.
     """
     content = {"traceEvents": events(timelines, devices), "displayTimeUnit": "ms"}
     write_whole(Path(path), json.dumps(content))
 
 
 def events(timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]) -> list[Event]:
-    """The events of a trace, times in microseconds.
+    """Return the events of a trace, with times in microseconds.
 
     Args:
-        timelines: by name; empty ones are left out.
-        devices: in the order in which they are shown.
+        timelines: by name; empty timelines are left out.
+        devices: in display order.
     """
     made: list[Event] = []
     arrows = count(1)
@@ -325,12 +329,12 @@ def events(timelines: Mapping[str, Sequence[Row]], devices: Sequence[str]) -> li
 
 
 def _thread(row: Row) -> str:
-    """Transfers of unlike kinds go side by side, so each kind has a thread of its own."""
+    """Return the thread of a row; transfers of different kinds may overlap, so each has its own."""
     return f"{row.lane} {row.kind}" if row.kind in _TRANSFERS else row.lane
 
 
 def _threads(rows: Sequence[Row], devices: Sequence[str]) -> dict[str, int]:
-    """The number of each thread: devices first, then links in the order of their first transfer."""
+    """Return the number of each thread: devices, then links in the order of first transfers."""
     there = {_thread(row) for row in rows}
     names = [device for device in devices if device in there]
     names += [_thread(row) for row in rows if _thread(row) not in names]
@@ -361,22 +365,25 @@ def _arrow(
     threads: Mapping[str, int],
     arrows: Iterator[int],
 ) -> Iterator[Event]:
-    """From the pass that a transfer starts behind, through it, to the pass that waits for it."""
+    """Yield the arrow from the pass before a transfer through it to the pass that waits for it."""
     phase = "backward" if row.kind == "gradients" else "forward"
     path = [
         passes.get((row.stage, phase, row.micro_batch)),
         row,
         passes.get((row.target, phase, row.micro_batch)),
     ]
+    # inputs have no pass before them, results none after them
     stations = [station for station in path if station is not None]
     if len(stations) < 2:
         return
     number = next(arrows)
     for index, station in enumerate(stations):
         event: Event = {"ph": "t", "name": row.kind, "cat": "flow", "id": number, "pid": process}
+        # anchor the arrow in the middle of the slice: 1e3 us per ms, halved
         event |= {"tid": threads[_thread(station)], "ts": 500 * (station.start_ms + station.end_ms)}
         if index == 0:
             event["ph"] = "s"
         elif index == len(stations) - 1:
+            # bp "e" binds the arrow's end to the enclosing slice
             event |= {"ph": "f", "bp": "e"}
         yield event

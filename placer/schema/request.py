@@ -23,7 +23,7 @@ from placer.schema.profile import Edge, Profile
 from placer.utils.units import count_text
 
 MOST_CHUNKS_OF_A_STEP = 10_000
-"""Of more micro-batches the simulation of one device's step alone takes longer than a second."""
+"""Limit of the simulation, which takes longer than a second per device beyond it."""
 
 
 class Question(Wire):
@@ -47,7 +47,7 @@ class Question(Wire):
 
 # The order of the bases is the order of the fields in JSON, on which content_hash depends.
 class PlacementRequest(SolveOptions, Question):
-    """A request: where should the layers of this profile run?"""
+    """A request for the best device of each layer; ``SolveOptions`` describes its options."""
 
     schedule: ScheduleChoice = "1f1b"
     """The order of micro-batches.
@@ -127,9 +127,7 @@ class PlacementRequest(SolveOptions, Question):
         return self
 
     def _check_sizes(self) -> None:
-        """What only objective ``step`` knows, and that its profiles are of the same layers and fill
-        a batch.
-        """
+        """Check the fields of the objective ``step``: equal layers, and sizes that fill a batch."""
         if self.objective != "step":
             only = {
                 "profiles": self.profiles,
@@ -160,7 +158,7 @@ class PlacementRequest(SolveOptions, Question):
                 f"batch_size: {self.whole_batch_size} samples are no whole number of micro-batches "
                 f"of {known}; give a multiple, or a profile of another size"
             )
-        profile, chunks = self.micro_batches()[-1]  # the most of them
+        profile, chunks = self.micro_batches()[-1]  # the largest number of micro-batches
         if chunks > MOST_CHUNKS_OF_A_STEP:
             raise ValueError(
                 f"chunks: a batch is {chunks:,} micro-batches of "
@@ -170,9 +168,7 @@ class PlacementRequest(SolveOptions, Question):
             )
 
     def _check_pins(self, cluster: Cluster) -> None:
-        """No pin contradicts another rule by itself: a ban, a group, or a value that has no way to
-        where it is read.
-        """
+        """Check that no pin contradicts a ban, a group, or a missing link."""
         rules, everywhere = self.constraints, self.constraints.forbidden.get("*", ())
         pinned = rules.pinned
         for layer, device in pinned.items():
@@ -182,6 +178,7 @@ class PlacementRequest(SolveOptions, Question):
                     "forbidden for it"
                 )
         for group in (*self.profile.colocated, *rules.colocated) if pinned else ():
+            # one entry per device: two entries are two different pins in one group
             ends = {pinned[layer]: layer for layer in group if layer in pinned}
             if len(ends) > 1:
                 pins = " and ".join(
@@ -195,10 +192,11 @@ class PlacementRequest(SolveOptions, Question):
             self._check_way(edge, linked)
 
     def _check_way(self, edge: Edge, linked: set[tuple[str, str]]) -> None:
-        """A value between pinned layers has a link, and so has its gradient."""
+        """Check that a value between pinned layers, and its gradient, has a link."""
         pinned = self.constraints.pinned
         for target in edge.targets if edge.source in pinned else ():
             here, there = pinned[edge.source], pinned.get(target, pinned[edge.source])
+            # a gradient needs the link in the opposite direction
             back = self.is_training and edge.gradient_bytes > 0
             for way in ((here, there), (there, here))[: 1 + back] if here != there else ():
                 if way not in linked:
@@ -209,7 +207,7 @@ class PlacementRequest(SolveOptions, Question):
                     )
 
     def _check_numbers(self, devices: int, layers: int) -> None:
-        """No more devices are demanded than there are, may be used, or can hold a layer each."""
+        """Check that the demanded devices exist, may be used, and have a layer each."""
         least, most = self.constraints.min_devices, self.constraints.max_devices
         there = {
             "there are": devices,
@@ -235,19 +233,18 @@ class PlacementRequest(SolveOptions, Question):
 
     @property
     def is_training(self) -> bool:
-        """Whether a training step is placed."""
+        """Return whether a training step is placed."""
         return self.profile.training if self.training is None else self.training
 
     @property
     def whole_batch_size(self) -> int:
-        """Samples in a whole batch."""
+        """Return the number of samples in a whole batch."""
         return self.batch_size or self.chunks * self.profile.batch_size
 
     def micro_batches(self) -> list[tuple[Profile, int]]:
-        """The profiles whose micro-batches fill the whole batch, and how many of each do, the
-        fewest first.
-        """
+        """Return the profiles whose micro-batches fill the batch, with their number, ascending."""
         whole = self.whole_batch_size
+        # large micro-batches first: they give the fewest
         profiles = sorted((self.profile, *self.profiles), key=lambda profile: -profile.batch_size)
         return [
             (profile, whole // profile.batch_size)
@@ -257,25 +254,24 @@ class PlacementRequest(SolveOptions, Question):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices to place on."""
+        """Return the devices to place on."""
         return self.placed_on.devices
 
     @property
     def placed_on(self) -> Cluster:
-        """The cluster to place on: the request's, else the profile's."""
+        """Return the cluster to place on: the request's, or else the profile's."""
         cluster = self.cluster or self.profile.cluster
         assert cluster is not None  # the validator refused it
         return cluster
 
     def content_hash(self) -> str:
-        """The same for the same question, whatever the order or spelling of its JSON: 32
-        hexadecimal digits.
-        """
+        """Return a hash of the request, independent of its JSON form: 32 hexadecimal digits."""
+        # fields serialise in declared order, and dictionaries are sorted by validators
         return hashlib.sha256(self.__pydantic_serializer__.to_json(self)).hexdigest()[:32]
 
 
 def _refuse_unreachable(cluster: Cluster) -> None:
-    """Raises ValueError for the first of several devices that has no link."""
+    """Raise a ValueError for the first of several devices that has no link."""
     linked = {end for link in cluster.links for end in (link.source, link.target)}
     for device in cluster.devices if len(cluster.devices) > 1 else ():
         if device.name not in linked:
