@@ -1,5 +1,8 @@
-"""From a model and a placement to this process's part of a pipeline on
-torch.distributed.pipelining.
+"""Construction of one process's part of a pipeline on torch.distributed.pipelining.
+
+    capture ─▶ stages in a line ─▶ seats (gather, compare) ─▶ weights ─▶ library stages, schedule
+
+Steps marked ``together`` are collective: all processes succeed, or all raise.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from placer.schema.batch_options import Weigh
 from placer.utils.units import count_text
 
 
-@torch.inference_mode(False)  # inside it, copies of tied weights could not be trained
+@torch.inference_mode(False)  # in inference mode, copies of tied weights could not be trained
 def build(
     model: nn.Module,
     placement: Placement | Mapping[str, Any],
@@ -65,42 +68,43 @@ def build(
     weigh: Weigh | None = None,
     batch_options: BatchOptions | None = None,
 ) -> Pipeline:
-    """This process's stages of a placed model, and their schedule. Every process calls it with the
-    same arguments.
+    """Return this process's stages of a placed model, with their schedule.
+
+    Every process calls it with the same arguments.
 
     Args:
-        model: the whole model, on the CPU or on meta, equal in every process. What belongs to this
-            process is moved to its device (the same Parameter objects, but for a model on meta);
-            the rest is left alone, and freed with the model.
+        model: the whole model, on the CPU or on meta, equal in every process. This process's part
+            is moved to its device (the same Parameter objects, except on meta); the rest stays, and
+            is freed with the model.
         placement: a placement (or its JSON as a dict), or a map from layer to device. Devices are
-            named as ``cuda:0`` or, on several hosts, ``HOST/cuda:0``; as many processes as devices
-            must run, see ``placer.distributed. ranks``.
+            named ``cuda:0`` or, on several hosts, ``HOST/cuda:0``. The number of processes must
+            equal the number of devices, see ``placer.distributed.ranks``.
         example_inputs: one micro-batch: a tensor, a tuple of positional or a dict of keyword
             arguments.
-        loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` say
-            otherwise; None to run forwards alone. Further values beside the loss are not returned.
-        chunks: micro-batches in a batch; what the placement says if None.
-        schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; what the placement
-            says if None.
-        recompute: devices that keep of a micro-batch only what entered, and run forwards once more
-            in its backward pass; what the placement says if None.
-        group: the processes of the pipeline, for those who run several; all if None.
+        loss_fn: ``loss_fn(output, target)``, a mean over samples unless ``batch_options`` state
+            otherwise; None (default) for inference. Further values in addition to the loss are not
+            returned.
+        chunks: micro-batches in a batch; None (default) for the placement's.
+        schedule: ``fill-drain``, ``1f1b``, ``interleaved`` or ``zero-bubble``; None (default) for
+            the placement's.
+        recompute: devices that save only the inputs of a micro-batch, and run forward again in its
+            backward pass; None (default) for the placement's.
+        group: the process group of the pipeline; None (default) for all processes.
         weigh: ``weigh(None, target)``, the weight of each sample in the loss, as for
             ``DataFlow.train_step``.
-        batch_options: where the samples of a batch lie, how results are joined and how the loss is
-            reduced, as for ``DataFlow``; what the placement says if None. Lists of samples cannot
-            be sent from process to process.
+        batch_options: batch dimensions, joining of results and reduction of the loss, as for
+            ``DataFlow``; None (default) for the placement's. Lists of samples are not supported.
 
     Returns:
-        The stages, the schedule, and ``step``, which runs both.
+        The pipeline: stages, schedule, and ``step``, which runs both.
 
     Raises:
-        BatchError: micro-batches give other results than a whole batch.
-        InputError: no process group was made; chunks or the schedule are not possible; the
-            processes' models differ; there is nothing to train; or another process could not build
-            its part.
-        PlacementError: the placement does not fit the model or the processes.
-        CaptureError: the model cannot be captured, so that it cannot be cut apart.
+        BatchError: if micro-batches give other results than a whole batch.
+        InputError: if torch.distributed is not initialised, chunks or schedule are invalid, the
+            processes' models differ, nothing requires a gradient, or another process could not
+            build its part.
+        PlacementError: if the placement does not fit the model or the processes.
+        CaptureError: if the model cannot be captured.
     """
     if not dist.is_initialized():
         raise InputError(
@@ -124,7 +128,7 @@ def build(
         exported = _captured(model, example_inputs, layout)
         if (
             batch_options is not None and loss_fn is None
-        ):  # else the names may be values of the loss
+        ):  # with a loss, the names may be its values
             refuse_absent_outputs(batch_options, outline(exported.outputs))
         beside = inputs_of_other_lengths(exported.module.graph, layout.dims)
         layout = layout.without(beside.intersection(layout.undeclared()))
@@ -140,7 +144,7 @@ def build(
             )
         sharing = Sharing.of(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
-    # all of them have a device before any of them waits for the others there
+    # every process knows its device before any process waits for the others on it
     with together(group, "build its part"):
         device = _local(found[dist.get_rank(group)])
     owners = _owners(model, group)
@@ -148,7 +152,7 @@ def build(
         shape = _shape(exported, graph, placed, example_inputs, layout)
         is_last = found[dist.get_rank(group)].device == cut.devices[-1]
         joining = _joining(model, example_inputs, layout, placed, is_last)
-    # the warm-up in it waits for all of them
+    # contains a warm-up that waits for all processes
     with together(group, "build its part"):
         rest = found, shape, device, group, owners, joining
         return _assemble(model, _Cut(exported, graph, cut, sharing), placed, loss, *rest)
@@ -172,8 +176,9 @@ class _Cut:
 
 
 def _refuse_no_group(group: object) -> None:
-    """What is no group is told by what it is; a process outside of a new group is given a value
-    that stands for it.
+    """Raise an InputError if ``group`` is not a process group.
+
+    A process outside a new group receives torch's placeholder value, which is accepted here.
     """
     if (
         group is None
@@ -191,7 +196,7 @@ def _refuse_no_group(group: object) -> None:
 
 @dataclass(frozen=True)
 class _Placed:
-    """What a placement says, or a map by hand with what was said beside it."""
+    """The options of a placement, or a map by hand with the given options."""
 
     layer_devices: Mapping[str, str]
     chunks: int
@@ -228,6 +233,7 @@ class _Placed:
                         f"the map has {name!r}, which is no layer's name; give {{layer: device}}"
                     )
             named = {name: str(place) for name, place in given.items()}
+            # a plain map has no options of its own: use defaults
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
             return cls(named, *how, options or DEFAULT_OPTIONS)
         placement = placing(given)
@@ -240,10 +246,10 @@ class _Placed:
         )
 
     def how(self, training: bool) -> str:
-        """What all processes must agree in, beside the model and its places."""
+        """Return the options that all processes must agree on, as text."""
         again = f", recomputing on {', '.join(sorted(self.recompute))}" if self.recompute else ""
         chunks = count_text(self.chunks, "micro-batch", "micro-batches")
-        # without functions, which have another address in every process
+        # without functions, whose addresses differ between processes
         usual = DEFAULT_OPTIONS.model_dump()
         shown = {
             name: value for name, value in self.options.model_dump().items() if value != usual[name]
@@ -251,19 +257,25 @@ class _Placed:
         if self.options.weigh is not None:
             shown["weigh"] = "a function"
         batch = f", batch options {shown}" if shown else ""
-        return f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}{again}{batch}"
+        return (
+            f"{chunks}, {self.schedule}, {'training' if training else 'forwards alone'}"
+            f"{again}{batch}"
+        )
 
     def idle(self, used: Collection[str]) -> str:
-        """For a message: the devices that are named, and have nothing to run."""
+        """Return a note for messages about named devices without any layer."""
         named = {place: name for name, place in self.layer_devices.items() if place not in used}
         if not named:
             return ""
         found = ", ".join(f"{place} ({name!r})" for place, name in named.items())
-        return f"; no layer that runs is on {found}: its result is not used, or it is one with the layer before it"
+        return (
+            f"; no layer that runs is on {found}: its result is not used, or it is one with the "
+            "layer before it"
+        )
 
 
 def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
-    """What a training step needs beside a placement."""
+    """Raise an InputError if the model or the loss cannot be trained."""
     require_loss_function(loss_fn)
     if not model.training:
         raise InputError(
@@ -278,7 +290,7 @@ def _refuse_untrained(model: nn.Module, loss_fn: Any) -> None:
 
 
 def _refuse_lists(layout: BatchLayout) -> None:
-    """Raise an InputError if a list has samples for items: stages send tensors of one shape."""
+    """Raise an InputError for a list of samples: stages send tensors of one shape."""
     if layout.lists:
         raise InputError(
             f"{min(layout.lists)!r} is a list of samples, which stages in several processes cannot "
@@ -289,8 +301,7 @@ def _refuse_lists(layout: BatchLayout) -> None:
 def _joining(
     model: nn.Module, example_inputs: Any, layout: BatchLayout, placed: _Placed, is_last: bool
 ) -> Joining:
-    """Return how results are joined, once the process with the last stage has seen that a batch may
-    be cut.
+    """Return how results are joined, after the last stage's process verified it.
 
     A model on meta has no values to compare.
     """
@@ -303,7 +314,7 @@ def _joining(
         return declared
     call = input_forms.call_arguments(example_inputs)
     tensors, inputs = flatten_inputs(*call)
-    if layout.size == 1:  # the example twice
+    if layout.size == 1:  # use the example twice
         each = zip(tensors, layout.dims, strict=True)
         call = inputs.unflatten(
             [one if dim is None else torch.cat([one, one], dim) for one, dim in each]
@@ -329,15 +340,16 @@ def _captured(model: nn.Module, example_inputs: Any, layout: BatchLayout) -> Exp
 
 
 def _without_leftovers(graph: LayerGraph, exported: Exported) -> LayerGraph:
-    """Without what forward leaves in its inputs, behind the results: the process that was given
-    those has no result.
+    """Return the graph without in-place changes of inputs among its outputs.
+
+    The process with the inputs does not have the results.
     """
     return replace(graph, outputs=graph.outputs[: len(exported.outputs.paths)])
 
 
 def _places(graph: LayerGraph, layer_devices: Mapping[str, str]) -> list[str]:
-    """The device of every layer, by name."""
-    # the assignment only hands them on
+    """Return the device name of every layer."""
+    # the assignment only passes these names through
     named = cast(Mapping[str, torch.device], layer_devices)
     first = next(iter(named.values()))
     return cast(list[str], Assignment(named, first).of_layers(graph))
@@ -356,6 +368,7 @@ def _assemble(
     joining: Joining,
 ) -> Pipeline:
     exported, graph, cut = parts.exported, parts.graph, parts.line
+    # devices in the order of the line, processes in the order of the group: map one to the other
     ranks = [
         next(rank for rank, seat in enumerate(seated) if seat.device == name)
         for name in cut.devices
@@ -393,6 +406,7 @@ def _assemble(
     leaves = modules[max(modules)].plan.leaves
     owned = nn.Module()
     plant(owned, weights.own, names)
+    # a loss that reads other processes' parameters is refused later
     own = {id(parameter) for parameter in owned.parameters()}
     elsewhere = {id(item): name for name, item in model.named_parameters() if id(item) not in own}
     head = Head(
@@ -415,9 +429,7 @@ def _assemble(
 def _seats(
     cut: Line, graph: LayerGraph, placed: _Placed, training: bool, group: dist.ProcessGroup | None
 ) -> list[Seat]:
-    """The device of every process, once all of them are seen to have cut the same model, to run it
-    in the same way.
-    """
+    """Return the device of every process, after comparing models and options of all processes."""
     process = Process.here(dist.get_rank(group))
     trained = [name for name, tensor in graph.state.items() if tensor.requires_grad]
     stages = [(stage.device, stage.layers) for stage in cut.stages]
@@ -444,9 +456,7 @@ def _seats(
 
 
 def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Whom the model's tensors belong to since earlier pipelines of it, as far as any of the
-    processes knows.
-    """
+    """Return the owner of each tensor from earlier pipelines of the model in any process."""
     found: dict[str, int] = {}
     for known in gathered(owners_of(model), group):
         for name, rank in known.items():
@@ -460,7 +470,7 @@ def _owners(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, int]
 
 
 def _local(seat: Seat) -> torch.device:
-    """The device of this process, made the current one: the library takes what it sends from there."""
+    """Return this process's device, after making it current, since the library sends from it."""
     device = devices.parse(seat.local)
     if device.type != "cuda":
         return torch.device(device.type)  # each process has its own CPU stand-in
@@ -469,8 +479,9 @@ def _local(seat: Seat) -> torch.device:
 
 
 def _warm_up(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Let all processes connect at once: the first sends and receives among a few of them could
-    wait for the others.
+    """Connect all processes at once.
+
+    A first send among only some of them could wait for the others.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -496,7 +507,7 @@ def _stage(
 
 
 def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
-    """Like the flat inputs of one micro-batch, as the library cuts them out of the batch."""
+    """Return meta tensors like the flat inputs of one micro-batch."""
     values = [parcel.value for parcel in module.plan.arrives]
     return tuple(
         torch.empty(value.shape or (1,), dtype=value.dtype, device="meta") for value in values
@@ -504,7 +515,7 @@ def _given(module: StageModule) -> tuple[torch.Tensor, ...]:
 
 
 def _returned(module: StageModule) -> tuple[torch.Tensor, ...]:
-    """Like the model's flat outputs."""
+    """Return meta tensors like the model's flat outputs."""
     return tuple(
         torch.empty(parcel.value.shape, dtype=parcel.value.dtype, device="meta")
         if parcel.value.dtype is not None
@@ -518,7 +529,8 @@ def _shape(
 ) -> Shape:
     inputs: Sequence[Any] = [graph.values[name] for name in graph.inputs]
     cut = [place for place, dim in enumerate(layout.dims) if dim is not None]
-    # Of one sample, that an input has one row says nothing: the first one is the batch.
+    # With one sample, a dimension of size 1 is no evidence for a batch dimension, except in the
+    # first input.
     known = (
         set(cut)
         if layout.size > 1

@@ -1,4 +1,4 @@
-"""What ``placer.distributed.build`` returns: one process's part of the pipeline."""
+"""The user's interface of ``placer.distributed``: one process's part of a pipeline."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _OTHER = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What every batch must be like.
+    """The form that every batch must have.
 
     Attributes:
-        positional: how many positional arguments the model is given.
-        keywords: the names of the others, in the example's order.
-        inputs: the structure of all of them.
+        positional: number of positional arguments of the model.
+        keywords: the names of the keyword arguments, in the example's order.
+        inputs: the structure of all arguments.
         shapes: of the flat inputs of one micro-batch.
-        dims: the dimension of each that is the batch; None where it has none.
-        dtypes: of the same.
+        dims: the batch dimension of each; None without one.
+        dtypes: of the flat inputs.
         samples: in a micro-batch.
         chunks: micro-batches in a batch.
     """
@@ -58,14 +58,13 @@ class Shape:
 
 
 class Pipeline:
-    """This process's stages, their schedule, and the weights that belong to it.
+    """This process's stages, their schedule, and its weights.
 
     Attributes:
-        stages: of this process, in the order of the line; more than one where the line goes round
-            more than once.
-        schedule: the library's, over these stages. ``step`` drives it; who drives it alone brings
-            copies of tied weights up to date himself.
-        module: the parameters and buffers that belong to this process, under the model's own names.
+        stages: of this process, in order; more than one if the line visits each device repeatedly.
+        schedule: the library's schedule of these stages. ``step`` runs it; callers that run it
+            directly must update copies of tied weights themselves.
+        module: the parameters and buffers that this process owns, under the model's names.
         device: of this process.
         chunks: micro-batches in a batch.
     """
@@ -99,50 +98,50 @@ class Pipeline:
 
     @property
     def stage(self) -> PipelineStage:
-        """The first of this process's stages; the only one where no device holds several."""
+        """Return the first of this process's stages."""
         return self.stages[0]
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is given the inputs."""
+        """Return whether this process receives the inputs."""
         return bool(self.stages[0].is_first)
 
     @property
     def is_last(self) -> bool:
-        """Whether this process is given the target, and has the loss or the outputs."""
+        """Return whether this process receives the target, and has the loss or the outputs."""
         return bool(self.stages[-1].is_last)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that belong to this process, for its optimizer: over all processes, each
-        once.
+        """Return the parameters that this process owns, for its optimizer.
+
+        Over all processes, each parameter occurs once.
         """
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same, with the model's names for them."""
+        """Return the parameters that this process owns, with the model's names."""
         return self.module.named_parameters()
 
     def step(self, inputs: Any = None, target: Any = None) -> Tensor | None:
-        """Run one batch forwards and backwards; gradients are added to the parameters', as
-        ``loss.backward()`` does.
+        """Run one batch forward and backward, accumulating gradients like ``loss.backward()``.
 
         Args:
-            inputs: the batch, where ``is_first``: one tensor, a tuple of positional or a dict of
-                keyword arguments. Other processes may give it too, or None.
-            target: what the loss compares with, where ``is_last``, the batch first; None where the
-                loss needs none.
+            inputs: the batch, required where ``is_first``: one tensor, a tuple of positional or a
+                dict of keyword arguments. Other processes may pass it or None.
+            target: the target of the loss, where ``is_last``, with the batch in the first
+                dimension; None if the loss needs none.
 
         Returns:
-            The loss of the batch, detached, where ``is_last``; else None.
+            The loss of the batch, detached, where ``is_last``; otherwise None.
 
         Raises:
-            BatchError: the loss of the batch is not that of its micro-batches: in the first step,
-                in all processes; in a later step whose micro-batches have, for the first time,
+            BatchError: if the loss of the batch differs from the combined losses of its
+                micro-batches: in the first step, in all processes; in the first later step with
                 unequal numbers of labels, where ``is_last``.
-            InputError: the pipeline was built without a loss; it is inference mode; the batch is
-                not like the example, or requires a gradient; a parameter trains that did not when
-                the pipeline was built; the loss is no number; or an earlier step failed.
-            StageError: a layer or the loss failed.
+            InputError: if the pipeline was built without a loss, or an earlier step failed. Also in
+                inference mode, if the batch differs from the example or requires a gradient, if a
+                frozen parameter now requires one, and if the loss is not a number.
+            StageError: if a layer or the loss failed.
         """
         if self.schedule._loss_fn is None:
             raise InputError(
@@ -159,6 +158,7 @@ class Pipeline:
         losses: list[Tensor] = []
         goal = self._goals(target)
         with self._noted_failure():
+            # copies of tied weights follow the optimizer's last step
             self._weights.refresh()
             self._weights.begin()
             is_compared_here = self._verify and self._is_compared and self._head.has_other_labels()
@@ -172,7 +172,7 @@ class Pipeline:
             self._head.collect(False)
             self._is_compared = True
         elif is_compared_here:
-            # other processes do not know the target: they see that this one has failed
+            # other processes do not have the target: they only observe that this one failed
             with self._noted_failure():
                 self._head.compare(losses)
             self._head.collect(False)
@@ -180,18 +180,18 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Any = None) -> Any:
-        """Run one batch forwards, without gradients.
+        """Run one batch forward, without gradients.
 
         Args:
             inputs: the batch, where ``is_first``, as for ``step``.
 
         Returns:
-            What the model returns, where ``is_last``; else None.
+            The model's result, where ``is_last``; otherwise None.
 
         Raises:
-            InputError: the pipeline was built for training; the batch is not like the example; or
-                an earlier call failed.
-            StageError: a layer failed.
+            InputError: if the pipeline was built for training, the batch differs from the example,
+                or an earlier call failed.
+            StageError: if a layer failed.
         """
         if self.schedule._loss_fn is not None:
             raise InputError(
@@ -214,7 +214,7 @@ class Pipeline:
     __call__ = forward
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all processes' gradients so that their norm together is at most ``max_norm``.
+        """Scale the gradients of all processes so that their total norm is at most ``max_norm``.
 
         Every process must call it.
 
@@ -238,20 +238,22 @@ class Pipeline:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's part of the model's ``state_dict``, under the model's own keys."""
+        """Return this process's part of the model's ``state_dict``, under the model's keys."""
         return dict(self.module.state_dict())
 
     def full_state_dict(self, rank: int = 0) -> dict[str, Tensor] | None:
-        """The whole model's ``state_dict``, on the CPU of one process. Every process must call it.
+        """Return the whole model's ``state_dict`` on the CPU of one process.
+
+        Every process must call it.
 
         Args:
-            rank: of that process, in the group.
+            rank: of that process, in the group (default 0).
 
         Returns:
-            There, what ``model.state_dict()`` of the unsplit model would be; elsewhere None.
+            In that process, the ``state_dict()`` of the unsplit model; elsewhere None.
 
         Raises:
-            InputError: there is no such process.
+            InputError: if there is no such process.
         """
         size = dist.get_world_size(self._group)
         if rank not in range(size):
@@ -263,13 +265,13 @@ class Pipeline:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this process's part from the whole model's ``state_dict``.
+        """Load this process's part of the whole model's ``state_dict``.
 
         Args:
-            state: with all keys of the model; more or fewer are an error.
+            state: with exactly the model's keys.
 
         Raises:
-            InputError: keys are missing or not known, or a tensor has another shape. Nothing was
+            InputError: if keys are missing or unknown, or a tensor has another shape. Nothing is
                 loaded then.
         """
         checkpoint.take(self.module, state, self._names.saved)
@@ -280,15 +282,17 @@ class Pipeline:
         path: str | PathLike[str],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Write a checkpoint that any number of processes, or the unsplit model, can load. Every
-        process must call it.
+        """Write a checkpoint for any number of processes, or for the unsplit model.
+
+        Every process must call it.
 
         Args:
-            path: of a folder that all processes see.
-            optimizer: one or several of this process's parameters, whose state is saved too.
+            path: a folder that all processes can access.
+            optimizer: one or several optimizers of this process's parameters, to save their state
+                too.
 
         Raises:
-            InputError: it cannot be written there.
+            InputError: if it cannot be written.
         """
         checkpoint.save(self.module, path, optimizer, self._group)
 
@@ -297,15 +301,17 @@ class Pipeline:
         path: str | PathLike[str],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
-        """Read a checkpoint that ``save`` wrote, on however many processes. Every process must call
-        it.
+        """Read a checkpoint of ``save``, written by any number of processes.
+
+        Every process must call it.
 
         Args:
-            path: of the folder.
-            optimizer: one or several of this process's parameters, whose state is read too.
+            path: the folder.
+            optimizer: one or several optimizers of this process's parameters, to read their state
+                too.
 
         Raises:
-            InputError: it cannot be read, or is of another model or optimizer.
+            InputError: if it cannot be read, or is of another model or optimizer.
         """
         checkpoint.load(self.module, path, optimizer, self._group)
         self._weights.empty = False
@@ -330,7 +336,10 @@ class Pipeline:
             )
 
     def _refuse_untold(self, arguments: Sequence[Tensor]) -> None:
-        """Gradients that would not come, as the stages were built without them, or in parts."""
+        """Raise an InputError if an input or a frozen parameter now requires a gradient.
+
+        The stages were built without these gradients.
+        """
         self._weights.refuse_hooks()
         if any(tensor.requires_grad for tensor in arguments):
             raise InputError(
@@ -346,7 +355,7 @@ class Pipeline:
 
     @contextmanager
     def _noted_failure(self) -> Iterator[None]:
-        """After a failure there are messages under way that nobody has waited for."""
+        """Mark the pipeline as failed after an error: unreceived messages may be in flight."""
         try:
             yield
         except BaseException as error:
@@ -363,7 +372,7 @@ class Pipeline:
             raise
 
     def _arguments(self, inputs: Any) -> tuple[Tensor, ...]:
-        """The flat batch, for the library to cut along the first dimension."""
+        """Return the flat batch, which the library splits along the first dimension."""
         if not self.is_first:
             return ()
         if inputs is None:
@@ -371,7 +380,7 @@ class Pipeline:
                 "this process has the first stage: give step(inputs, ...) the batch here"
             )
         args, kwargs = input_forms.call_arguments(inputs)
-        # in any order
+        # keyword arguments may come in any order
         given = {name: kwargs[name] for name in self._shape.keywords if name in kwargs} | kwargs
         tensors, structure = flatten_inputs(args, given)
         if structure.key != self._shape.inputs.key:
@@ -381,7 +390,7 @@ class Pipeline:
                 f"arguments and the keywords {', '.join(self._shape.keywords) or '(none)'}"
             )
         for tensor, dtype in zip(tensors, self._shape.dtypes, strict=True):
-            # what is sent on is received as what the example was
+            # the next stage receives the example's dtype
             if tensor.dtype != dtype:
                 raise InputError(
                     f"an input is of {tensor.dtype}, and the example's was of {dtype}; give both "
@@ -393,12 +402,11 @@ class Pipeline:
         )
 
     def _cut(self, tensor: Tensor, shape: tuple[int, ...], dim: int | None) -> Tensor:
-        """A batch as the library expects it, its micro-batches behind one another along the first
-        dimension.
+        """Return an input with its micro-batches consecutive along the first dimension.
 
-        What is no batch is repeated, once for each micro-batch.
+        An input without a batch dimension is repeated for each micro-batch.
         """
-        # a batch of one sample says nothing of what is one
+        # an example of one sample does not show which inputs have a batch dimension
         along = 0 if dim is None and shape else dim
         wanted = shape
         if along is not None:
@@ -415,7 +423,7 @@ class Pipeline:
         )
 
     def _goals(self, target: Any) -> Tensor | None:
-        """The numbers of the micro-batches, by which the loss finds its part of the target."""
+        """Return the numbers of the micro-batches, which the loss uses to select targets."""
         if not self.is_last:
             return None
         refuse_arrays(target)
@@ -424,9 +432,7 @@ class Pipeline:
 
     @contextmanager
     def _allocated(self) -> Iterator[None]:
-        """Where weight gradients are a pass of their own, they are added to what must be there, and
-        goes if none is.
-        """
+        """Allocate zero gradients for weight-gradient passes, and remove the unused ones."""
         made: dict[int, nn.Parameter] = {}
         queues = [
             stage.submod.plan.deferred
@@ -436,7 +442,7 @@ class Pipeline:
         reached = set[int]()
 
         def note(key: int, gradient: Tensor | None) -> None:
-            if gradient is not None:  # the loss may not depend on it
+            if gradient is not None:  # None if the loss does not depend on it
                 reached.add(key)
 
         for stage, queue in zip(self.stages, queues, strict=True):
@@ -464,14 +470,14 @@ class Pipeline:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """The sum of squares."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return (torch.view_as_real(values) if values.is_complex() else values).double().square().sum()
 
 
 def _own(output: Any, stage: nn.Module) -> Any:
-    """An output that merely passed through the last stage is copied out of the buffer that it was
-    received in.
+    """Return the outputs, with copies of those that only passed through the stage.
+
+    The library reuses the buffers that they were received in.
     """
     assert isinstance(stage, StageModule)
     plan = stage.plan

@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining runs as one stage: layers, and the values that it hands on."""
+"""A stage module for torch.distributed.pipelining: layers, and the values that they exchange."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from placer.executor.segments import read_back
 from placer.executor.stage_errors import Trail
 
 MARK = torch.float32
-"""The type of what crosses in place of values that need not: the same in all processes, whatever
-their default is."""
+"""Dtype of marks and placeholders, independent of each process's default dtype."""
 
 
 class Deferred(GradientQueue):
-    """Weight gradients for later, and whose they are.
+    """A queue of deferred weight gradients.
 
     Attributes:
-        reached: the identities of all weights that a backward pass has reached.
-        idle: whether nothing is left for later, as hooks are to see the gradients when they come.
+        reached: the identities of all weights that a backward pass reached.
+        idle: whether nothing is deferred, because gradient hooks must run on time.
     """
 
     def __init__(self) -> None:
@@ -46,14 +45,14 @@ class Deferred(GradientQueue):
         self.idle = False
 
     def put(self, addition: DeferredGradient) -> None:
-        """Leave something for later."""
+        """Defer a weight gradient."""
         super().put(addition)
         self.reached.update(map(id, addition.weights))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One layer, where its state is found, and the values that nothing reads after it."""
+    """One layer, the location of its state, and the values without a later reader."""
 
     layer: Layer
     state: tuple[StateTable, ...]
@@ -62,24 +61,22 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage does.
+    """The work of a stage.
 
     Attributes:
         works: its layers in execution order.
-        arrives: what it is sent; of the first stage, the model's inputs.
-        marks_in: whether marks arrive behind that, by which it tells what the loss depends on.
-        leaves: what it sends; of the last stage, the model's outputs.
-        marks_out: the positions of those whose gradients it is told of by marks that it sends
-            behind; none without.
-        is_first: whether it is given the batch.
+        arrives: the received values; in the first stage, the model's inputs.
+        marks_in: whether marks follow them, whose gradient reports what the loss depends on.
+        leaves: the sent values; in the last stage, the model's outputs.
+        marks_out: the positions of the sent values that marks describe; empty without marks.
+        is_first: whether it receives the batch.
         is_last: whether it makes the model's outputs.
-        copied: whether what is sent is copied as soon as it is made.
+        copied: whether sent values are copied right after their layer.
         device: where it runs.
-        deferred: weight gradients that a backward pass left for later, where the schedule splits
-            it.
-        recomputes: whether it keeps of a micro-batch only what entered it.
-        private: buffers that its layers change, and may read again in their backward passes.
-        trail: which of its layers runs.
+        deferred: the deferred weight gradients, if the schedule splits backward passes.
+        recomputes: whether it saves only the inputs of a micro-batch.
+        private: buffers that its layers change, and may read again in backward passes.
+        trail: records which of its layers runs.
     """
 
     works: tuple[Work, ...]
@@ -98,19 +95,19 @@ class Plan:
 
 
 class StageModule(nn.Module):
-    """One stage. Its parameters and buffers go by the names that they have in the model.
+    """One stage, whose parameters and buffers have the model's names.
 
     Args:
         graph: the model's layers.
         cut: the stages of the model, in a line.
         index: the position of this stage in the line.
-        lookup: the tensors that are used here, by name.
+        lookup: returns a tensor of the model by name.
         names: of the model's tensors.
         device: where it runs.
-        flows: the values that gradients flow back through; none without training.
-        split: whether weight gradients are a pass of their own.
-        recomputes: whether it keeps of a micro-batch only what entered it; then no weight gradient
-            is left for later.
+        flows: the values that gradients flow back through; empty without training.
+        split: whether weight gradients have a pass of their own.
+        recomputes: whether it saves only the inputs of a micro-batch; then no weight gradient is
+            deferred.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class StageModule(nn.Module):
         ]
         forget = _forget(layers, stage.leaves)
         changed = read_back(graph.layers)
-        # One attribute for everything: a child module of the model may have any name.
+        # one attribute only, because a child module of the model may have any name
         self._plan = Plan(
             works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
             arrives=tuple(
@@ -163,18 +160,19 @@ class StageModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """What the stage does."""
+        """Return the work of the stage."""
         return self._plan
 
     def forward(self, *arrived: Tensor) -> Any:
         """Run one micro-batch.
 
         Args:
-            arrived: of the first stage the model's flat inputs; else what the stage before sent.
+            arrived: in the first stage the model's flat inputs; otherwise the values of the
+                previous stage.
 
         Returns:
-            What is sent to the next stage; of the last stage the model's flat outputs, a single one
-            by itself.
+            The values for the next stage; in the last stage the model's flat outputs, or its only
+            output.
         """
         plan = self._plan
         token, inputs = _received(plan, arrived)
@@ -186,16 +184,19 @@ class StageModule(nn.Module):
 
 
 def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
-    """For ``PipelineStage(dw_builder=...)``: called after a backward pass, it gives what adds up
-    its weight gradients.
+    """Return a ``dw_builder`` for ``PipelineStage``.
+
+    Called after a backward pass, it returns the function that computes the deferred weight
+    gradients.
 
     Args:
-        stage: one that was made with ``split``.
+        stage: a stage created with ``split``.
     """
 
     def build() -> Callable[..., None]:
         queue = stage.plan.deferred
         assert queue is not None
+        # the next micro-batch's backward pass fills the queue again before this pass runs
         taken = list(queue)
         queue.clear()
 
@@ -210,13 +211,12 @@ def weight_pass(stage: StageModule) -> Callable[[], Callable[..., None]]:
 
 
 def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[Tensor, ...]:
-    """Tensors on meta like those that cross between two stages, so that the library need not run
-    the stages to know.
+    """Return meta tensors like those between two stages, so that the library need not run them.
 
     Args:
-        parcels: the values that cross.
-        marked: whether marks cross behind them.
-        training: whether the library is to wait for gradients of them.
+        parcels: the values.
+        marked: whether marks follow them.
+        training: whether the library waits for their gradients.
     """
     crossing = [parcel.example(training) for parcel in parcels]
     if marked or not crossing:
@@ -228,8 +228,8 @@ def examples(parcels: Sequence[Parcel], marked: bool, training: bool) -> tuple[T
 def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
     if plan.is_first:
         wanted = [parcel.value.shape for parcel in plan.arrives]
-        # Parts of one batch count their changes together; a layer that writes in place would spoil
-        # the other parts'.
+        # The micro-batches are views of one batch with a common version counter. ``data`` separates
+        # them, so that a layer's in-place write does not invalidate the others.
         inputs = [
             tensor.data if shape else tensor.data[0]
             for tensor, shape in zip(arrived, wanted, strict=True)
@@ -238,7 +238,7 @@ def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]
             tensor.to(plan.device) for tensor in inputs
         ]
     flows = [parcel.flows for parcel in plan.arrives]
-    # marks, or what is sent where nothing crosses
+    # marks, or the placeholder that is sent if there are no values
     flows += [False] * (len(arrived) - len(flows))
     token, inside = enter(arrived, flows, plan.marks_in)
     return token, [
@@ -247,7 +247,7 @@ def _received(plan: Plan, arrived: Sequence[Tensor]) -> tuple[Tensor, list[Any]]
 
 
 def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
-    """The values that leave, from those that arrived."""
+    """Return the values to send, computed from the received ones."""
     names = [parcel.value.name for parcel in plan.arrives]
     values = dict(zip(names, inputs, strict=True))
     kept = _kept(plan, values, names)
@@ -262,12 +262,12 @@ def _computed(plan: Plan, inputs: Sequence[Any]) -> list[Any]:
         for work in plan.works:
             plan.trail.enter(work.layer.name)
             _run(work, values, plan, kept)
-    plan.trail.layer = None  # what fails from here on is no layer's
+    plan.trail.layer = None  # later failures belong to no layer
     return [kept.get(parcel.value.name, values.get(parcel.value.name)) for parcel in plan.leaves]
 
 
 def _changed(plan: Plan) -> list[StateTable]:
-    """The buffers that the layers change."""
+    """Return the buffers that the layers change."""
     return [
         place
         for work in plan.works
@@ -277,7 +277,7 @@ def _changed(plan: Plan) -> list[StateTable]:
 
 
 def _kept(plan: Plan, values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Copies of what passes through, where layers might write to it before it is sent."""
+    """Return copies of values that pass through, if layers might write to them before sending."""
     leaving = {parcel.value.name for parcel in plan.leaves}
     if not plan.copied:
         return {}
@@ -305,21 +305,20 @@ def _sent(plan: Plan, token: Tensor, made: Sequence[Any]) -> Any:
         if plan.marks_out or not packed:
             packed.append(torch.zeros(max(1, len(plan.marks_out)), dtype=MARK, device=plan.device))
         return tuple(leave(token, packed, plan.marks_out))
-    # In the type that was agreed, as between stages: some versions of the library insist where
-    # autocast made another.
+    # The agreed dtype, as between stages: some versions of the library reject autocast's dtype.
     outputs = [
         value.to(parcel.value.dtype).contiguous()
         if isinstance(value, Tensor)
         else parcel.pack(value, plan.device)
         for parcel, value in zip(plan.leaves, made, strict=True)
     ]
-    # Each by itself: one that the loss does not use lets nothing flow back to what made it.
+    # each separately, so that nothing flows back through an output that the loss does not use
     outputs = [leave(token, [value])[0] if value.requires_grad else value for value in outputs]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _marked(names: Sequence[str], flows: Flows) -> tuple[int, ...]:
-    """The positions of the values that marks speak of."""
+    """Return the positions of the values that marks describe."""
     return (
         tuple(index for index, name in enumerate(names) if flows.through(name))
         if flows.depend(names)
@@ -332,7 +331,7 @@ def _clone(value: Any) -> Any:
 
 
 def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, ...]]:
-    """For each layer the values that nothing reads after it."""
+    """Return for each layer the values without a later reader."""
     last = {
         name: index for index, layer in enumerate(layers) for name in (*layer.reads, *layer.writes)
     }

@@ -1,6 +1,4 @@
-"""The captures of one model: one for each mode and each shape that an earlier one does not cover,
-made when needed.
-"""
+"""The captures of one model, created on demand for each mode and uncovered shape."""
 
 from __future__ import annotations
 
@@ -34,18 +32,18 @@ _FEW_CALLS = 10
 _OFTEN = 3
 _KNOWN_SHAPES = 1000
 _KEPT_CAPTURES = 200
-# How many times as long as the first capture one with open sizes may take; the first is taken to
-# last a second.
+# Maximum time of a capture with symbolic sizes, in multiples of the first capture's time, which
+# counts as at least one second.
 _PATIENCE = 5.0
-# So many calls in a row may each have the model captured.
+# Consecutive calls that may each capture the model.
 _IN_VAIN = 4
-# What a capture takes for each module, as long as none was made.
+# Estimated capture time per module in seconds, before the first capture.
 _CAPTURE_S = 0.008
 
 
 @dataclass(eq=False)
 class Capture:
-    """One capture, how long it took, and the layer graphs that were cut from it, by granularity."""
+    """A capture, its duration, and the layer graphs derived from it by granularity."""
 
     exported: Exported
     seconds: float = 0.0
@@ -54,14 +52,14 @@ class Capture:
 
 @dataclass
 class Program:
-    """What is known of a model's graph so far.
+    """The captures and refusals of one model.
 
     Attributes:
         module: the user's model.
-        compare: given a new capture and inputs that it holds for, tells in what the graph differs
-            from the model; an empty string if it does not.
-        refused: why torch.export refused it, or in what the graph differs, by mode; those modes run
-            through hooks.
+        compare: a function from a new capture and its inputs to the first difference between graph
+            and model; empty without one.
+        refused: by mode, why torch.export refused it or how the graph differs; these modes use
+            hooks.
     """
 
     module: nn.Module
@@ -74,7 +72,7 @@ class Program:
     _looks: int = 0
     _changes: int = 0
     _modes: dict[Hashable, int] = field(default_factory=dict)
-    # whether a mode's second look is still to come
+    # whether a refused mode may be captured a second time
     _second: dict[Hashable, bool] = field(default_factory=dict)
     _whole: dict[Hashable, frozenset[int]] = field(default_factory=dict)
     _layouts: dict[Hashable, BatchLayout] = field(default_factory=dict)
@@ -87,34 +85,35 @@ class Program:
     _has_told: bool = False
 
     def mode(self) -> Hashable:
-        """What the graph depends on beside shapes: which modules train, which have hooks, and the
-        caller's autocast.
+        """Return the conditions of a graph besides shapes.
+
+        These are the modules in training mode, hooks, and the caller's autocast state.
         """
         return self._mode_in(self._look())
 
     def _mode_in(self, census: Census) -> Hashable:
-        # A number in its place: it would be hashed for every micro-batch, hundreds of modules long.
+        # a number instead of the modes of hundreds of modules, which would be hashed per
+        # micro-batch
         return autocast.current_dtypes(), self._modes.setdefault(census.modes, len(self._modes))
 
     def state(self) -> list[Tensor]:
-        """The model's parameters and buffers, as of the last look, or of one now if there was none."""
+        """Return the model's parameters and buffers as of the last inspection."""
         return (self._census or self._look()).state
 
     def captures(
         self, parts: Sequence[Part], needed: bool = True, waits: bool = False
     ) -> list[Capture] | None:
-        """Return the captures that cover the micro-batches of one call, for which the model is
-        looked at once.
+        """Return the captures that cover a call's micro-batches, after one inspection of the model.
 
         Args:
             parts: the inputs of each micro-batch.
-            needed: whether to capture in any case; else not if call after call would need a capture
-                of its own.
-            waits: whether to capture only when calls of the kind have spent as long on hooks as
-                that takes.
+            needed: whether to capture in any case; otherwise not if consecutive calls would each
+                need their own capture.
+            waits: whether to delay a capture until calls of the kind have spent as much time on
+                hooks.
 
         Returns:
-            The capture of each, or None if the model must, or had better, run through hooks.
+            The capture of each micro-batch; None if the model should run through hooks.
         """
         mode, before = self.mode(), self._made
         found = []
@@ -127,11 +126,11 @@ class Program:
         return found
 
     def stops_gradients(self, captures: Sequence[Capture], parts: Sequence[Part]) -> bool:
-        """Return whether the model stops gradients of a call that its captures would let through.
+        """Return whether the model stops gradients that its captures would let through.
 
         Args:
             captures: of the micro-batches.
-            parts: the inputs of each.
+            parts: the inputs of each micro-batch.
         """
         if not (
             torch.is_grad_enabled()
@@ -144,13 +143,13 @@ class Program:
     def layout(
         self, call: Any, tensors: Sequence[Any], inputs: Structure, options: BatchOptions
     ) -> BatchLayout:
-        """Return where the samples of a call's inputs lie, as far as sizes and options tell.
+        """Return the batch dimensions of a call's inputs, from sizes and options.
 
         Args:
             call: positional and keyword arguments.
             tensors: the flattened inputs.
             inputs: their structure.
-            options: what was declared.
+            options: the declared batch layout.
         """
         key = (
             inputs.key,
@@ -165,19 +164,19 @@ class Program:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The parameters of the model's forward method."""
+        """Return the signature of the model's forward method."""
         return Parameters.from_module(self.module)
 
     def narrowed(
         self, layout: BatchLayout, tensors: Sequence[Any], inputs: Structure, needed: bool = True
     ) -> BatchLayout:
-        """Return a layout without tensors that are no part of the batch, though as long: a mask, or
-        a table.
+        """Return the layout without tensors that only happen to have the batch's size.
 
-        A capture of the whole call tells. Without one, sizes alone do.
+        A mask or a table, for example. A capture of the whole call shows which ones; without a
+        capture, the layout stays.
 
         Args:
-            layout: of a call that is to be cut.
+            layout: of the call.
             tensors: the flattened inputs.
             inputs: their structure.
             needed: as for ``captures``.
@@ -186,7 +185,7 @@ class Program:
             return layout
         key = (inputs.key, shapes(tensors), layout)
         if key not in self._whole:
-            # inside it, constants could not be trained with later
+            # constants created in inference mode could not be used in training later
             with torch.inference_mode(False):
                 found = self.captures([Part(list(tensors), inputs, layout.dims)], needed)
             if found is None:
@@ -197,8 +196,7 @@ class Program:
         return layout.without(self._whole[key].intersection(layout.undeclared()))
 
     def captures_before(self, parts: Sequence[Part]) -> list[Capture] | None:
-        """Return what ``captures`` returns if the model is as it was at the last look; None if it
-        would capture.
+        """Return the result of ``captures`` if it needs no new inspection or capture; else None.
 
         Args:
             parts: the inputs of each micro-batch.
@@ -210,7 +208,7 @@ class Program:
         return None if None in found else found  # type: ignore[return-value]
 
     def is_unchanged(self) -> bool:
-        """Whether the model is as it was at the last look; if so, this was one more."""
+        """Return whether the model is unchanged since its last inspection, and count this one."""
         if self._census is None or not (self._census.holds() and self._attributes.hold()):
             return False
         self._looks += 1
@@ -218,7 +216,7 @@ class Program:
         return True
 
     def holds(self, capture: Capture) -> bool:
-        """Whether a capture is still of the model as it is."""
+        """Return whether a capture still describes the model."""
         return any(capture in known for known in self._captures.values())
 
     def _capture(self, mode: Hashable, part: Part, needed: bool, waits: bool) -> Capture | None:
@@ -249,7 +247,7 @@ class Program:
                 self.refused.pop(mode, None)
                 known.append(fitting)
                 self._attributes.add(fitting.exported.attributes, fitting.exported.values_read)
-            # a cache that grows by a token a call has a shape for each
+            # a key-value cache that grows with every call has a new shape each time
             if len(self._seen) >= _KNOWN_SHAPES:
                 self._seen.clear()
             self._seen[key] = fitting
@@ -271,10 +269,10 @@ class Program:
         return self._waiting.waits(kind, tensors, capture_s)
 
     def _had_better_pass(self, key: Hashable) -> bool:
-        """Whether a call goes through hooks, as the last ones needed a capture each: a counter is
-        given along, say.
+        """Return whether a call uses hooks because recent calls each needed a capture.
 
-        It is captured when its like has spent as long there as a capture takes.
+        For example, if a counter is passed as a number. Such a call is captured once calls like it
+        have spent as much time on hooks as a capture takes.
         """
         if self._in_vain < _IN_VAIN or self._passed_s.get(key, 0.0) > self._capture_s:
             return False
@@ -292,15 +290,16 @@ class Program:
         return True
 
     def note_passed(self, seconds: float) -> None:
-        """A call went through hooks, which took so long."""
+        """Record the time of a call through hooks."""
         self._waiting.note(seconds)
         if self._passing is not None:
             self._passed_s[self._passing] = self._passed_s.get(self._passing, 0.0) + seconds
             self._passing = None
 
     def _look(self) -> Census:
-        """The model as it is now; what is known of one with another module, parameter, buffer or
-        constant is not.
+        """Return the model's current census.
+
+        If modules, parameters, buffers or constants were replaced, discard all captures.
         """
         before = self._census
         if before is None or not before.holds():
@@ -315,9 +314,7 @@ class Program:
         return self._census
 
     def accept_changes(self) -> None:
-        """Forget all captures if attributes have changed, without a warning: the flow itself moved
-        what they hold.
-        """
+        """Discard all captures without a warning if attributes changed: the flow moved them."""
         if not self._attributes.hold():
             self._forget()
 
@@ -331,11 +328,11 @@ class Program:
         self._whole.clear()
         self._layouts.clear()
         self.__dict__.pop("parameters", None)
-        self._in_vain = 0  # it was the model that changed, not what it is given
+        self._in_vain = 0  # the model changed, not its inputs
         self._attributes = Attributes()
 
     def _tell_of_changes(self) -> None:
-        """A model whose attributes change between all calls is right, and slow: warn of it once."""
+        """Warn once of a model whose attributes change between all calls, which is slow."""
         self._changes = self._changes + 1 if self._looks < _FEW_CALLS else 1
         self._looks = 0
         if self._changes == _OFTEN:
@@ -347,14 +344,13 @@ class Program:
             )
 
     def doubt_refusal(self) -> None:
-        """The model itself failed on what was given: that torch.export failed on it too says
-        nothing of the mode.
-        """
+        """Forget the refusal of the current mode, since the model itself failed on the inputs."""
         self.refused.pop(self.mode(), None)
 
     def graph(self, capture: Capture, granularity: Granularity) -> LayerGraph:
-        """The capture, cut into layers; which values gradients flow through depends on what is
-        frozen now.
+        """Return the capture's layer graph.
+
+        Which values gradients flow through depends on the currently frozen parameters.
         """
         frozen = tuple(parameter.requires_grad for parameter in self.module.parameters())
         key: Hashable = (
@@ -369,8 +365,9 @@ class Program:
 def _free(
     known: Sequence[Capture], tensors: Sequence[Any], more: Sequence[set[int]]
 ) -> list[set[int]]:
-    """For each input, the dimensions that were of several sizes so far: who gives two lengths will
-    give more.
+    """Return for each input the dimensions that had several sizes so far.
+
+    Two sizes make further sizes likely.
     """
     if any(capture.exported.has_fixed_sizes for capture in known):
         return [set() for _ in tensors]
@@ -382,7 +379,7 @@ def _free(
 
 
 def _kinds(tensors: Sequence[Any]) -> Hashable:
-    """What tells inputs apart but their sizes."""
+    """Return the distinguishing features of inputs except their sizes."""
     return tuple(
         (tensor.dim(), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
         for tensor in tensors
@@ -394,7 +391,7 @@ def _key(mode: Hashable, part: Part) -> Hashable:
 
 
 def shapes(tensors: Sequence[Any]) -> Hashable:
-    """What tells captures and recordings of one model and mode apart."""
+    """Return the key that distinguishes captures and recordings of one model and mode."""
     return tuple(
         (tensor.shape, tensor.dtype) if isinstance(tensor, Tensor) else tensor for tensor in tensors
     )

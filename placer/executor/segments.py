@@ -1,6 +1,4 @@
-"""From a layer graph and a device for every layer to segments: what runs where, and what it reads
-and forgets.
-"""
+"""Segments: the layers of a graph grouped by device, with their reads and releases."""
 
 from __future__ import annotations
 
@@ -20,20 +18,21 @@ from placer.capture.weight_grads.deferred import DeferWeightGradients, GradientQ
 from placer.executor.stage_errors import Trail
 
 StateLookup = Callable[[str, torch.device], Tensor]
-"""The tensor of a parameter, buffer or constant that a layer on this device is to use."""
+"""A function from a name and a device to the parameter, buffer or constant that a layer there uses.
+"""
 
 
 class StateCopy(Protocol):
-    """A copy of a tensor on another device; ``state.copies`` makes them."""
+    """A copy of a tensor on another device; ``state_copies`` creates them."""
 
     tensor: Tensor
 
     def refresh(self) -> None:
-        """Copy the original again if somebody has written to it."""
+        """Copy the original again if it was written to."""
 
 
 MakeCopy = Callable[[Tensor, torch.device], StateCopy]
-"""The copy of a tensor on a device, up to date."""
+"""A function that returns the current copy of a tensor on a device."""
 
 
 @dataclass
@@ -41,17 +40,14 @@ class Step:
     """One layer on its device.
 
     Attributes:
-        layer: what runs.
-        device: where.
-        state: its parameters, buffers and constants; one that is elsewhere is moved for every
-            micro-batch.
-        foreign: positions in ``state`` of those that are elsewhere.
-        make_copy: copies state that is elsewhere to the device, once; None to move it for every
-            micro-batch.
+        layer: the layer.
+        device: where it runs.
+        state: its parameters, buffers and constants; foreign ones are moved for every micro-batch.
+        foreign: positions in ``state`` of tensors on other devices.
+        make_copy: copies foreign state to the device, once; None to move it for every micro-batch.
         private: positions of buffers that the layer changes and may read again in its backward
-            pass, when later micro-batches will have changed them further: each micro-batch has a
-            copy.
-        forget: values that nothing reads after this step.
+            pass, after later micro-batches have changed them. Each micro-batch gets a copy.
+        forget: values without a reader after this step.
     """
 
     layer: Layer
@@ -88,7 +84,7 @@ class Step:
         values.forget(self.forget)
 
     def _brought(self, index: int, values: MicroBatch) -> Tensor:
-        """Return state that is elsewhere, on this device."""
+        """Return foreign state on this device."""
         tensor, name = self.state[index], self.layer.state[index]
         flows_back = (torch.is_grad_enabled() and tensor.requires_grad) or devices.is_in_transform()
         if self.make_copy is None or flows_back or name in self.layer.mutated:
@@ -98,16 +94,16 @@ class Step:
         return self._copied[index].tensor
 
     def refresh(self) -> None:
-        """Bring copies of state up to date that is elsewhere."""
+        """Update copies of foreign state."""
         for copy in self._copied.values():
             copy.refresh()
 
     def counters(self) -> list[Tensor]:
-        """The counters of batches that it counts on where they are."""
+        """Return the batch counters that the layer increments in place."""
         return [] if self.foreign or self.private else batch_counters(self.layer, self.state)
 
     def reads_state(self) -> list[Tensor]:
-        """What of its state it does more with than to keep running statistics in it."""
+        """Return its state beyond running statistics that it only updates."""
         named = zip(self.layer.state, self.state, strict=True)
         return [tensor for name, tensor in named if name not in self.layer.statistics]
 
@@ -129,7 +125,7 @@ class Segment:
     steps: list[Step] = field(default_factory=list)
 
     def refresh(self) -> None:
-        """Bring copies up to date, on this device, of state that is elsewhere; before every call."""
+        """Update the copies of foreign state on this device; called before every call."""
         for step in self._borrowing:
             step.refresh()
 
@@ -138,15 +134,11 @@ class Segment:
         return [step for step in self.steps if step.foreign]
 
     def deferring(self, queue: GradientQueue) -> AbstractContextManager[Any]:
-        """While it runs in this, its backward pass leaves what gradients of weights it can to a
-        queue.
-        """
+        """Return a context in which the backward pass defers weight gradients to a queue."""
         return DeferWeightGradients(queue)
 
     def counting(self) -> AbstractContextManager[Any]:
-        """While it runs in this, its counters of batches wait, and are counted on together at the
-        end.
-        """
+        """Return a context in which batch counters are incremented together at the end."""
         return added_together(self._counted)
 
     @cached_property
@@ -161,13 +153,14 @@ class Segment:
 
 
 class MicroBatch:
-    """The values of one micro-batch: where they were made, and a copy on each device that reads
-    them, sent once.
+    """The values of one micro-batch, with a copy on each device that reads them.
+
+    Each copy is sent once.
 
     Args:
-        names: of the values that are given.
-        tensors: those values.
-        trail: is told which layer runs.
+        names: of the given values.
+        tensors: the given values.
+        trail: records which layer runs.
     """
 
     def __init__(
@@ -178,17 +171,21 @@ class MicroBatch:
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
 
     def read(self, name: str, device: torch.device) -> Any:
-        """The value on that device."""
+        """Return the value on a device."""
         value = self._made[name]
         return self._on(name, value, device) if isinstance(value, Tensor) else value
 
     def made(self, name: str) -> Any:
-        """The value where it was made."""
+        """Return the value on its own device."""
         return self._made[name]
 
     def state(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        """State that belongs to another device, on this one; a gradient flows back to where it
-        belongs.
+        """Return foreign state on this device; gradients flow back to its own device.
+
+        Args:
+            name: of the parameter, buffer or constant.
+            tensor: where it is.
+            device: where it is needed.
         """
         return self._on(f"state {name}", tensor, device)
 
@@ -200,11 +197,11 @@ class MicroBatch:
         return copy
 
     def write(self, names: Sequence[str], values: Sequence[Any]) -> None:
-        """Add what a layer made."""
+        """Add the values of a layer."""
         self._made.update(zip(names, values, strict=True))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let go of values that nothing will read."""
+        """Release values without further readers."""
         for name in names:
             del self._made[name]
             for key in [key for key in self._copies if key[0] == name]:
@@ -217,14 +214,13 @@ def segments(
     lookup: StateLookup,
     make_copy: MakeCopy | None = None,
 ) -> list[Segment]:
-    """Cut a layer graph into segments.
+    """Divide a layer graph into segments.
 
     Args:
         graph: the layers, in execution order.
         places: the device of each.
-        lookup: gives the tensors of a layer's state.
-        make_copy: copies state that is elsewhere to a device, once; None to move it for every
-            micro-batch.
+        lookup: returns the tensors of a layer's state.
+        make_copy: copies foreign state to a device, once; None to move it for every micro-batch.
     """
     last_read = {
         name: index
@@ -261,8 +257,9 @@ def segments(
 
 
 def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str, set[torch.device]]:
-    """State that layers change and that several devices use, each with those devices; it belongs to
-    one of them.
+    """Return state that layers change and several devices use, with these devices.
+
+    One of the devices owns it.
 
     Args:
         graph: the layers.
@@ -277,11 +274,10 @@ def spread_state(graph: LayerGraph, places: Sequence[torch.device]) -> dict[str,
 
 
 def read_back(layers: Sequence[Layer]) -> set[str]:
-    """State that layers change and that one of them reads for itself, perhaps in its backward pass,
-    by name.
+    """Return the names of changed state that a layer also reads, perhaps in its backward pass.
 
     Args:
-        layers: all of a graph.
+        layers: all layers of a graph.
     """
     changed = {name for layer in layers for name in layer.mutated}
     return {
@@ -293,17 +289,17 @@ def read_back(layers: Sequence[Layer]) -> set[str]:
 
 
 def taken_in_turn(parts: Sequence[Segment], gathered: bool = False) -> str | None:
-    """State that a segment changes and another one uses, by name: no micro-batch may begin before
-    the last one's end.
+    """Return the name of state that forces micro-batches to run one after another.
 
-    Else it would find there what later micro-batches left.
+    It is changed by one segment and used by another, which would otherwise see the changes of later
+    micro-batches.
 
     Args:
         parts: the segments of a graph.
-        gathered: whether running statistics change after the batch, by what all micro-batches had.
+        gathered: whether running statistics are updated after the batch, from all micro-batches.
 
     Returns:
-        The name of one; None where there is none.
+        The name; None without such state.
     """
     layers = [step.layer for part in parts for step in part.steps]
     changed = (
@@ -321,14 +317,14 @@ def taken_in_turn(parts: Sequence[Segment], gathered: bool = False) -> str | Non
 def borders(
     parts: Sequence[Segment], outputs: Sequence[str]
 ) -> tuple[list[tuple[str, ...]], list[dict[str, list[int]]]]:
-    """What passes between segments; the last one is also given what the model returns.
+    """Return the values between segments; the last segment also receives the model's outputs.
 
     Args:
         parts: the segments of a graph.
-        outputs: names of the values that the model returns.
+        outputs: names of the model's outputs.
 
     Returns:
-        For each segment the names that it reads and others made, and, by name that it makes, the
+        For each segment, the names that it reads from others; and, by name that it makes, the
         segments that read it.
     """
     made_by = {

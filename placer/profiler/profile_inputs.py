@@ -1,4 +1,4 @@
-"""Example inputs in the three forms that users give them, and a model in the mode that is profiled."""
+"""Example inputs in their three forms, and the model's mode during profiling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from placer.schema import BatchOptions
 
 
 def split(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for the model; see ``placer.capture.input_forms``."""
+    """Return positional and keyword arguments; see ``placer.capture.input_forms``."""
     return input_forms.call_arguments(example_inputs, "example_inputs")
 
 
@@ -29,19 +29,18 @@ def trackable(
     options: BatchOptions = DEFAULT_OPTIONS,
     parameters: Parameters = UNKNOWN_PARAMETERS,
 ) -> tuple[list[Any], Structure, BatchLayout]:
-    """Return the arguments' tensors in order, what rebuilds the arguments from them, and where
-    their samples lie.
+    """Return the arguments' leaves, the structure to rebuild them, and their batch layout.
 
-    Tensors made in inference mode, which autograd refuses, are copied.
+    Tensors created in inference mode, which autograd refuses, are copied.
 
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        options: what was declared of the batch.
-        parameters: of the model's forward method.
+        options: the declared batch layout.
+        parameters: the signature of the model's forward method.
 
     Raises:
-        InputError: the batch is empty, or the options do not fit.
+        InputError: if the batch is empty or the options do not fit.
     """
     tensors, structure = flatten_inputs(args, kwargs)
     layout = call_layout((args, kwargs), tensors, structure, options, parameters)
@@ -55,17 +54,16 @@ def trackable(
 
 
 def resized(tensors: Sequence[Any], layout: BatchLayout, sizes: Sequence[int]) -> list[list[Any]]:
-    """Return inputs of other batch sizes, the smallest first: what is cut with the batch is
-    repeated or cut.
+    """Return the inputs at other batch sizes, smallest first, repeated or sliced as needed.
 
     Args:
         tensors: the flattened inputs.
-        layout: where their samples lie.
-        sizes: samples in each batch.
+        layout: the batch dimension of each input.
+        sizes: numbers of samples.
 
     Raises:
-        InputError: there is no size, or one is below 1 or listed twice, or the inputs have no batch
-            dimension.
+        InputError: if there is no size, a size is below 1 or listed twice, or the inputs have no
+            batch dimension.
     """
     wanted = _in_order(layout, sizes)
     each = list(zip(tensors, layout.dims, strict=True))
@@ -78,23 +76,23 @@ def sizes(
     options: BatchOptions = DEFAULT_OPTIONS,
     parameters: Parameters = UNKNOWN_PARAMETERS,
 ) -> list[int]:
-    """Return the number of samples in each micro-batch that will be measured, the smallest first.
+    """Return the batch sizes that will be measured, smallest first.
 
     Args:
-        example_inputs: of one micro-batch.
-        batch_sizes: as for ``profile``: None for the example's own.
-        options: what was declared of the batch.
-        parameters: of the model's forward method.
+        example_inputs: one micro-batch.
+        batch_sizes: as for ``profile``: None (default) for the example's own.
+        options: the declared batch layout.
+        parameters: the signature of the model's forward method.
 
     Raises:
-        InputError: as ``split``, ``trackable`` and ``resized`` do.
+        InputError: as for ``split``, ``trackable`` and ``resized``.
     """
     _, _, layout = trackable(*split(example_inputs), options, parameters)
     return [layout.size] if batch_sizes is None else _in_order(layout, batch_sizes)
 
 
 def _in_order(layout: BatchLayout, sizes: Sequence[int]) -> list[int]:
-    """Return sizes that inputs can have, the smallest first."""
+    """Return the validated sizes, smallest first."""
     wanted = list(sizes) if isinstance(sizes, Iterable) else []
     if (
         not wanted
@@ -130,10 +128,10 @@ def _trackable(item: Any) -> Any:
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put the model in training or evaluation mode, unless its root is in it; every module gets its
-    own mode back.
+    """Put the model in training or evaluation mode, then restore every module's own mode.
 
-    A model in training mode whose frozen parts are in evaluation mode is left as it is.
+    Nothing changes if the root is in that mode already: frozen parts of a model in training may be
+    in evaluation mode on purpose.
     """
     before = {module: module.training for module in model.modules()}
     if model.training != training:

@@ -1,6 +1,4 @@
-"""One layer with state and inputs of its own, so that it runs again and again and the user's model
-stays as it was.
-"""
+"""A layer with copies of its state and inputs, for repeated runs that leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ class Trial:
 
     Attributes:
         device: where it runs.
-        state: the layer's parameters and buffers, copied.
-        reads: the values that it reads, copied.
-        writes: the result of the last forward pass.
-        gradients: the result of the last backward pass, in the order of ``parameters`` and the
-            reads after them.
-        parameters: those of ``state`` that take a gradient.
-        deferred: what the last backward pass left to ``accumulate_later``.
+        state: copies of the layer's parameters and buffers.
+        reads: copies of the values that it reads.
+        writes: the results of the last forward pass.
+        gradients: the results of the last backward pass: gradients of ``parameters``, then of the
+            reads.
+        parameters: the tensors of ``state`` that require a gradient.
+        deferred: the weight gradients that the last backward pass left to ``accumulate_later``.
         arrived: by position among the writes, the storage of the gradient that came to it in the
-            last such pass.
+            last ``backward_by_input``.
     """
 
     def __init__(
@@ -71,29 +69,23 @@ class Trial:
 
     @property
     def write_gradients(self) -> list[Tensor]:
-        """What the backward pass starts from: random gradients of the writes, made once the layer
-        ran forwards.
-        """
+        """Return random gradients of the writes, created once after a forward pass."""
         if self._write_gradients is None:
             self._write_gradients = [torch.randn_like(end) for end in self._ends()]
         return self._write_gradients
 
     def forward_in_halves(self) -> None:
-        """As ``forward``, so that ``accumulate`` leaves to ``accumulate_later`` what gradients of
-        weights can wait.
-        """
+        """Run forward, such that ``accumulate`` defers weight gradients to ``accumulate_later``."""
         with DeferWeightGradients(self.deferred):
             self.forward()
 
     def forward_adding(self) -> None:
-        """As ``forward``, so that ``accumulate`` adds products to the gradients of weights as it
-        makes them.
-        """
+        """Run forward, such that ``accumulate`` adds products directly to weight gradients."""
         with DeferWeightGradients(ImmediateQueue()):
             self.forward()
 
     def forward(self) -> None:
-        """Run the layer forwards; in training with what its backward pass needs."""
+        """Run forward; in training, save tensors for the backward pass."""
         self.writes = self.gradients = ()
         self.deferred.clear()
         with torch.set_grad_enabled(self._training), added_together(self._counters):
@@ -105,36 +97,33 @@ class Trial:
 
     @property
     def flows(self) -> bool:
-        """Whether gradients flow back through the layer, once it ran forwards."""
+        """Return whether gradients flow through the layer, after a forward pass."""
         return bool(self._ends() and self._leaves)
 
     def backward(self) -> None:
-        """Run the layer backwards, from random gradients of its writes to those of its parameters
-        and reads.
-        """
+        """Compute gradients of parameters and reads from random gradients of the writes."""
         if self.flows:
             self.gradients = torch.autograd.grad(
                 self._ends(), self._leaves, self.write_gradients, allow_unused=True
             )
 
     def accumulate(self) -> None:
-        """Run the layer backwards as training does, adding to the gradients that the parameters
-        have.
-        """
+        """Run backward as training does, accumulating into the parameters' gradients."""
         if self.flows:
             self._forget_read_gradients()
             torch.autograd.backward(self._ends(), self.write_gradients, inputs=self._leaves)
 
     def accumulate_later(self) -> None:
-        """Add the gradients of weights that a backward pass after ``forward_in_halves`` left."""
+        """Compute the weight gradients that were deferred after ``forward_in_halves``."""
         self.deferred.run()
 
     def accumulate_alone(self, again: bool = False) -> None:
-        """As ``accumulate``, the gradients of the writes made on the way and freed after use, as a
-        next layer's are.
+        """Run backward with write gradients that are created on the way and freed after use.
+
+        In a whole model, the gradients that the next layer sends have this lifetime.
 
         Args:
-            again: whether another backward pass may follow, for which everything is kept.
+            again: retain the graph for another backward pass.
         """
         if self.flows:
             self._forget_read_gradients()
@@ -147,16 +136,16 @@ class Trial:
     def backward_by_input(
         self, edges: Sequence[GradientEdge], left_out: Collection[int], again: bool
     ) -> tuple[Tensor | None, ...]:
-        """As ``accumulate_alone``, without some parameters.
+        """Run the input-gradient pass, without the deferred parameters.
 
         Args:
-            edges: of operations inside the layer.
-            left_out: the ``id`` of each parameter that has no gradient yet.
-            again: whether another backward pass may follow.
+            edges: autograd edges of operations inside the layer.
+            left_out: the ``id`` of each parameter whose gradient is deferred.
+            again: retain the graph for another backward pass.
 
         Returns:
-            The gradients that came to the edges, and then those of the other parameters and of the
-            reads.
+            The gradients that came to the edges, then the gradients of the other parameters and of
+            the reads.
         """
         leaves = [get_gradient_edge(leaf) for leaf in self._leaves if id(leaf) not in left_out]
         wanted = [*edges, *leaves]
@@ -173,11 +162,11 @@ class Trial:
     def of_reads(
         self, gradients: Sequence[Tensor | None], left_out: Collection[int]
     ) -> dict[int, Tensor]:
-        """Those of the reads among gradients of leaves, by the position of the read.
+        """Return the gradients of reads among gradients of leaves, by the read's position.
 
         Args:
-            gradients: of the leaves, as ``backward_by_input`` gives them.
-            left_out: as there.
+            gradients: gradients of leaves, as ``backward_by_input`` returns them.
+            left_out: as for ``backward_by_input``.
         """
         leaves = [leaf for leaf in self._leaves if id(leaf) not in left_out]
         found = {
@@ -190,19 +179,17 @@ class Trial:
         }
 
     def set_gradients(self, present: bool) -> None:
-        """Give the parameters gradients of zeros, or take all gradients away, and forget those that
-        still wait.
-        """
+        """Set the parameters' gradients to zeros or None, and drop deferred gradients."""
         self.deferred.clear()
         for leaf in self._leaves:
             leaf.grad = None
         for parameter in self.parameters if present else ():
-            # Of a wrapper its class decides what a gradient is.
+            # a wrapper's class decides the type of its gradient
             is_wrapper = parameter.layout == torch.strided and not devices.has_own_memory(parameter)
             parameter.grad = None if is_wrapper else torch.zeros_like(parameter)
 
     def _ends(self) -> list[Tensor]:
-        """The writes that gradients come back to."""
+        """Return the writes that receive gradients."""
         return [write for write in self.writes if _is_end(write)]
 
     def _forget_read_gradients(self) -> None:
@@ -214,8 +201,14 @@ class Trial:
 
 
 def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """Return copies of a layer's parameters and buffers on a device; those on ``meta`` get random
-    numbers there.
+    """Return copies of a layer's parameters and buffers on a device.
+
+    State on ``meta`` becomes random numbers.
+
+    Args:
+        layer: the layer.
+        state: the model's state by name.
+        device: the device of the copies.
     """
     known = devices.Known()
     brought = []
@@ -233,8 +226,9 @@ def bring_state(layer: Layer, state: Mapping[str, Tensor], device: torch.device)
 
 
 def bring_input(value: Any, device: torch.device) -> Any:
-    """A copy of an input of the model on the device; a random one for one on ``meta``; what is no
-    tensor as it is.
+    """Return a copy of a model input on the device; a random tensor for one on ``meta``.
+
+    Values that are not tensors are returned unchanged.
     """
     if not isinstance(value, Tensor):
         return value
@@ -248,9 +242,7 @@ def bring_input(value: Any, device: torch.device) -> Any:
 
 
 def _random_state(tensor: Tensor, device: torch.device, is_parameter: bool) -> Tensor:
-    """Small random numbers: of both signs for parameters, positive for buffers, which may be
-    variances.
-    """
+    """Return small random numbers: positive for buffers, which may be variances."""
     made = torch.empty_like(tensor, device=device)
     if not _differentiable(tensor):
         return made.zero_()
@@ -272,8 +264,9 @@ def _is_end(write: Any) -> bool:
 
 
 class _Arrival(torch.autograd.Function):
-    """Nothing forwards; backwards, gradients that nobody else holds: each is freed when it was
-    used.
+    """An autograd function whose backward pass creates gradients that nothing else references.
+
+    Its forward pass does nothing. Each gradient is freed right after its use.
     """
 
     @staticmethod
@@ -290,7 +283,7 @@ class _Arrival(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory as a tensor of its own, for a layer that changes what it reads in place."""
+    """A tensor with the same memory and its own version counter, for in-place layers."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

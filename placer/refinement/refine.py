@@ -1,8 +1,6 @@
-"""Closing the loop: a placement's stages run as the executor runs them, and the profile is
-corrected by their times.
+"""Refinement of a placement by running its stages as the executor does.
 
-profile ──▶ solve ──▶ placement ──▶ stages on their devices ──▶ times ──▶ corrected profile ──▶
-solve ...
+profile ─▶ solve ─▶ placement ─▶ stages on their devices ─▶ times ─▶ corrected profile ─▶ solve ...
 """
 
 from __future__ import annotations
@@ -121,9 +119,7 @@ def _refuse_others(profile: Any, request: Any) -> None:
 
 
 def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRequest:
-    """The question with the micro-batches that were placed alone: times of these correct no profile
-    of others.
-    """
+    """Return the request reduced to the placed micro-batch size, which alone is measured."""
     if not request.profiles:
         return request
     sizes = {profile.batch_size: profile for profile in (request.profile, *request.profiles)}
@@ -135,8 +131,9 @@ def _of_one_size(request: PlacementRequest, placement: Placement) -> PlacementRe
 def _refuse_unlike(
     profile: Profile, placement: Placement, model: nn.Module, example_inputs: Any
 ) -> None:
-    """A profile of other layers or of another micro-batch would be corrected by times that are not
-    its own.
+    """Raise an InputError for a profile of other layers or another micro-batch size.
+
+    The measured times would correct figures that do not belong to them.
     """
     known = {layer.name for layer in profile.layers}
     unknown = next((name for name in placement.layer_devices if name not in known), None)
@@ -148,7 +145,7 @@ def _refuse_unlike(
     leaves, _ = flatten(profile_inputs.split(example_inputs))
     input_forms.require_tensors(example_inputs, leaves, "example_inputs")
     samples = input_layout(model, example_inputs, profile.batch_options, "example_inputs").size
-    # one that was written by hand need not say its batch
+    # a profile without a hash was written by hand and may omit its batch size
     if profile.graph_hash and profile.batch_size != samples:
         raise InputError(
             f"example_inputs are a micro-batch of {samples}, and the profile is of one of "
@@ -168,9 +165,7 @@ def _profile(
     loss_fn: LossFunction | None,
     target: Any,
 ) -> Profile:
-    """A profile of the placement's layers on the devices that it uses, with the loss where it has a
-    target.
-    """
+    """Return a profile of the placement's layers and devices, with the loss if it has a target."""
     names = list(dict.fromkeys(placement.layer_devices.values()))
     has_loss = placement.training and loss_fn is not None
     return measure_profile(
@@ -186,7 +181,7 @@ def _profile(
 
 
 def _request(placement: Placement, profile: Profile) -> PlacementRequest:
-    """A question like the one that the placement answers, as far as it tells."""
+    """Return a request that the placement could answer, reconstructed from its fields."""
     where = placement.layer_devices
     # a placement that splits tied layers was solved from an untied profile
     split = any(len({where.get(layer) for layer in tie.layers}) > 1 for tie in profile.tied)
@@ -206,8 +201,9 @@ def _request(placement: Placement, profile: Profile) -> PlacementRequest:
 
 
 def _is_but_for_groups(request: PlacementRequest, where: Mapping[str, str]) -> bool:
-    """Whether a placement is contiguous but for colocated layers, as placements are where nothing
-    else is asked for.
+    """Return whether a placement is contiguous except for colocated layers.
+
+    This is the solver's default without a constraint.
     """
     problem = Problem.from_request(request).but_for_groups()
     number = {device.name: index for index, device in enumerate(request.devices)}

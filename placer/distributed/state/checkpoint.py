@@ -1,8 +1,7 @@
-"""Checkpoints under the model's own keys: gathered into one process, or written by all with torch's
-own format.
+"""Checkpoints under the model's keys: gathered in one process, or in torch's own format.
 
-``torch.distributed.checkpoint`` stores each tensor under its key, from whichever process has it. So what four processes
-wrote two can read, and so can the unsplit model::
+``torch.distributed.checkpoint`` stores each tensor under its key, whichever process owns it. So two
+processes, or the unsplit model, can read what four processes wrote::
 
     import torch.distributed.checkpoint as dcp
     state = {"model": model.state_dict()}
@@ -40,13 +39,13 @@ def gather(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Tensor] | None:
-    """Every process's tensors in one process.
+    """Gather the tensors of all processes in one process.
 
     Args:
-        own: this process's.
+        own: this process's tensors.
         keys: of the result, in order.
-        rank: of the process that gets them, in the group.
-        device: of this process, through which they are sent.
+        rank: of the receiving process, in the group.
+        device: of this process; tensors are sent from it.
         group: the processes.
 
     Returns:
@@ -80,9 +79,7 @@ def gather(
 
 
 def _taken_apart(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A tensor like this one on meta, and the plain tensors that it consists of, in the order of
-    ``rebuilt``.
-    """
+    """Return the tensor rebuilt on meta, and its plain tensors in the order of ``rebuilt``."""
     parts: list[Tensor] = []
 
     def bare(part: Tensor) -> Tensor:
@@ -105,7 +102,7 @@ def take(module: nn.Module, state: Mapping[str, Any], keys: Sequence[str]) -> No
         keys: the keys that it must have.
 
     Raises:
-        InputError: keys are missing or not known, or a tensor has another shape. Nothing was loaded
+        InputError: if keys are missing or unknown, or a tensor has another shape. Nothing is loaded
             then.
     """
     missing, unknown = (
@@ -133,7 +130,7 @@ def save(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Write what all processes hold.
+    """Write the state of all processes.
 
     Args:
         module: holds this process's tensors under the model's names.
@@ -142,11 +139,11 @@ def save(
         group: the processes.
 
     Raises:
-        InputError: it cannot be written there, or the path is none.
+        InputError: if the path is invalid or not writable.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with together(group, "write its part of the checkpoint"):
-        # none, perhaps, of a process without parameters
+        # a process without parameters may have no optimizer
         for each in optimizer_list(optimizer):
             state.setdefault("optimizer", {}).update(optimizer_state.flat(module, each))
     with _explained("written", path):
@@ -159,7 +156,7 @@ def load(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Read what this process holds.
+    """Read this process's state.
 
     Args:
         module: receives this process's tensors.
@@ -168,7 +165,8 @@ def load(
         group: the processes.
 
     Raises:
-        InputError: there is none, the path is none, or it is of another model or optimizer.
+        InputError: if there is no checkpoint, the path is invalid, or it is of another model or
+            optimizer.
     """
     state: dict[str, Any] = {"model": module.state_dict()}
     with _explained("read", path):
@@ -189,16 +187,18 @@ def load(
 
 
 def _filled(state: dict[str, Any]) -> dict[str, Any]:
-    """Without what is empty, as all is of a process without parameters: torch would look for that,
-    too.
+    """Return the state without empty parts, which torch would search for.
+
+    A process without parameters has empty parts.
     """
     return {key: part for key, part in state.items() if part}
 
 
 @contextmanager
 def _explained(done: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Say in one line what every process is told when one of them fails; a path that is none is
-    refused in each.
+    """Convert a failure, which every process receives, to a one-line InputError.
+
+    A path of another type is refused.
     """
     if not isinstance(path, str | PathLike):
         raise InputError(f"path is {kind_of(path)}; give a folder that all processes see")

@@ -1,13 +1,11 @@
-"""Whether a batch may be cut into micro-batches: what a small one of its kind gives whole and cut,
-compared once.
+"""Verification that a batch may be split: small results, whole and split, compared once.
 
     first samples of a batch ──▶ whole ─────────────▶ result ──┐
-             └───────────────▶ two micro-batches ──▶ joined ──┴▶ equal: the rules by which results
-             are joined
-                                                              └▶ unlike: BatchError, which names the
-                                                              output
+             └────────────────▶ two micro-batches ──▶ joined ──┴▶ equal: keep the joining rules
+                                                                 different: BatchError with the
+                                                                 name of the output
 
-Batches are of one kind that have the same structure, types and numbers of dimensions, whatever
+A kind of batches comprises all with equal structure, dtypes and numbers of dimensions, whatever
 their sizes.
 """
 
@@ -43,30 +41,29 @@ from placer.schema.batch_options import OTHERS, Cut
 from placer.utils.user_warnings import warn
 
 Run = Callable[[Call], Any]
-"""Runs the model, as it is placed, on positional and keyword arguments."""
+"""Runs the placed model on positional and keyword arguments."""
 Weights = Callable[[int], Tensor | None]
-"""From the number of samples in a batch to the weight of each, shape ``(N,)``; None if all weigh
-alike."""
+"""A function from the number of samples to the weight of each, shape ``(N,)``; None for equal
+weights."""
 
-# Samples in a micro-batch of the comparison, if the batch's have as many: code may treat a single
-# sample apart.
+# Samples per micro-batch of the comparison, if the batch has that many: code may treat a single
+# sample differently.
 _SLICE = 2
 _KNOWN = 1000
-# Batches that are compared where results of the first ones, such as zeros, leave several rules
-# open.
+# Maximum number of compared batches if first results, such as zeros, fit several rules.
 _LOOKS = 3
 
 
 @dataclass
 class _Kind:
-    """What was seen of a kind of batches.
+    """The results of comparisons of one kind of batches.
 
     Attributes:
         joining: how results are joined.
-        looks: batches that were compared.
-        is_decided: whether no other batch has to decide between several rules.
-        sizes: of the micro-batches for which that holds; None for all.
-        uneven: what micro-batches had unequal shares of.
+        looks: number of compared batches.
+        is_decided: whether no further batch has to decide between several rules.
+        sizes: the micro-batch sizes that the result applies to; None for all.
+        uneven: the quantities of which micro-batches had unequal shares.
     """
 
     joining: Joining
@@ -100,30 +97,29 @@ class BatchChecks:
         weigh: Weights = lambda size: None,
         can_be_run: Callable[[], bool] = lambda: True,
     ) -> Joining:
-        """Return how the results of these micro-batches are joined, once it is seen that they give
-        the batch's.
+        """Return how the results of micro-batches are joined, after verifying it.
 
         Args:
             call: the arguments of the batch.
-            parameters: of the model's forward method.
-            layout: where their samples lie.
+            parameters: the signature of the model's forward method.
+            layout: the batch dimensions.
             sizes: samples in each micro-batch.
-            options: what was declared.
-            mode: what else tells batches apart, such as whether the model trains.
+            options: the declared batch layout.
+            mode: further distinctions between batches, such as training mode.
             run: runs the model.
-            weigh: from the number of samples to the weight of each in a mean; None if all weigh
-                alike.
-            can_be_run: whether the model can run where its operations are watched.
+            weigh: a function from the number of samples to the weight of each in a mean; None for
+                equal weights.
+            can_be_run: whether the model can run under a mode that watches operations.
 
         Raises:
-            BatchError: the micro-batches give something else than the batch.
+            BatchError: if the micro-batches give other results than the batch.
         """
         declared = Joining.of(options)
         if not options.verify or len(sizes) < 2:
             return declared
         key = mode, options.model_dump_json(), _kind_of(call_values(call, parameters), layout)
         known = self._known.get(key)
-        # else each sample has results of its own
+        # otherwise every result belongs to one sample
         matters = known is None or known.joining.reduces_floats
         tensors = flatten_inputs(*call)[0]
         waits = known is None or (
@@ -163,9 +159,7 @@ class BatchChecks:
         options: BatchOptions,
         run: Run,
     ) -> BatchError:
-        """Return an error that states how the batch was cut, and a declaration that is seen to be
-        right.
-        """
+        """Return the error extended by the layout and, if found, a declaration that works."""
         right = next(
             (
                 one
@@ -176,12 +170,12 @@ class BatchChecks:
         )
         advice = f"{_spelt(right)} gives the batch's results" if right is not None else _WAYS_OUT
         return BatchError(
-            f"{error}. The inputs were cut: {layout.description()}. {advice}; chunks=1 does not cut the batch, and "
-            "BatchOptions(verify=False) takes micro-batches as they are"
+            f"{error}. The inputs were cut: {layout.description()}. {advice}; chunks=1 does not "
+            "cut the batch, and BatchOptions(verify=False) takes micro-batches as they are"
         )
 
     def _holds(self, call: Call, parameters: Parameters, options: BatchOptions, run: Run) -> bool:
-        """Return whether a batch may be cut as these options say."""
+        """Return whether the batch may be split as these options declare."""
         try:
             layout = call_layout(call, *flatten_inputs(*call), options, parameters)
             if layout.size < 2:
@@ -193,7 +187,7 @@ class BatchChecks:
         return True
 
     def forget(self) -> None:
-        """Compare every kind again: the model is another."""
+        """Discard all results, because the model has changed."""
         self._known.clear()
 
     @torch.no_grad()
@@ -212,7 +206,7 @@ class BatchChecks:
         failure: Exception | None = None
         found: _Kind | None = None
         few = _few(sizes)
-        # the whole batch may need too much memory
+        # few samples first: the whole batch may need too much memory
         for some in [few] if few == list(sizes) else [few, list(sizes)]:
             try:
                 whole, parts, counted = self._run(call, parameters, layout, some, run)
@@ -220,7 +214,7 @@ class BatchChecks:
                 refusal = refusal or error.refusal()
                 continue
             except Exception as error:
-                # whatever the model's own code raises, on few samples perhaps
+                # the model's own code may raise anything, perhaps only for few samples
                 failure = error
                 continue
             weights = _of_parts(weigh(layout.size), some)
@@ -234,23 +228,25 @@ class BatchChecks:
             )
             if not differences and unlike is not None:
                 refusal = BatchError(
-                    f"the model's own loss is a mean over labels that count, and micro-batches of {some} samples have "
+                    "the model's own loss is a mean over labels that count, and micro-batches of "
+                    f"{some} samples have "
                     f"{[int(count) if count == int(count) else count for count in unlike]} of them"
                 )
                 continue
             if not differences:
-                # What few samples do not show may be so of these sizes alone.
+                # Few samples showed a difference and these sizes do not: the result holds only for
+                # these sizes.
                 found = _Kind(
                     joining, 1, not is_open, tuple(sizes) if refusal is not None else None
                 )
                 if some == few and joining.reduces_floats:
-                    # the labels of the other samples may count in other numbers
+                    # the other samples may have other numbers of labels that count
                     continue
                 return found
             refusal = _refusal(differences[0], closeness)
         if refusal is not None:
             raise refusal
-        # of anything else the real run tells
+        # any other failure will occur in the real run as well
         if isinstance(failure, torch.OutOfMemoryError):
             warn(
                 f"micro-batches were not compared with a whole batch, for want of memory: {failure}"
@@ -265,11 +261,11 @@ class BatchChecks:
         sizes: Sequence[int],
         run: Run,
     ) -> tuple[Any, list[Any], list[list[float]]]:
-        """Run the first samples of a batch, whole and cut.
+        """Run the first samples of a batch, whole and split.
 
         Returns:
-            The result of the whole; those of the parts; and the labels that count in means of the
-            whole and each part.
+            The result of the whole; the results of the parts; and the numbers of labels that count
+            in means, for the whole and each part.
         """
         total, draws = sum(sizes), RandomNumbers()
         rest = [layout.size - total] if layout.size > total else []
@@ -280,9 +276,8 @@ class BatchChecks:
         with self._apart(), operations_in_eval_mode(), draws.recorded(), watches[0]:
             whole = run(_copied(first))
         parts, start = [], 0
-        # One after another: what a part leaves in attributes, the next one finds. Statistics that
-        # buffers gather are left out, as those of batch normalisation are: micro-batches have their
-        # own in any pipeline.
+        # The parts run in order, and each sees the attributes that earlier parts left. Buffers are
+        # restored, because micro-batches have their own running statistics in any pipeline.
         buffers = BufferValues(self._module)
         with self._apart(), operations_in_eval_mode():
             for part, size, watch in zip(cuts, sizes, watches[1:], strict=False):
@@ -297,28 +292,32 @@ class BatchChecks:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Let a run begin with the model as it is, and leave no trace."""
+        """Run on the model's current state, and restore it afterwards."""
         with isolated_run(self._module), without_hooks(self._module):
             yield
 
 
 class _CutError(Exception):
-    """A micro-batch failed, where the whole batch did not."""
+    """A failure of a micro-batch where the whole batch succeeded."""
 
     def refusal(self) -> BatchError:
         """Return the error for the user."""
         error = self.__cause__
         refused = BatchError(
-            f"the model runs on the whole batch and fails on a part: {type(error).__name__}: {error}"
+            f"the model runs on the whole batch and fails on a part: {type(error).__name__}: "
+            f"{error}"
         )
         refused.__cause__ = error
         return refused
 
 
 _WAYS_OUT = (
-    "If the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for dimension 1, "
-    "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if results are joined "
-    "otherwise, outputs={'loss': 'sum'}; if one is a mean over labels of which samples have unequal numbers, give the "
+    "If the samples lie elsewhere, declare where, as batch_options=BatchOptions(inputs=1) for "
+    "dimension 1, "
+    "{'images': 'items'} for a list of samples or {'table': None} for what is not cut; if results "
+    "are joined "
+    "otherwise, outputs={'loss': 'sum'}; if one is a mean over labels of which samples have "
+    "unequal numbers, give the "
     "weight of each sample, weigh=lambda inputs, target: (inputs['labels'] != -100).sum(1)"
 )
 
@@ -326,8 +325,9 @@ _WAYS_OUT = (
 def _others(
     call: Call, parameters: Parameters, layout: BatchLayout, options: BatchOptions
 ) -> Iterator[BatchOptions]:
-    """Yield other ways to cut a batch: along the second dimension, by the items of lists, or one
-    input whole.
+    """Yield other ways to split a batch.
+
+    These are the second dimension, items of lists, and single inputs that stay whole.
     """
     values = call_values(call, parameters)
     if isinstance(options.inputs, dict):
@@ -350,9 +350,7 @@ def _others(
 
 
 def _by_size(call: Call, layout: BatchLayout, declared: dict[str, Cut]) -> Iterator[dict[str, Cut]]:
-    """Yield cuts of other tensors along a dimension that has as many entries as the batch has
-    samples.
-    """
+    """Yield splits of further tensors along dimensions whose size is the number of samples."""
     others: dict[str, list[int]] = {}
     for tensor, dim, name in zip(flatten_inputs(*call)[0], layout.dims, layout.names, strict=True):
         shape = tensor.shape if isinstance(tensor, Tensor) and name not in declared else ()
@@ -373,18 +371,18 @@ def _spelt(options: BatchOptions) -> str:
 def difference_error(
     what: str, one: Any, other: Any, tolerance: float, ways_out: str = ""
 ) -> BatchError:
-    """Return the error for values of a batch that its micro-batches do not give.
+    """Return the error for a value of a batch that its micro-batches do not reproduce.
 
     Args:
         what: the value.
-        one: of the batch.
-        other: of its micro-batches.
+        one: its value for the batch.
+        other: its value from the micro-batches.
         tolerance: relative.
         ways_out: what to declare or call instead.
     """
     return BatchError(
-        f"{what} of a batch is not what its micro-batches give: {shown(one, other)} (more than rounding, "
-        f"{tolerance:g} of it){ways_out and f'. {ways_out}'}"
+        f"{what} of a batch is not what its micro-batches give: {shown(one, other)} (more than "
+        f"rounding, {tolerance:g} of it){ways_out and f'. {ways_out}'}"
     )
 
 
@@ -394,7 +392,7 @@ def _refusal(difference: Difference, closeness: Closeness) -> BatchError:
 
 
 def _of_parts(weights: Tensor | None, sizes: Sequence[int]) -> list[float] | None:
-    """Return the weight of each micro-batch from those of the samples."""
+    """Return the weight of each micro-batch: the sum over its samples."""
     if weights is None:
         return None
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -410,7 +408,7 @@ def _few(sizes: Sequence[int]) -> list[int]:
 
 
 def _copied(call: Call) -> Call:
-    """Return the arguments of a call with copies of the tensors, as forward may write to them."""
+    """Return a call's arguments with copied tensors, since forward may write to them."""
     tensors, structure = flatten_inputs(*call)
     again: Call = structure.unflatten(
         [one.detach().clone() if isinstance(one, Tensor) else one for one in tensors]
@@ -419,9 +417,7 @@ def _copied(call: Call) -> Call:
 
 
 def _kind_of(values: dict[str, Any], layout: BatchLayout) -> Hashable:
-    """Return what tells kinds of batches apart: nothing of sizes, nor how many samples are in a
-    list.
-    """
+    """Return the key of a kind of batches, independent of sizes and list lengths."""
     tensors, structure = flatten_inputs((), values)
     return structure.paths if not layout.lists else tuple(values), frozenset(
         (one.dim(), one.dtype) if isinstance(one, Tensor) else type(one) for one in tensors

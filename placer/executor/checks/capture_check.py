@@ -1,8 +1,8 @@
-"""Whether a captured graph does what the model does: both run once on an example, forwards and, in
-training, backwards.
+"""Verification of a captured graph: one run each of graph and model, with gradients in training.
 
 example ──▶ the model, through hooks ──▶ results, gradients ──┐
-└──────▶ the graph's segments ──────▶ results, gradients ──┴▶ equal, or the model runs through hooks
+   └──────▶ the graph's segments ──────▶ results, gradients ──┴▶ equal; otherwise the model
+                                                                runs through hooks
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from placer.capture.pytrees import flatten
 from placer.executor.checks.tolerances import Closeness, shown
 from placer.executor.training.stages.weight_aliases import has_hooks
 
-# Of a graph whose batch size is open so many samples are enough.
+# Samples that suffice for a graph with a symbolic batch size.
 _SAMPLES = 2
 
 Run = Callable[[Call], tuple[Any, Any]]
-"""Runs a call; gives the result, and the arguments as forward left them."""
+"""Runs a call and returns the result, and the arguments after in-place changes."""
 
 
 def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, captured: Run) -> str:
-    """Return in which value a graph differs from its model; an empty string if it does not.
+    """Return the first difference between a graph and its model; empty if they agree.
 
     Args:
         module: the model.
         exported: the graph.
-        part: inputs that the graph holds for.
+        part: inputs that the graph covers.
         eager: runs the model.
         captured: runs the graph.
     """
-    # such operations compile, which no mode may watch
+    # higher-order operations compile their bodies, which dispatch modes must not watch
     if nested_ops.has_nested_graphs(exported.module):
         return ""
     state = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in (*state, *part.tensors) if isinstance(tensor, Tensor)):
-        return ""  # it is captured anew when it has values
+        return ""  # the model is captured again once it has values
     trained = [one for one in module.parameters() if one.requires_grad] if _trains(module) else []
     for some in (_few(exported, part), part):
         for gradients in (trained, []) if trained else ([],):
             try:
                 return _difference(module, some, gradients, eager, captured)
-            except torch.OutOfMemoryError:  # forwards alone may have room
+            except torch.OutOfMemoryError:  # inference may still fit
                 devices.release_cache()
             except Exception:
-                # whatever the model's own code raises, on few samples perhaps; a real run will tell
+                # the model's own code may raise anything, perhaps only for few samples; a real run
+                # will show it
                 break
     return ""
 
@@ -90,17 +91,20 @@ def _difference(
     for name, one, other in zip(names, gradients, other_gradients, strict=bool(trained)):
         if not closeness(other, one):
             norms = f"{float(other[0]):.6g} instead of {float(one[0]):.6g}"
-            return f"its graph gives another gradient than the model: that of {name!r} has a norm of {norms}"
+            return (
+                f"its graph gives another gradient than the model: that of {name!r} "
+                f"has a norm of {norms}"
+            )
     return ""
 
 
 def _trains(module: nn.Module) -> bool:
-    """Return whether gradients are compared: in training, and unless hooks of the user would run."""
+    """Return whether gradients are compared: in training, without gradient hooks of the user."""
     return module.training and not any(map(has_hooks, module.parameters()))
 
 
 def _few(exported: Exported, part: Part) -> Part:
-    """Return the first samples of inputs, if the graph holds for so few."""
+    """Return the first samples of the inputs, if the graph covers so few."""
     if not exported.batch_symbols:
         return part
     each = zip(part.tensors, part.dims, strict=True)
@@ -117,10 +121,11 @@ def _copied(part: Part) -> Call:
 
 
 def _gradients(leaves: Iterable[Any], trained: Sequence[Tensor]) -> list[Tensor]:
-    """Return norm and sum of each parameter's gradient, of a loss that weighs all results unlike."""
+    """Return norm and sum of each gradient of a loss with different weights for all results."""
     roots = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
     if not trained or not roots:
         return []
+    # equal weights would hide errors that cancel, such as permuted results
     weights = [_unlike(one) for one in roots]
     found = torch.autograd.grad(roots, trained, weights, allow_unused=True)
     nothing = torch.zeros(2, dtype=torch.float64)

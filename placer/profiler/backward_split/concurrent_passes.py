@@ -1,13 +1,13 @@
-"""The share of its time that a half by weight takes where stages record two side by side.
+"""The speedup of weight-gradient passes that run on two streams at once.
 
-    one lane     ▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮                 the same operations over and over,
-    the other      ▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮               on copies, half a time behind
+    one stream    ▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮                 the same operations repeatedly,
+    the other       ▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮▮               on copies, half a pass later
                      │←  round →│
 
-Kernels of the one compute while those of the other wait for memory, and their last blocks run
-together. A round is what a long row takes beyond a short one, so that it has neither the begin nor
-the end of a row in it. There are as many copies as the device's cache would need to forget one
-before it is used again.
+Kernels of one stream compute while kernels of the other wait for memory, and their last blocks
+overlap. The time of a round is the difference between a long and a short run, divided by the
+additional rounds; this removes the start and the end of a run. Enough copies exist that the
+device's cache has lost one before its next use.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from placer import devices
 from placer.capture.weight_grads.deferred import GradientQueue
 
 LANES = 2
-"""So many halves by weight run at a time; see
-``placer.capture.weight_grads.deferred.GradientQueue.branches``."""
+"""Streams of a weight-gradient pass; see ``placer.capture.weight_grads.deferred.Queue.branches``.
+"""
 
 SHORT, LONG = 1, 4
-"""The rounds of the two rows."""
+"""Rounds of the short and of the long run."""
 
-# Between two uses of a copy so many times the cache's size is used.
+# Bytes touched between two uses of a copy, in multiples of the cache's size.
 _CACHES = 3
 
 
 class _Copy(GradientQueue):
-    """What another queue has, copied; adds to copies of gradients."""
+    """A copy of another queue that accumulates into copies of the gradients."""
 
     def __init__(self, queue: GradientQueue) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class _Copy(GradientQueue):
 
     @property
     def nbytes(self) -> int:
-        """What all of it takes."""
+        """Return the bytes of all copied tensors."""
         tensors = [tensor for addition in self for tensor in (addition.x, addition.gradient)]
         return sum(tensor.nbytes for tensor in (*tensors, *self._gradients.values()))
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """The copy; None for a weight that has no gradient."""
+        """Return the copy of a weight's gradient; None if it has none."""
         return self._gradients.get(id(weight))
 
 
@@ -65,18 +65,18 @@ def measure_share(
     repeats: int,
     before: Callable[[], None],
 ) -> float:
-    """Time two lanes of what a backward pass left for later.
+    """Return the relative time of a weight-gradient pass on two streams.
 
     Args:
-        queue: what it left.
-        alone_ms: the time of adding it once.
+        queue: the weight gradients that a backward pass deferred.
+        alone_ms: the time to compute them once, in milliseconds.
         device: a CUDA device.
-        repeats: how often each row is timed.
-        before: runs before each row, and is not timed.
+        repeats: how often each run is timed.
+        before: runs untimed before each run.
 
     Returns:
-        The time of a round over that of its halves one after another, at most 1; that where there
-        is no memory for copies, or no recording.
+        The time of a round over the time of its passes one after another, between 1/2 and 1. It is
+        1 if there is no memory for copies or the passes cannot be recorded.
     """
     if not queue or alone_ms <= 0:
         return 1.0
@@ -103,7 +103,7 @@ def _copies(queue: GradientQueue, device: torch.device) -> Sequence[_Copy]:
 
 
 def _row(copies: Sequence[_Copy], rounds: int, device: torch.device, behind_ms: float) -> None:
-    """Run lanes of so many rounds, the other one behind the first."""
+    """Run both streams for the given number of rounds, the second one ``behind_ms`` later."""
 
     def lane(number: int) -> None:
         if number:

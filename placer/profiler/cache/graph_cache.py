@@ -1,7 +1,8 @@
-"""The layers of models that were captured before, found by what the models do, so that nothing is
-captured twice.
+"""A cache of captured graphs, found by a footprint of the model, to avoid repeated captures.
 
-model, inputs ──▶ footprint ──▶ in the cache?  layers without their functions  ──▶ all measured before?  no capture
+model, inputs ──▶ footprint ──▶ cached? ──▶ graph without layer functions
+                                              │
+                                 all layers measured before? ──▶ no capture is needed
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ _OF_GRAPH = (
 
 
 class KnownGraphs:
-    """The graphs of one model at several calls, as earlier runs captured them.
+    """The cached graphs of one model for several calls.
 
     Args:
-        cache: of earlier runs; None knows nothing.
+        cache: the cache; None finds nothing.
         model: in the mode that is profiled.
-        calls: positional and keyword arguments, of one batch size each.
-        granularity: how the layers are cut; a function cannot be told from another one, so nothing
-            is known then.
-        options: what was declared of the batch.
+        calls: positional and keyword arguments, one call per batch size.
+        granularity: how layers are formed. A function has no comparable identity, so nothing is
+            found then.
+        options: the declared batch layout.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class KnownGraphs:
         names_outputs = isinstance(options.outputs, dict) and bool(options.outputs)
         if (
             cache is None or callable(granularity) or names_outputs
-        ):  # the names of results are not in the cache
+        ):  # entries do not hold the names of results
             return
         prints = [footprint(model, *call) for call in calls]
-        if all(prints):  # all are cut as the first one is
+        if all(prints):  # all calls use the layers of the first
             whole = sorted(granularities.repeated_blocks(model)) if granularity == "blocks" else []
             facts = capture_facts() | {
                 "first": prints[0],
@@ -88,13 +89,13 @@ class KnownGraphs:
             self._keys = [key_of(footprint=footprint, **facts) for footprint in prints]
 
     def read(self) -> list[LayerGraph] | None:
-        """The graphs; their layers cannot be run. None where one of them is not known."""
+        """Return the graphs, whose layers cannot run; None unless all of them are cached."""
         graphs = [self._read(key) for key in self._keys]
         known = [graph for graph in graphs if graph is not None]
         return known if known and len(known) == len(graphs) else None
 
     def keep(self, graphs: Sequence[LayerGraph]) -> None:
-        """Write down what was captured, where it can be told when it is the same again."""
+        """Store captured graphs if their layers have reproducible signatures."""
         for key, graph in zip(self._keys, graphs, strict=False):
             if (
                 self._cache is not None
@@ -112,7 +113,7 @@ class KnownGraphs:
 
 
 def _content(graph: LayerGraph) -> dict[str, Any]:
-    """A graph as JSON can hold it."""
+    """Return a graph as JSON-serialisable data."""
     named = graph.state.items()
     return {
         "layers": [{name: getattr(layer, name) for name in _OF_LAYER} for layer in graph.layers],
@@ -130,7 +131,7 @@ def _content(graph: LayerGraph) -> dict[str, Any]:
 
 
 def _graph(content: dict[str, Any], model: nn.Module) -> LayerGraph:
-    """The graph, over the state of this model."""
+    """Return the graph that the data describe, over the state of this model."""
     constants = {
         name: torch.empty(shape, dtype=_dtype(dtype), device="meta")
         for name, (shape, dtype) in content["constants"].items()
@@ -148,14 +149,14 @@ def _graph(content: dict[str, Any], model: nn.Module) -> LayerGraph:
         values={value.name: value for value in values},
         state=state,
         constants=frozenset(constants),
-        # how a nest is made is not written
+        # the structure of a nested result is not stored
         result=flatten(torch.empty(0))[1] if content["bare"] else None,
         **_tuples({name: content[name] for name in _OF_GRAPH}),
     )
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows lists alone."""
+    """Convert JSON lists to tuples."""
     return {name: _tuple(value) for name, value in fields.items()}
 
 

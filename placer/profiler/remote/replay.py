@@ -1,10 +1,9 @@
-"""A graph that came as data, run on this machine: its layers are measured on random values.
+"""Measurement of a received graph on this machine, on random values.
 
     Graph ──▶ LayerGraph (state and inputs on meta; each layer interprets its operations) ──▶
     measure ──▶ Profile
 
-Nothing of what came is executed but operators of ``allowed``, on arguments that were checked one by
-one.
+Only operators of ``allowed_ops`` are executed, and every argument is validated.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ def replay(request: ProfileRequest) -> schema.Profile:
     """Measure the layers of a graph on this machine's devices.
 
     Args:
-        request: the graph, and how it is to be measured.
+        request: the graph and the measurement options.
 
     Returns:
         The profile, as ``profile`` makes it of the model itself, but on random values.
 
     Raises:
-        InputError: the graph has an operator that is not allowed, or fewer devices are here than
-            asked for.
-        ProfilingError: a layer failed or did not fit; the message names it.
+        InputError: if the graph has a forbidden operator, or requests more devices than exist.
+        ProfilingError: if a layer failed or did not fit; the message names it.
     """
     graph = rebuild(request.graph)
     found = resolve(request.devices)
@@ -81,10 +79,10 @@ def replay(request: ProfileRequest) -> schema.Profile:
 
 
 def rebuild(graph: Graph) -> LayerGraph:
-    """The layer graph that a Graph describes, its state and inputs on ``meta``.
+    """Return the layer graph that a Graph describes, with state and inputs on ``meta``.
 
     Raises:
-        InputError: an operator or an argument is not allowed; the message names the layer.
+        InputError: if an operator or argument is not allowed; the message names the layer.
     """
     state = {one.name: _state(one) for one in graph.state}
     return LayerGraph(
@@ -123,9 +121,7 @@ def _value(value: GraphValue) -> Value:
 
 
 def _meta(value: Value) -> Any:
-    """An input of the model: a tensor on ``meta``, which becomes a random one on the device; a
-    number is 1.
-    """
+    """Return a model input on ``meta``, later replaced by random values; a number is 1."""
     return 1 if value.dtype is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
@@ -145,14 +141,15 @@ def _layer(layer: GraphLayer) -> Layer:
         function=function,
         signature=layer.signature or layer.name,
         random=layer.random,
-        # what a stranger says of its layers is believed for its own profile alone
+        # A client could claim another model's signature: its measurements never enter the cache.
         signature_is_complete=False,
     )
 
 
 class _Program:
-    """The operations of one layer, each looked up and its arguments checked before any of them
-    runs.
+    """The validated operations of one layer.
+
+    All operators are looked up and all arguments are checked before any operation runs.
     """
 
     def __init__(self, layer: GraphLayer) -> None:
@@ -171,11 +168,11 @@ class _Program:
 
     @staticmethod
     def _callable(operation: Operation) -> Callable[..., Any] | None:
-        """What an operation calls; None for the border of a region."""
+        """Return the function that an operation calls; None at the border of a region."""
         if operation.op == ENTER:
             _region(operation)
             return None
-        # memory of the host that no limit counts
+        # pinned host memory, which no limit covers
         if operation.kwargs.get("pin_memory"):
             raise InputError(
                 f"operator {operation.op[:100]!r} would pin memory, which a graph from elsewhere "
@@ -184,8 +181,9 @@ class _Program:
         return None if operation.op == LEAVE else find(operation.op)
 
     def _last_uses(self) -> list[list[str]]:
-        """For each operation, the results that no later one needs: a tensor is freed as soon as the
-        model would.
+        """Return for each operation the results with no later use, to be freed after it.
+
+        Tensors are thus freed as early as in the model.
         """
         needed = set(self._layer.results)
         last: list[list[str]] = []
@@ -201,7 +199,7 @@ class _Program:
     def run(
         self, device: torch.device, state: Sequence[Tensor], reads: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Compute what the layer writes, see ``LayerFunction``."""
+        """Compute the layer's writes, see ``LayerFunction``."""
         known: dict[str, Any] = {f"s{index}": tensor for index, tensor in enumerate(state)}
         known |= {f"r{index}": read for index, read in enumerate(reads)}
         with Regions("device") as regions:
@@ -218,16 +216,17 @@ class _Program:
                     enter_region(regions, device, *_region(operation))
                 else:
                     leave_region(regions)
+                # free results after their last use, as the model would
                 for name in done:
                     known.pop(name, None)
         return tuple(known[name] for name in self._layer.results)
 
 
 def _region(operation: Operation) -> tuple[Any, ...]:
-    """The region that an operation opens.
+    """Return the region (grad mode or autocast) that an operation opens.
 
     Raises:
-        InputError: it is none.
+        InputError: if the arguments do not describe a region.
     """
     kind, *rest = operation.args or ("",)
     if kind == "grad" and len(rest) == 1 and isinstance(rest[0], bool):
@@ -263,7 +262,7 @@ def _gather_refs(argument: Any, found: set[str]) -> None:
 
 
 def _bound(argument: Any, known: dict[str, Any], device: torch.device) -> Any:
-    """An argument as the operator takes it."""
+    """Return an argument in the form that the operator takes."""
     if isinstance(argument, list | tuple):
         return [_bound(item, known, device) for item in argument]
     if not isinstance(argument, dict):

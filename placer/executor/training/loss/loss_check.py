@@ -1,12 +1,12 @@
-"""Whether the losses of micro-batches give the loss of the batch: seen once for each kind of batch.
+"""Verification that micro-batch losses give the batch's loss, once per kind of batch.
 
     results of micro-batches ──▶ joined ──▶ loss_fn(joined, whole target) ──┐
     losses of micro-batches  ──▶ joined ──────────────────────────────────┴▶ equal, or BatchError
 
-That takes no forward pass. It tells a sum from a mean, and sees samples that meet one another in
-the loss, and labels that are left out in unlike numbers. Losses can agree by chance, as those of a
-model that is not trained yet, whose labels are all equally likely. Therefore the gradients of the
-losses by the results are compared as well.
+No forward pass of the model is needed. The comparison distinguishes a sum from a mean, and detects
+interactions of samples within the loss and unequal numbers of ignored labels. Losses can agree by
+chance, for example in an untrained model whose labels are all equally likely. Therefore the
+gradients of the losses with respect to the results are compared, too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from placer.executor.training.training_batch import Batch
 from placer.utils.user_warnings import warn
 
 _KNOWN = 1000
-# Results are taken to be of this size at least, where gradients are asked whether they matter: some
-# begin at zero.
+# Minimum size assumed for results when judging whether gradients matter, because some start at
+# zero.
 _FLOOR = 1e-2
 
 
@@ -54,9 +54,7 @@ class LossChecks:
         self._late = LateCounts()
 
     def wants(self, batch: Batch) -> bool:
-        """Return whether a batch is to be compared: it is cut, and the first of its kind or of
-        unequal labels.
-        """
+        """Return whether to compare a batch: split, and new in kind or in unequal labels."""
         is_cut = self._loss_fn.options.verify and len(batch.sizes) > 1
         if not is_cut:
             return False
@@ -67,11 +65,11 @@ class LossChecks:
         return not all(one <= before for one, before in zip(now, known[1:], strict=True))
 
     def _is_due(self, batch: Batch, inputs: Uneven, target: Uneven) -> bool:
-        """Return whether labels on accelerators are to be read at once."""
+        """Return whether to read labels on accelerators at once."""
         if getattr(self._loss_fn.options.weigh, "may_give_none", False):
-            return False  # one of torch's own means, of which every batch has its own weights
+            return False  # torch's own mean losses determine their weights for every batch
         kind, goals, sizes, left_out = _kind(batch), batch.goals, batch.sizes, self._left_out
-        # Both are asked, as each copies its own labels to the host.
+        # no short-circuit: each call also starts to copy its labels
         is_due = self._late.is_due(
             (kind, "target"), goals.leaves, goals.layout, sizes, target, left_out
         )
@@ -101,12 +99,12 @@ class LossChecks:
 
         Args:
             batch: the batch.
-            loss: of its micro-batches, joined.
-            made: by micro-batch, the model's result and the further values of the loss.
-            labels: sees which labels the loss counts.
+            loss: the joined loss of its micro-batches.
+            made: for each micro-batch, the model's result and the further values of the loss.
+            labels: observes which labels the loss counts.
 
         Raises:
-            BatchError: the loss of the whole batch, or a further value, is another.
+            BatchError: if the loss of the whole batch, or a further value, differs.
         """
         found = compare_losses(
             self._loss_fn, batch.goals, batch.sizes, batch.joining, loss, made, labels
@@ -136,7 +134,7 @@ class _Comparison:
         joining: how results are joined.
         results: the model's result for each micro-batch.
         weights: of each micro-batch in a mean; ``sizes`` if None.
-        place: the device on which the loss runs.
+        place: the device of the loss.
         closeness: equality up to rounding.
     """
 
@@ -154,7 +152,7 @@ class _Comparison:
         return [_on(result, self.place) for result in self.results]
 
     def target(self) -> Any:
-        """Return the target, with its weights if it has some, on the device of the loss."""
+        """Return the target, with its weights if any, on the device of the loss."""
         return _on(self.goals.structure.unflatten(self.goals.leaves), self.place)
 
     def loss_of_batch(self, parts: Sequence[Any], target: Any) -> Tensor:
@@ -177,23 +175,22 @@ def compare_losses(
     made: Sequence[tuple[Any, dict[str, Any]]],
     labels: LabelWatch,
 ) -> Joining:
-    """Compare the loss of a batch with that of its micro-batches, without a further forward pass of
-    the model.
+    """Compare a batch's loss with its micro-batches' losses, without running the model.
 
     Args:
         loss_fn: the loss of a micro-batch.
         goals: the target of the batch.
         sizes: samples in each micro-batch.
         joining: how results are joined.
-        loss: of the micro-batches, joined.
-        made: by micro-batch, the model's result and the further values of the loss.
-        labels: sees which labels the loss counts.
+        loss: the joined loss of the micro-batches.
+        made: for each micro-batch, the model's result and the further values of the loss.
+        labels: observes which labels the loss counts.
 
     Returns:
         How further values are joined.
 
     Raises:
-        BatchError: the loss of the whole batch, or a further value, is another.
+        BatchError: if the loss of the whole batch, or a further value, differs.
     """
     target = goals.structure.unflatten(goals.leaves)
     if isinstance(target, Weighed):
@@ -201,15 +198,15 @@ def compare_losses(
     weights = loss_fn.means(goals, sizes)
     whole = join([result for result, _ in made], sizes, joining, weights)
     place = devices.location(loss)
-    # "cuda" in loss_fn means this device
+    # the current device, which a bare "cuda" in loss_fn refers to
     with host_rng.restored_generators(), devices.Lane(place, caller=True):
         outputs, goal = _on(whole, place), _on(target, place)
         try:
-            # a loss may differentiate by leaves of its own
+            # a loss may compute gradients of its own leaves
             with labels, torch.enable_grad():
                 expected, values = loss_fn.plain(outputs, goal)
         except Exception as error:
-            # whatever a user's function raises on results that have no graph
+            # a user's function may raise anything on results without a graph
             warn(
                 "the loss of micro-batches was not compared with that of the whole batch, of which "
                 f"it fails: {type(error).__name__}: {error}"
@@ -244,7 +241,7 @@ def compare_losses(
 
 
 def _is_random(batch: _Comparison) -> bool:
-    """Return whether the losses agree once they draw the same random numbers."""
+    """Return whether the losses agree when both draw the same random numbers."""
     draws, target, parts = RandomNumbers(), batch.target(), batch.parts()
     shares = batch.loss_fn.shares(batch.sizes)
     found: list[Tensor] = []
@@ -265,19 +262,19 @@ def _is_random(batch: _Comparison) -> bool:
                     found.append(batch.loss_fn(part, goal)[0] * share)
                 start += size
     except Exception:
-        # whatever a user's function raises: then the values that it gave before are compared
+        # a user's function may raise anything; then its earlier values are compared
         return False
     return batch.closeness(torch.stack(found).sum(), expected)
 
 
 def _compare_gradients(batch: _Comparison) -> None:
-    """Compare the gradients of the losses of batch and micro-batches by the model's results.
+    """Compare the gradients of both losses with respect to the model's results.
 
-    Nothing is compared where the gradients cannot be computed apart from the model, or for want of
-    memory.
+    Nothing is compared if the gradients cannot be computed separately from the model, or for lack
+    of memory.
 
     Raises:
-        BatchError: a gradient differs.
+        BatchError: if a gradient differs.
     """
     parts, tolerance = batch.parts(), batch.closeness.tolerance
     leaves = [_differentiable(part) for part in parts]
@@ -287,10 +284,10 @@ def _compare_gradients(batch: _Comparison) -> None:
     except InputError:
         raise
     except (RuntimeError, TypeError, ValueError):
-        # such as from a loss that differentiates by itself
+        # for example, a loss that computes gradients itself
         return
-    # A result that is the same for all micro-batches is taken from the first one, which then has
-    # its whole gradient.
+    # A result with rule "same" is taken from the first micro-batch, which then has the whole
+    # gradient; the others have none.
     left_out = _taken_from_the_first(leaves, expected)
     kept = [number for number in range(len(expected)) if number not in left_out]
     if not kept:
@@ -303,6 +300,7 @@ def _compare_gradients(batch: _Comparison) -> None:
     size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
     values = [results_of[number] for number in kept]
     reach = size * max(_norm(values), _FLOOR * math.sqrt(sum(value.numel() for value in values)))
+    # gradients that change the loss by less than its rounding do not matter
     matters = reach > tolerance * sum(batch.sizes) * abs(float(loss))
     if matters and _norm([one - other for one, other in pairs]) > tolerance * size:
         one, other = max(pairs, key=lambda pair: _norm([pair[0] - pair[1]]))
@@ -313,16 +311,16 @@ def _compare_gradients(batch: _Comparison) -> None:
 def _both_gradients(
     batch: _Comparison, parts: Sequence[Any], leaves: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
-    """Return the loss of the batch and the gradients of both losses by the results.
+    """Return the loss of the batch and the gradients of both losses.
 
     Args:
         batch: the batch.
         parts: the results, on the device of the loss.
-        leaves: of each result, the tensors by which to differentiate.
+        leaves: for each result, the tensors to differentiate with respect to.
 
     Returns:
-        The loss of the batch; the gradients of the batch's loss; and those of the losses of the
-        micro-batches.
+        The loss of the batch; the gradients of the batch's loss; and the gradients of the
+        micro-batches' losses.
     """
     target, total = batch.target(), sum(batch.sizes)
     whole = [_with_copies(part, some) for part, some in zip(parts, leaves, strict=True)]
@@ -344,7 +342,7 @@ def _both_gradients(
 
 
 def _differentiable(nest: Any) -> list[Tensor]:
-    """Return copies of the floating-point tensors of a nest, which take gradients."""
+    """Return copies of a nest's floating-point tensors that require gradients."""
     some = [leaf for leaf in flatten(nest)[0] if _takes_gradients(leaf)]
     return [leaf.detach().requires_grad_() for leaf in some]
 
@@ -354,9 +352,7 @@ def _takes_gradients(leaf: Any) -> bool:
 
 
 def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return a nest with copies of these tensors, to which a loss may write, in the places of its
-    own.
-    """
+    """Return a nest with copies of these tensors, which a loss may write to."""
     given = iter(leaves)
     old, structure = flatten(nest)
     return structure.unflatten(
@@ -365,21 +361,19 @@ def _with_copies(nest: Any, leaves: Sequence[Tensor]) -> Any:
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor], scale: float) -> list[Tensor | None]:
-    """Return gradients, multiplied by a number that keeps them above the smallest number of
-    float16.
-    """
+    """Return gradients times a scale that keeps them representable in float16."""
     if not loss.requires_grad or not leaves:
         return [None] * len(leaves)
     return list(torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True))
 
 
 def _filled(gradient: Tensor | None, result: Tensor) -> Tensor:
-    """Return the gradient by a result; zeros where there is none."""
+    """Return the gradient with respect to a result, or zeros."""
     return torch.zeros_like(result) if gradient is None else gradient.detach()
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """Return the norm of all elements together, without copies in another precision."""
+    """Return the norm of all elements, without copies in another precision."""
     wide = [
         torch.float64 if one.dtype in (torch.float64, torch.complex128) else torch.float32
         for one in tensors
@@ -394,7 +388,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 def _taken_from_the_first(
     leaves: Sequence[Sequence[Tensor]], expected: Sequence[Tensor | None]
 ) -> set[int]:
-    """Return the places of results that the loss reads for the first micro-batch alone."""
+    """Return the positions of results that the loss reads only for the first micro-batch."""
     count = len(leaves[0])
     if any(len(some) != count for some in leaves):
         return set()
@@ -414,12 +408,12 @@ _GENERAL_WAYS_OUT = (
 
 
 def _target_advice(batch: _Comparison, expected: Tensor, otherwise: str) -> str:
-    """Return the advice to declare another dimension of the target, if that one is right.
+    """Return advice to declare another dimension of the target, if it gives the batch's loss.
 
     Args:
         batch: the batch.
         expected: its loss.
-        otherwise: the advice if no other dimension is seen to give that loss.
+        otherwise: the advice if no other dimension works.
     """
     layout, options = batch.goals.layout, batch.loss_fn.options
     others = other_dims(batch.goals.leaves, layout)
@@ -435,11 +429,9 @@ def _target_advice(batch: _Comparison, expected: Tensor, otherwise: str) -> str:
 
 
 def _loss_along(batch: _Comparison, place: int, dim: int) -> Tensor | None:
-    """Return the loss if a tensor of the target is cut along another dimension; None on failure."""
+    """Return the loss with a target tensor split along another dimension; None on failure."""
     target, layout, sizes = batch.target(), batch.goals.layout, batch.sizes
-    if isinstance(
-        target, Weighed
-    ):  # the weights of samples were counted along the dimension that is in question
+    if isinstance(target, Weighed):  # sample weights were computed along the dimension in question
         return None
     other = replace(layout, dims=(*layout.dims[:place], dim, *layout.dims[place + 1 :]))
     goals = [goal[""] for goal in other.cut_values({"": target}, sizes)]
@@ -453,7 +445,7 @@ def _loss_along(batch: _Comparison, place: int, dim: int) -> Tensor | None:
                 batch.loss_fn(part, goal)[0]
                 for part, goal in zip(batch.parts(), goals, strict=True)
             ]
-    except Exception:  # whatever a user's function raises on a target that is cut in another way
+    except Exception:  # a user's function may raise anything on another split
         return None
     return torch.stack(
         [loss * share for loss, share in zip(each, batch.loss_fn.shares(sizes), strict=True)]
@@ -471,7 +463,7 @@ def _ways_out(loss_fn: Weighing, count: int, expected: Tensor, loss: Tensor) -> 
 
 
 def _kind(batch: Batch) -> Hashable:
-    """Return the kind of a batch: structure, types and dimensions, and nothing of sizes."""
+    """Return the kind of a batch: structure, dtypes and dimensions, without sizes."""
     leaves = [*batch.tensors, *batch.goals.leaves]
     kinds = frozenset(
         (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
@@ -482,10 +474,10 @@ def _kind(batch: Batch) -> Hashable:
 
 
 def _uneven(batch: Batch, left_out: Collection[int], waits: bool) -> tuple[Uneven, Uneven]:
-    """Return what micro-batches have unequal shares of, in the inputs and in the target."""
+    """Return the unequal shares of micro-batches, in the inputs and in the target."""
     goals = batch.goals
     inputs: Uneven = frozenset()
-    if batch.joining.reduces_floats:  # else labels among the inputs are in no mean
+    if batch.joining.reduces_floats:  # otherwise no result is a mean over labels among the inputs
         inputs = uneven(batch.tensors, batch.layout, batch.sizes, left_out, waits)
     return inputs, uneven(goals.leaves, goals.layout, batch.sizes, left_out, waits)
 
