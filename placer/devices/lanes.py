@@ -1,8 +1,8 @@
 """Queues of work on a device, and marks that order them; a CPU stand-in works synchronously.
 
-lane.wait(mark)            later work in this lane starts after the mark was reached
-with lane: ...             work issued inside goes into this lane
-mark = lane.mark()         represents all work issued to the lane so far
+    lane.wait(mark)            later work in this lane starts after the mark was reached
+    with lane: ...             work issued inside goes into this lane
+    mark = lane.mark()         represents all work issued to the lane so far
 
 A step with two devices and a courier between them:
 

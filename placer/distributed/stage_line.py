@@ -8,9 +8,8 @@ them:
 Stage ``i`` runs in process ``i % processes``. If the layers of a device cannot form one stage, the
 line visits the devices in several rounds. A device without layers in a round forwards values::
 
-    layers on    d0  d1  d0  d2        stages   d0  d1  -   d0  -   d2        d2 forwards in round
-    1,
-                                                └──round 1─┘└──round 2─┘      d1 in round 2
+    layers on    d0  d1  d0  d2        stages   d0  d1  -   d0  -   d2      d2 only forwards in
+                                                └──round 1─┘└──round 2─┘    round 1, d1 in round 2
 """
 
 from __future__ import annotations

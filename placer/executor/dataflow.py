@@ -1,9 +1,11 @@
 """DataFlow: an unmodified model whose layers run on the devices of a map or placement.
 
-flow = placer.DataFlow(model)
-flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
-y = flow(x)                        # as model(x), with equal outputs and gradients
-flow.undo()                        # restores the original state
+    flow = placer.DataFlow(model)
+    flow.update_flow(placement)        # or edit flow.layer_gpus, then flow.update_flow()
+    y = flow(x)                        # as model(x), with equal outputs and gradients
+    flow.undo()                        # restores the original state
+
+Calls and training steps are in the classes that it is built on.
 """
 
 from __future__ import annotations

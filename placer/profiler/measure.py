@@ -1,8 +1,9 @@
 """Measurement of a graph's layers, in order, on one device.
 
-layer 1: copy state ─ run ─ measure ─ free state
-layer 2:                                         copy state ─ run ─ measure ─ ...
-memory:  one layer's state, and the values that later layers still read
+    layer 1   copy state ─ run ─ measure ─ free state
+    layer 2                                           copy state ─ run ─ measure ─ ...
+
+The device holds one layer's state at a time, and the values that later layers still read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Merging of profiles of one model: from different devices, and from several hosts.
 
-node7: H200 x 8 ──▶ profile ─┐
-                             ├─▶ one profile: times by device type, all devices and links
-node9: A100 x 4 ──▶ profile ─┘
+    node7: H200 x 8 ──▶ profile ─┐
+                                 ├─▶ one profile: times by device type, all devices and links
+    node9: A100 x 4 ──▶ profile ─┘
+
+Sizes that differ count as the larger, times as the slower.
 """
 
 from __future__ import annotations

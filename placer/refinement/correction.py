@@ -1,8 +1,8 @@
 """Correction of a profile by the measured times of whole stages.
 
-placement ──▶ measure its stages ──▶ correct the profile ──▶ solve again ──▶ unchanged? done
-    ▲                                                              │
-    └────────────────────────── a new placement ◀──────────────────┘
+    placement ──▶ measure its stages ──▶ correct the profile ──▶ solve again ──▶ unchanged? done
+        ▲                                                             │
+        └───────────────────────── a new placement ◀──────────────────┘
 
 A stage's time is distributed over its layers in proportion to the original profile, because
 consecutive layers take more or less time together than separately. The loss belongs to no layer.

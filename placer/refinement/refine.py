@@ -1,6 +1,8 @@
 """Refinement of a placement by running its stages as the executor does.
 
-profile ─▶ solve ─▶ placement ─▶ stages on their devices ─▶ times ─▶ corrected profile ─▶ solve ...
+    profile ─▶ solve ─▶ placement ─▶ times of its stages ─▶ corrected profile ─▶ solve ...
+
+``correction`` holds the loop, ``stage_times`` the measurement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Verification of a captured graph: one run each of graph and model, with gradients in training.
 
-example ──▶ the model, through hooks ──▶ results, gradients ──┐
-   └──────▶ the graph's segments ──────▶ results, gradients ──┴▶ equal; otherwise the model
-                                                                runs through hooks
+    example ──▶ the model, through hooks ──▶ results, gradients ──┐
+       └──────▶ the graph's segments ──────▶ results, gradients ──┴▶ equal?
+
+A model whose graph differs runs through hooks.
 """
 
 from __future__ import annotations

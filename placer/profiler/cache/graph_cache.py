@@ -1,8 +1,10 @@
 """A cache of captured graphs, found by a footprint of the model, to avoid repeated captures.
 
-model, inputs ──▶ footprint ──▶ cached? ──▶ graph without layer functions
-                                              │
-                                 all layers measured before? ──▶ no capture is needed
+    model, inputs ──▶ footprint ──▶ cached? ──▶ graph without layer functions
+                                                  │
+                                     all layers measured before? ──▶ no capture is needed
+
+Layers that must be measured need their functions, and so a capture.
 """
 
 from __future__ import annotations
