@@ -5,7 +5,7 @@
     y = flow(x)                        # as model(x), with equal outputs and gradients
     flow.undo()                        # restores the original state
 
-Calls and training steps are in the classes that it is built on.
+The module's source is never rewritten, and its parameters stay the same objects.
 """
 
 from __future__ import annotations

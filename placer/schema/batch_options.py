@@ -55,10 +55,8 @@ class BatchOptions(Wire):
 
         BatchOptions(inputs=1)                                        # (length, batch, features)
         BatchOptions(inputs={"images": "items"}, target="items")      # lists of images and targets
-        BatchOptions(inputs={"table": None}, outputs={"hidden": 1})   # not split; joined along dim
-        1
-        BatchOptions(reduction="sum")                                 # the loss is a sum over
-        samples
+        BatchOptions(inputs={"table": None}, outputs={"hidden": 1})   # not split; joined along 1
+        BatchOptions(reduction="sum")                                 # a loss that is a sum
 
     Attributes:
         inputs: the batch dimension, 0 by default; ``"items"`` for a list with one item per sample;
