@@ -117,7 +117,11 @@ class _Tags:
         except (IndexError, NotImplementedError, RuntimeError, ValueError):
             # no storage: functional, fake or empty tensors
             return _HOST
-        return known[1] if known is not None and not known[0].expired() else _HOST  # type: ignore[no-untyped-call]
+        return (
+            known[1]
+            if known is not None and not known[0].expired()  # type: ignore[no-untyped-call]
+            else _HOST
+        )
 
     def put(self, tensor: Tensor, index: int) -> None:
         try:
@@ -125,11 +129,18 @@ class _Tags:
         except (NotImplementedError, RuntimeError):
             return
         for storage in storages:
-            self._of[storage._cdata] = (StorageWeakRef(storage), index)  # type: ignore[no-untyped-call]
+            self._of[storage._cdata] = (
+                StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+                index,
+            )
         # storages die without notice, so purge their entries now and then
         self._writes += 1
         if self._writes % _PURGE_EVERY == 0:
-            self._of = {key: entry for key, entry in self._of.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
+            self._of = {
+                key: entry
+                for key, entry in self._of.items()
+                if not entry[0].expired()  # type: ignore[no-untyped-call]
+            }
 
     def land(self, tensor: Tensor, device: torch.device) -> None:
         """Record that the tensor was copied to the device."""
@@ -167,7 +178,9 @@ class _Tags:
 
         Torch disables this mode while ``Tensor.backward`` runs.
         """
-        is_here = self.answers in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        is_here = (
+            self.answers in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        )
         return nullcontext() if is_here else self.answers
 
 

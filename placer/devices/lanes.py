@@ -337,4 +337,6 @@ def start_reading(tensor: Tensor) -> tuple[Tensor, Mark]:
 
 def has_passed(mark: Mark) -> bool:
     """Return whether a device has reached a mark, without waiting."""
-    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())  # type: ignore[no-untyped-call]
+    return not isinstance(mark, torch.cuda.Event) or bool(
+        mark.query()  # type: ignore[no-untyped-call]
+    )

@@ -335,7 +335,9 @@ def _not_recordable(error: BaseException) -> BaseException:
 
 def recording() -> bool:
     """Return whether the current stream is being recorded."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    )
 
 
 def side_by_side(works: Sequence[Callable[[], None]], device: torch.device) -> None:

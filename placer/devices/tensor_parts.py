@@ -60,7 +60,9 @@ def dispatches(kind: type) -> bool:
     A mode that watches operations leaves such an operation to the class, and sees the operations
     that it is decomposed into.
     """
-    return not is_torchs(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return (
+        not is_torchs(kind) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    )
 
 
 def has_own_memory(tensor: Tensor) -> bool:

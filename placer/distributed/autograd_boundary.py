@@ -101,7 +101,11 @@ def leave(token: Tensor, values: Sequence[Tensor], marks: Sequence[int] = ()) ->
         marks: the positions of the values that the marks, the last value, describe; empty without
             marks.
     """
-    return list(_Exit.apply(tuple(marks), token, *values)) if values else []  # type: ignore[no-untyped-call]
+    return (
+        list(_Exit.apply(tuple(marks), token, *values))  # type: ignore[no-untyped-call]
+        if values
+        else []
+    )
 
 
 __all__ = ["enter", "leave"]

@@ -455,7 +455,10 @@ class Pipeline:
                     for item in parameters
                     if item.requires_grad and item.grad is None
                 }
-        watches = [item.register_hook(partial(note, key)) for key, item in made.items()]  # type: ignore[no-untyped-call]
+        watches = [
+            item.register_hook(partial(note, key))  # type: ignore[no-untyped-call]
+            for key, item in made.items()
+        ]
         # zeros, because a weight-gradient pass accumulates in place
         for item in made.values():
             item.grad = torch.zeros_like(item)

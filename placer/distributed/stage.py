@@ -139,7 +139,10 @@ class StageModule(nn.Module):
         changed = read_back(graph.layers)
         # one attribute only, because a child module of the model may have any name
         self._plan = Plan(
-            works=tuple(Work(*parts) for parts in zip(layers, state, forget, strict=True)),  # type: ignore[arg-type]
+            works=tuple(
+                Work(*parts)  # type: ignore[arg-type]
+                for parts in zip(layers, state, forget, strict=True)
+            ),
             arrives=tuple(
                 Parcel.of(graph.values[name], flows.through(name)) for name in stage.arrives
             ),
@@ -288,7 +291,11 @@ def _run(work: Work, values: dict[str, Any], plan: Plan, kept: dict[str, Any]) -
     layer = work.layer
     state = [table[key] for table, key in work.state]
     with devices.current(plan.device):
-        made = layer.function(plan.device, state, [values[name] for name in layer.reads])  # type: ignore[arg-type]
+        made = layer.function(
+            plan.device,
+            state,  # type: ignore[arg-type]
+            [values[name] for name in layer.reads],
+        )
     values.update(zip(layer.writes, made, strict=True))
     if plan.copied:
         leaving = {parcel.value.name for parcel in plan.leaves}

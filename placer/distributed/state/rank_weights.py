@@ -290,7 +290,12 @@ class Weights:
             parameter.grad.add_(gradient)
 
     def _operation(self, kind: object, tensor: Tensor, position: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, self._ranks[position], self._group)  # type: ignore[arg-type]
+        return dist.P2POp(
+            kind,  # type: ignore[arg-type]
+            tensor,
+            self._ranks[position],
+            self._group,
+        )
 
 
 def _settle(tensor: Tensor, device: torch.device) -> Tensor:

@@ -109,7 +109,11 @@ class Weighing:
             self._buffers[place] = {
                 name: devices.copy(buffer, place) for name, buffer in buffers.items()
             }
-        made = torch.func.functional_call(loss_fn, self._buffers[place], (output, target))  # type: ignore[arg-type]
+        made = torch.func.functional_call(
+            loss_fn,  # type: ignore[arg-type]
+            self._buffers[place],
+            (output, target),
+        )
         return loss_and_values(made)
 
     def weigh_by(self, weigh: Weigh) -> None:

@@ -36,7 +36,9 @@ class Accumulation:
         self.is_open = False
         for weight in self._weights.values():
             # weakly: the hooks live as long as the weights, which outlive this object
-            weight.register_post_accumulate_grad_hook(weakly(self._take))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                weakly(self._take)
+            )
 
     def __enter__(self) -> None:
         # without an existing gradient, autograd hands over the new one instead of adding it
