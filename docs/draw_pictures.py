@@ -1,7 +1,10 @@
 """Draw the pictures of README and of the documentation: ``make pictures``.
 
-    docs/pictures/placement.svg     the placement of a measured model and the timeline of its training step
-    docs/pictures/schedules.svg     the schedules over three equal stages
+    docs/pictures/placement.svg      the placement of a measured model and its training step
+    docs/pictures/schedules.svg      one step under each schedule
+    docs/pictures/zero_bubble.svg    zero-bubble steps with more and more micro-batches in flight
+    docs/pictures/steps.svg          two steps that follow one another
+    docs/pictures/architecture.svg   the packages of the project and what passes between them
 
 The model's profile lies next to the pictures. It was measured on a CPU by
 
@@ -19,16 +22,16 @@ from typing import NamedTuple
 
 from placer import schedule, solve
 from placer.report.charts import WIDTH, drawing, legend
-from placer.schema import PlacementRequest, Profile, Schedule
+from placer.schema import PlacementRequest, Profile
 from placer.utils.units import ms_text
 from placer_server.workers.timeline import timeline
 
 FOLDER = Path(__file__).parent / "pictures"
 NAMES_WIDTH = 90
-"""Room for the devices' names, in the units of the drawing."""
+"""Width of the devices' names, in the units of the drawing."""
 LANE_HEIGHT, LANE_STEP = 24, 30
 DIGITS_WIDTH = 14
-"""A pass narrower than this shows no number."""
+"""A narrower pass shows no number."""
 PHASES = {
     "forward": ("forward", 4),
     "backward": ("backward", 1),
@@ -36,7 +39,12 @@ PHASES = {
 }
 """By phase, its name in the legend and its colour in the report's palette."""
 OPTIMIZER = ("optimizer", 7)
-SCHEDULES: Sequence[Schedule] = ("fill-drain", "1f1b", "zero-bubble")
+STAGES, CHUNKS = 3, 6
+"""Stages and micro-batches of the drawn schedules. Megatron's interleaved order needs a multiple of
+the number of devices as the number of micro-batches."""
+FORWARD_MS, BACKWARD_MS = 10.0, 20.0
+"""Times of a drawn pass: a backward pass computes two gradients where a forward pass computes one
+product."""
 
 
 class Box(NamedTuple):
@@ -64,6 +72,9 @@ def main() -> int:
     profile = Profile.model_validate_json((FOLDER / "resnet50_profile.json").read_text())
     (FOLDER / "placement.svg").write_text(placement_picture(profile))
     (FOLDER / "schedules.svg").write_text(schedules_picture())
+    (FOLDER / "zero_bubble.svg").write_text(zero_bubble_picture())
+    (FOLDER / "steps.svg").write_text(steps_picture())
+    (FOLDER / "architecture.svg").write_text(architecture_picture())
     return 0
 
 
@@ -100,7 +111,8 @@ def placement_picture(profile: Profile) -> str:
     assert shown.single_device_ms is not None
     title = (
         f"ResNet-50 on {len(shown.devices)} devices, {shown.schedule} schedule:"
-        f" {ms_text(shown.step_ms)} predicted for a step; {ms_text(shown.single_device_ms)} on one device"
+        f" {ms_text(shown.step_ms)} predicted for a step;"
+        f" {ms_text(shown.single_device_ms)} on one device"
     )
     names = {device: layers_text(placement.layer_devices, device) for device in _lanes(boxes)}
     return picture("The timeline of a training step", [(title, boxes, names)])
@@ -112,30 +124,71 @@ def layers_text(layer_devices: dict[str, str], device: str) -> str:
     return own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}"
 
 
-def schedules_picture(stages: int = 3, chunks: int = 5) -> str:
-    """Draw one step of equal stages under each schedule.
-
-    Args:
-        stages: The number of stages, each on a device of its own.
-        chunks: The number of micro-batches.
-    """
-    pipeline = schedule.Pipeline.chain([10.0] * stages, [20.0] * stages)
-    drawn = []
-    for name in SCHEDULES:
-        played = schedule.simulate(pipeline, schedule.plan(name, pipeline.places, chunks))
-        boxes = [
-            Box(
-                f"device {task.device}",
-                *PHASES[task.phase],
-                str(task.micro_batch + 1),
-                task.start_ms,
-                task.end_ms,
-            )
-            for task in played.tasks
-        ]
-        idle = 1 - sum(played.busy_ms.values()) / (stages * played.step_ms)
-        drawn.append((f"{name}: devices are idle for {idle:.0%} of the step", boxes, {}))
+def schedules_picture() -> str:
+    """Draw one step under each schedule, of equal stages and equal work for each device."""
+    chain = _chain()
+    rounds = _chain(rounds=2)
+    drawn = [
+        _step(name, chain, schedule.plan(name, chain.places, CHUNKS))
+        for name in ("fill-drain", "1f1b", "zero-bubble")
+    ]
+    drawn.append(_step("interleaved", rounds, schedule.plan("interleaved", rounds.places, CHUNKS)))
     return picture("The schedules of a training step", drawn)
+
+
+def zero_bubble_picture() -> str:
+    """Draw zero-bubble steps, each with more micro-batches in flight than the one before."""
+    chain = _chain()
+    rooms = {
+        "as many as under 1f1b": [STAGES - stage for stage in range(STAGES)],
+        f"{STAGES} at every stage (ZB-H1)": [STAGES] * STAGES,
+        f"{2 * STAGES} at every stage (ZB-H2)": [2 * STAGES] * STAGES,
+    }
+    drawn = [
+        _step(name, chain, schedule.plan("zero-bubble", chain.places, CHUNKS, room=room))
+        for name, room in rooms.items()
+    ]
+    return picture("Micro-batches in flight under zero-bubble", drawn)
+
+
+def steps_picture() -> str:
+    """Draw two steps that follow one another: one drains while the next one fills."""
+    chain = _chain()
+    played = schedule.simulate(chain, schedule.plan("zero-bubble", chain.places, CHUNKS), steps=2)
+    title = f"two zero-bubble steps: micro-batches 1 to {CHUNKS}, then {CHUNKS + 1} to {2 * CHUNKS}"
+    return picture("Two steps that overlap", [(title, _boxes(played.tasks), {})])
+
+
+def _chain(rounds: int = 1) -> schedule.Pipeline:
+    """Return equal stages in a row that go round the devices so many times."""
+    count = STAGES * rounds
+    return schedule.Pipeline.chain(
+        [FORWARD_MS / rounds] * count,
+        [BACKWARD_MS / rounds] * count,
+        places=list(range(STAGES)) * rounds,
+    )
+
+
+def _step(
+    name: str, pipeline: schedule.Pipeline, plan: schedule.Plan
+) -> tuple[str, list[Box], dict[str, str]]:
+    """Return a simulated step as ``picture`` takes it."""
+    played = schedule.simulate(pipeline, plan)
+    return f"{name}: devices are idle for {played.bubble:.0%} of the step", _boxes(played.tasks), {}
+
+
+def _boxes(tasks: Sequence[schedule.TimelineTask]) -> list[Box]:
+    # A device's second stage has a mark behind the number of the micro-batch.
+    return [
+        Box(
+            f"device {task.device}",
+            *PHASES[task.phase],
+            str(task.micro_batch + 1) + "\N{PRIME}" * (task.stage // STAGES),
+            task.start_ms,
+            task.end_ms,
+        )
+        for task in tasks
+    ]
 
 
 def picture(name: str, timelines: Sequence[tuple[str, Sequence[Box], dict[str, str]]]) -> str:
@@ -169,6 +222,68 @@ def picture(name: str, timelines: Sequence[tuple[str, Sequence[Box], dict[str, s
     return drawing(name, back + "".join(shapes) + names, height, style=True) + "\n"
 
 
+class Package(NamedTuple):
+    """A box of the architecture's picture.
+
+    Attributes:
+        path: The folder or file, relative to the root of the repository.
+        text: What it does.
+        x: The left edge, in columns of the picture.
+        y: The upper edge, in rows of the picture.
+        columns: The width, in columns.
+    """
+
+    path: str
+    text: str
+    x: int
+    y: int
+    columns: int = 1
+
+
+PACKAGES = (
+    Package("client", "placer.suggest; clients of the service", 0, 0, 2),
+    Package("placer/cli", "commands", 2, 0),
+    Package("server", "REST, jobs, store, web page", 3, 0),
+    Package("placer/refinement", "measures stages, solves again", 0, 1, 2),
+    Package("placer/distributed", "runs a process for each device", 2, 1, 2),
+    Package("placer/profiler", "measures layers and links", 0, 2),
+    Package("placer/solver", "finds and proves a placement", 1, 2),
+    Package("placer/executor", "runs the model as placed", 2, 2, 2),
+    Package("placer/report", "tables, timelines, pages", 0, 3, 2),
+    Package("placer/capture", "from nn.Module to layer graph", 2, 3, 2),
+    Package("placer/schema", "requests, profiles, placements", 0, 4, 2),
+    Package("placer/schedule", "orders of passes as data", 2, 4),
+    Package("placer/devices", "CUDA devices and stand-ins", 3, 4),
+)
+"""A package imports only packages in rows below its own, and others of the last row."""
+CAPTIONS = (
+    "entry points",
+    "what joins the parts",
+    "the parts, which never import one another",
+    "what the parts use",
+    "shared by all",
+)
+COLUMN, ROW, BOX_HEIGHT = 238, 74, 50
+"""Units of the drawing."""
+
+
+def architecture_picture() -> str:
+    """Draw the packages in rows, each above what it imports."""
+    shapes = [_text(8, row * ROW + 14, caption, "faint") for row, caption in enumerate(CAPTIONS)]
+    for package in PACKAGES:
+        x, y = 4 + package.x * COLUMN, package.y * ROW + 18
+        width = package.columns * COLUMN - 10
+        shapes.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{BOX_HEIGHT}" rx="4" fill="#eef3f8"'
+            f' stroke="#0072b2"/>'
+        )
+        shapes.append(_text(x + 8, y + 20, package.path + "/"))
+        shapes.append(_text(x + 8, y + 39, package.text, "faint"))
+    height = len(CAPTIONS) * ROW + 8
+    back = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
+    return drawing("The packages of Placer", back + "".join(shapes), height, style=True) + "\n"
+
+
 def _lanes(boxes: Sequence[Box]) -> list[str]:
     return list(dict.fromkeys(box.lane for box in sorted(boxes, key=lambda box: box.start_ms)))
 
@@ -177,7 +292,8 @@ def _box(box: Box, top: float, scale: float) -> str:
     x, width = NAMES_WIDTH + box.start_ms * scale, (box.end_ms - box.start_ms) * scale
     words = f"{box.lane}: {box.name} {box.label} {ms_text(box.end_ms - box.start_ms)}"
     shape = (
-        f'<rect class="c{box.color}" x="{x:.1f}" y="{top}" width="{width:.1f}" height="{LANE_HEIGHT}" stroke="#fff">'
+        f'<rect class="c{box.color}" x="{x:.1f}" y="{top}" width="{width:.1f}"'
+        f' height="{LANE_HEIGHT}" stroke="#fff">'
         f"<title>{escape(words)}</title></rect>"
     )
     if width < DIGITS_WIDTH or not box.label:
