@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from placer.schema import Profile
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 @pytest.fixture
@@ -20,10 +22,34 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("draw_pictures")
 
 
-def test_the_picture_of_the_schedules_is_the_present_one(pictures: Any) -> None:
-    assert (DOCS / "pictures" / "schedules.svg").read_text() == pictures.schedules_picture(), (
-        "run: make pictures"
-    )
+@pytest.mark.parametrize("name", ["schedules", "zero_bubble", "steps", "architecture"])
+def test_a_picture_is_the_present_one(pictures: Any, name: str) -> None:
+    drawn = getattr(pictures, f"{name}_picture")()
+    assert (DOCS / "pictures" / f"{name}.svg").read_text() == drawn, "run: make pictures"
+
+
+def packages_imported_by(folder: Path) -> set[str]:
+    """Return the packages of the project that the files in a folder import, as paths."""
+    text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    found = set(re.findall(r"^ *from placer(?:\.| import )(\w+)", text, re.MULTILINE))
+    return {f"placer/{name}" for name in found}
+
+
+def test_the_architecture_has_every_package_once(pictures: Any) -> None:
+    drawn = [package.path for package in pictures.PACKAGES]
+    small = {"placer/utils", "placer/zoo"}  # helpers without an interface, and example models
+    folders = {f"placer/{path.parent.name}" for path in (ROOT / "placer").glob("*/__init__.py")}
+    assert sorted(drawn) == sorted((folders - small) | {"client", "server"})
+
+
+def test_a_package_of_the_architecture_imports_only_packages_below_it(pictures: Any) -> None:
+    row_of = {package.path: package.y for package in pictures.PACKAGES}
+    last = max(row_of.values())
+    for path, row in row_of.items():
+        imported = packages_imported_by(ROOT / path) & set(row_of) - {path}
+        above = {other for other in imported if row_of[other] <= min(row, last - 1)}
+        # The record of storages, in the devices, follows operations that hold a graph of their own.
+        assert above <= ({"placer/capture"} if path == "placer/devices" else set()), path
 
 
 def test_the_picture_of_the_placement_has_every_pass_of_the_step(pictures: Any) -> None:
