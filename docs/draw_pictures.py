@@ -160,7 +160,7 @@ def steps_picture() -> str:
 
 
 def _chain(rounds: int = 1) -> schedule.Pipeline:
-    """Return equal stages in a row that go round the devices so many times."""
+    """Return a chain of equal stages that visits each device once per round."""
     count = STAGES * rounds
     return schedule.Pipeline.chain(
         [FORWARD_MS / rounds] * count,

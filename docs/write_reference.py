@@ -64,8 +64,8 @@ def endpoints() -> str:
 def _endpoint(title: str, operation: Mapping[str, Any]) -> Iterator[str]:
     yield f"### `{title}`"
     yield ""
-    # OpenAPI descriptions are CommonMark, but those of functions keep the double backticks of
-    # docstrings.
+    # OpenAPI descriptions are CommonMark, but descriptions from docstrings
+    # keep double backticks.
     yield operation.get("description", "").replace("``", "`")
     if parameters := operation.get("parameters", []):
         yield ""
