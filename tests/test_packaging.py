@@ -149,9 +149,11 @@ def declared(*extras: str) -> set[str]:
     return found
 
 
-NOT_REQUIREMENTS = {"torchvision"}
-"""Installed by the Makefile without its dependencies, because its own requirement of torch is
-exact."""
+NOT_REQUIREMENTS = {"torchvision", "mlflow"}
+"""The Makefile installs torchvision without dependencies, because it requires one exact torch.
+
+An example imports mlflow only under ``--mlflow``, and then asks for the package if it is missing.
+"""
 
 
 @pytest.mark.parametrize(
