@@ -24,7 +24,7 @@ from placer import schedule, solve
 from placer.report.charts import WIDTH, drawing, legend
 from placer.schema import PlacementRequest, Profile
 from placer.utils.units import ms_text
-from placer_server.workers.timeline import timeline
+from placer_server.judge.timeline import timeline
 
 FOLDER = Path(__file__).parent / "pictures"
 NAMES_WIDTH = 90

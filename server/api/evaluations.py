@@ -8,15 +8,15 @@ from fastapi import APIRouter, Query, Request, Response
 
 from placer.schema import Comparison, Evaluation
 
-from ..problem import Problem
-from ..web.replies import json_reply
-from ..workers.evaluation import (
+from ..judge.evaluation import (
     MAX_MAPS,
     EvaluationInput,
     StoredPlacement,
     compare_task,
     evaluate_task,
 )
+from ..problem import Problem
+from ..web.replies import json_reply
 from .service import Service, Serving, client_name, refuse_unfinished, valid_id
 
 router = APIRouter()

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from placer.schema import Timeline
 
+from ..judge.evaluation import EvaluationInput
+from ..judge.timeline import report_task, timeline_task, trace_task
 from ..problem import Problem
 from ..web.replies import json_reply
-from ..workers.evaluation import EvaluationInput
-from ..workers.timeline import report_task, timeline_task, trace_task
 from ..workers.worker import Task
 from .evaluations import load_stored
 from .service import Service, Serving, client_name

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 
+from ..judge.evaluation import EvaluationInput
 from ..problem import Problem
 from ..quota import Quota
 from ..settings import Settings
-from ..workers.evaluation import EvaluationInput
 from ..workers.worker import Crashed, Killed, Refused, Task, Worker
 
 AT_ONCE = 2

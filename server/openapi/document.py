@@ -10,8 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from placer.schema import Batch, PlacementRequest
 from placer.schema.graph import ProfileRequest
 
+from ..judge.evaluation import CompareBody, EvaluateBody
 from ..problem import MEDIA_TYPE
-from ..workers.evaluation import CompareBody, EvaluateBody
 from .examples import batches, clusters, comparisons, evaluations, graphs, requests
 
 REF = "#/components/schemas/{model}"

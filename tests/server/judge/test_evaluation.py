@@ -8,8 +8,8 @@ import pytest
 from placer.schema import PlacementRequest
 from placer.solver.check import check
 from placer.solver.solve import solve
+from placer_server.judge.evaluation import compare, evaluate
 from placer_server.openapi import examples
-from placer_server.workers.evaluation import compare, evaluate
 
 EVALUATE = "/v1/placements:evaluate"
 COMPARE = "/v1/placements:compare"

@@ -21,9 +21,9 @@ from placer.schema import (
     TimelinePass,
 )
 
+from ..workers.solving import read_request
+from ..workers.worker import Report
 from .evaluation import EvaluationInput
-from .solving import read_request
-from .worker import Report
 
 if TYPE_CHECKING:
     from placer import schedule

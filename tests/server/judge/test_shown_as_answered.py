@@ -25,8 +25,8 @@ from placer.report.pictures import placed_chart
 from placer.schema import Cluster, Constraints, Device, Link, Placement, PlacementRequest, Profile
 from placer.solver.referee import recompute, step
 from placer.solver.solve import solve
-from placer_server.workers.evaluation import compare
-from placer_server.workers.timeline import profile_of, timeline, trace
+from placer_server.judge.evaluation import compare
+from placer_server.judge.timeline import profile_of, timeline, trace
 
 MODELS = Path("benchmarks/workloads/models")
 

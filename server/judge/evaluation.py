@@ -26,8 +26,8 @@ from placer.schema.base import read_json
 from placer.utils.units import count_text
 
 from ..problem import Problem, clip, invalid_body
-from .solving import read_request
-from .worker import Report
+from ..workers.solving import read_request
+from ..workers.worker import Report
 
 MAX_MAPS = 8
 

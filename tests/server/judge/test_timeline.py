@@ -10,8 +10,8 @@ import pytest
 
 from placer.schema import Placement, PlacementRequest, Timeline
 from placer_server.app import default_solver
+from placer_server.judge.timeline import MAX_PASSES, timeline
 from placer_server.openapi import examples
-from placer_server.workers.timeline import MAX_PASSES, timeline
 
 WAYS = ("forward_ms", "backward_ms")
 HALVES = {"embed": "cuda:0", "block.0": "cuda:0", "block.1": "cuda:1", "head": "cuda:1"}

@@ -1,0 +1,1 @@
+"""Judgement of placements: evaluation of given maps, and the timeline of one."""
