@@ -310,5 +310,5 @@ def test_a_dict_that_is_itself_the_argument_is_told_how_to_be_given(way: str) ->
             flow.stream([batch])
         )
     told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "where the model takes a dict itself, give it as (inputs,)" in told
+    assert "if the model takes a dict itself, give it as (inputs,)" in told
     assert flow.train_step(nn.MSELoss())((batch,), target) > 0

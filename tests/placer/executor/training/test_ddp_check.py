@@ -74,7 +74,7 @@ def test_a_step_of_what_it_wraps_is_refused_with_the_way_out(
     flow, _kept = wrap()
     for _ in range(2):
         with pytest.raises(
-            InputError, match=r"stay unreduced.*loss_fn\(ddp\(inputs\), target\).backward\(\)"
+            InputError, match=r"its own gradients.*loss_fn\(ddp\(inputs\), target\).backward\(\)"
         ):
             flow.train_step(_loss)
 
