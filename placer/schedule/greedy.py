@@ -35,7 +35,7 @@ fixed orders.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from placer.schedule.passes import Lane, Pass, Phase, Transfer
@@ -92,6 +92,39 @@ def _ticks(time_ms: float) -> int:
     return round(time_ms * TICKS_PER_MS)
 
 
+def _lists_by_phase(count: int) -> dict[Phase, list[list[int]]]:
+    """Return by phase an empty list for each of ``count`` stages."""
+    return {phase: [[] for _ in range(count)] for phase in PHASES}
+
+
+def _stages_by_device(places: Sequence[int]) -> dict[int, list[int]]:
+    """Return for each device its stages, the last first."""
+    stages: dict[int, list[int]] = {}
+    for stage in reversed(range(len(places))):
+        stages.setdefault(places[stage], []).append(stage)
+    return stages
+
+
+def _neighbours(
+    devices: Iterable[Sequence[int]], count: int
+) -> tuple[dict[Phase, list[int | None]], dict[Phase, list[int | None]]]:
+    """Return by phase and stage the previous and the next stage of the same device.
+
+    They process a micro-batch in this order, since one may read what the other made or received.
+
+    Args:
+        devices: for each device, its stages, the last first.
+        count: the number of stages.
+    """
+    needs: dict[Phase, list[int | None]] = {phase: [None] * count for phase in PHASES}
+    behind: dict[Phase, list[int | None]] = {phase: [None] * count for phase in PHASES}
+    for stages in devices:
+        for later, earlier in pairwise(stages):
+            needs["forward"][later], needs["backward"][earlier] = earlier, later
+            behind["forward"][earlier], behind["backward"][later] = later, earlier
+    return needs, behind
+
+
 class _Greedy:
     def __init__(
         self,
@@ -111,12 +144,10 @@ class _Greedy:
             phase: [_ticks(time_ms) for time_ms in each] for phase, each in times.items()
         }
         self._split = "weights" in times
-        self._ends: dict[Phase, list[list[int]]] = {phase: [[] for _ in places] for phase in PHASES}
+        self._ends = _lists_by_phase(len(places))
         self._through = self._ends["weights" if self._split else "backward"]
         # by phase and stage, the times at which each micro-batch is ready for that pass
-        self._ready: dict[Phase, list[list[int]]] = {
-            phase: [[] for _ in places] for phase in PHASES
-        }
+        self._ready = _lists_by_phase(len(places))
         self._inputs: list[list[tuple[int, int, int | None]]] = [[] for _ in places]
         self._targets: list[list[int]] = [[] for _ in places]
         self._senders = [0] * len(places)  # number of stages that send gradients to it
@@ -131,21 +162,8 @@ class _Greedy:
         self._waiting_for_the_loss = [
             stage for stage, senders in enumerate(self._senders) if not senders
         ]
-        self._stages: dict[int, list[int]] = {}
-        for stage in reversed(range(len(places))):
-            self._stages.setdefault(self._places[stage], []).append(stage)
-        # The previous and next stage of the same device. They process a micro-batch in this order,
-        # since one may read what the other made or received.
-        self._needs: dict[Phase, list[int | None]] = {
-            phase: [None] * len(places) for phase in PHASES
-        }
-        self._behind: dict[Phase, list[int | None]] = {
-            phase: [None] * len(places) for phase in PHASES
-        }
-        for stages in self._stages.values():
-            for behind, before in pairwise(stages):
-                self._needs["forward"][behind], self._needs["backward"][before] = before, behind
-                self._behind["forward"][before], self._behind["backward"][behind] = behind, before
+        self._stages = _stages_by_device(self._places)
+        self._needs, self._behind = _neighbours(self._stages.values(), len(places))
         order = self._longest_first() if longest_first else self._most_urgent_first
         self._urgent = {device: order(stages) for device, stages in self._stages.items()}
         self._urgency = {

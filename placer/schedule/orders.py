@@ -123,27 +123,11 @@ def plan(
             f"a schedule needs a stage and a micro-batch; got stages={len(places)}, chunks={chunks}"
         )
     count = len(places)
-    forward = [1.0] * count if forward_ms is None else forward_ms
-    backward = [2 * time for time in forward] if backward_ms is None else backward_ms
-    weights = [time / 2 for time in backward] if weights_ms is None else weights_ms
-    for name, times in (
-        ("forward_ms", forward),
-        ("backward_ms", backward),
-        ("weights_ms", weights),
-    ):
-        if len(times) != count:
-            raise InputError(f"{name} has {len(times)} entries for {count} stages")
-        _refuse_no_times(name, times)
+    forward, backward, weights = _pass_times(count, forward_ms, backward_ms, weights_ms)
     _refuse_no_times(
         "transfers", [time for one in transfers for time in one[2:] if time is not None]
     )
-    if room is not None and (
-        len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)
-    ):
-        raise InputError(
-            f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} "
-            "stages"
-        )
+    _refuse_bad_room(room, count)
     if not training:
         passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
         return Plan(places, chunks, tuple(passes), (1,) * count, training=False)
@@ -154,10 +138,47 @@ def plan(
     if schedule == "interleaved" and not alone:
         return _interleaved(pipeline, chunks, room)
     if schedule == "fill-drain" or not alone:
-        passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
-        passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
-        return Plan(places, chunks, tuple(passes), (chunks,) * count)
+        return _fill_drain(places, chunks)
     return _one_forward_one_backward(places, chunks)
+
+
+def _pass_times(
+    count: int,
+    forward_ms: Sequence[float] | None,
+    backward_ms: Sequence[float] | None,
+    weights_ms: Sequence[float] | None,
+) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+    """Return the times of each stage's passes, with the defaults of ``plan``."""
+    forward = [1.0] * count if forward_ms is None else forward_ms
+    backward = [2 * time for time in forward] if backward_ms is None else backward_ms
+    weights = [time / 2 for time in backward] if weights_ms is None else weights_ms
+    _refuse_bad_times("forward_ms", forward, count)
+    _refuse_bad_times("backward_ms", backward, count)
+    _refuse_bad_times("weights_ms", weights, count)
+    return forward, backward, weights
+
+
+def _refuse_bad_times(name: str, times: Sequence[float], count: int) -> None:
+    if len(times) != count:
+        raise InputError(f"{name} has {len(times)} entries for {count} stages")
+    _refuse_no_times(name, times)
+
+
+def _refuse_bad_room(room: Sequence[int] | None, count: int) -> None:
+    if room is not None and (
+        len(room) != count or not all(isinstance(one, int) and one >= 1 for one in room)
+    ):
+        raise InputError(
+            f"room is {list(room)}: give a number of micro-batches, 1 or more, for each of {count} "
+            "stages"
+        )
+
+
+def _fill_drain(places: tuple[int, ...], chunks: int) -> Plan:
+    count = len(places)
+    passes = [Pass(s, "forward", m) for s, m in _clock(count, chunks)]
+    passes += [Pass(count - 1 - s, "backward", m) for s, m in _clock(count, chunks)]
+    return Plan(places, chunks, tuple(passes), (chunks,) * count)
 
 
 def _refuse_no_times(name: str, times: Sequence[float]) -> None:

@@ -97,11 +97,7 @@ class BatchOptions(Wire):
             # positions are names, too
             given = {str(name): rule for name, rule in given.items()}
         for name, rule in given.items() if isinstance(given, dict) else [("", given)]:
-            # ``type`` instead of isinstance: True and False are ints, but not dimensions
-            is_dimension = type(rule) is int and 0 <= rule <= _LAST_DIMENSION
-            is_known = (rule is None and is_cut) or (isinstance(rule, str) and rule in allowed)
-            is_known |= rule == "auto" and field.field_name == "target" and not name
-            if not (is_dimension or is_known or (callable(rule) and not is_cut)):
+            if not _is_allowed(rule, name, field.field_name):
                 words = ", ".join(repr(word) for word in allowed)
                 rest = "None" if is_cut else "a function of parts and sizes"
                 where = f" for {name!r}" if name else ""
@@ -138,3 +134,16 @@ def rule_for(name: str, rules: Mapping[str, Rule], default: Rule) -> tuple[Rule,
             return rules[name], name
         name = name.rpartition(".")[0]
     return rules.get(OTHERS, default), OTHERS
+
+
+def _is_allowed(rule: Any, name: str, field_name: str | None) -> bool:
+    """Return whether a rule of the field is valid; ``name`` is empty for a rule of all values."""
+    is_cut = field_name != "outputs"
+    # ``type`` instead of isinstance: True and False are ints, but not dimensions
+    if type(rule) is int:
+        return 0 <= rule <= _LAST_DIMENSION
+    if isinstance(rule, str) and rule in (_CUTS if is_cut else _JOINS):
+        return True
+    if rule == "auto" and field_name == "target" and not name:
+        return True
+    return rule is None if is_cut else callable(rule)

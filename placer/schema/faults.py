@@ -169,16 +169,7 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
     if kind == "definition-ref":
         return _located(known[schema["schema_ref"]], loc, known)
     if kind == "union":  # a branch may be a (type, label) pair
-        branches = [
-            branch[0] if isinstance(branch, tuple) else branch for branch in schema["choices"]
-        ]
-        found = (
-            (_located(branch, loc[1:], known) for branch in branches)
-            if loc
-            else iter([_Location()])
-        )
-        inside = next((one for one in found if one is not None), None)
-        return inside.behind_label() if inside is not None and loc else inside
+        return _located_in_union(schema["choices"], loc, known)
     # a model, a default, a validator around a type, or a nullable type
     if "schema" in schema:
         return _located(schema["schema"], loc, known)
@@ -188,27 +179,47 @@ def _located(schema: Mapping[str, Any], loc: Place, known: Mapping[str, Any]) ->
     if kind == "model-fields":
         return _located_in_fields(schema["fields"], part, rest, known)
     if kind == "dict":
-        inside = (
-            _located(schema["values_schema"], rest, known)
-            if "values_schema" in schema
-            else _Location(rest)
-        )
-        inside = _Location(is_key=True) if inside is None and rest == (_KEY,) else inside
-        return inside.below(part) if inside is not None else None
+        return _located_in_dict(schema.get("values_schema"), part, rest, known)
     if kind in ("tuple", "list") and isinstance(part, int):
         items = schema.get("items_schema", {"type": "any"})
         item = items if isinstance(items, Mapping) else items[min(part, len(items) - 1)]
-        inside = _located(item, rest, known)
-        return inside.below(part) if inside is not None else None
+        return _below(_located(item, rest, known), part)
     return None
+
+
+def _below(inside: _Location | None, part: int | str) -> _Location | None:
+    return inside.below(part) if inside is not None else None
+
+
+def _located_in_union(
+    choices: Sequence[Any], loc: Place, known: Mapping[str, Any]
+) -> _Location | None:
+    """Return the location in the first branch that has it; ``loc`` starts with a branch's label."""
+    if not loc:
+        return _Location()
+    for choice in choices:
+        # a branch may be a (type, label) pair
+        branch = choice[0] if isinstance(choice, tuple) else choice
+        inside = _located(branch, loc[1:], known)
+        if inside is not None:
+            return inside.behind_label()
+    return None
+
+
+def _located_in_dict(
+    values: Mapping[str, Any] | None, part: int | str, rest: Place, known: Mapping[str, Any]
+) -> _Location | None:
+    inside = _Location(rest) if values is None else _located(values, rest, known)
+    if inside is None and rest == (_KEY,):
+        inside = _Location(is_key=True)
+    return _below(inside, part)
 
 
 def _located_in_fields(
     fields: Mapping[str, Any], part: int | str, rest: Place, known: Any
 ) -> _Location | None:
     if part in fields:
-        inside = _located(fields[str(part)]["schema"], rest, known)
-        return inside.below(part) if inside is not None else None
+        return _below(_located(fields[str(part)]["schema"], rest, known), part)
     return _Location((part,), known=tuple(fields)) if not rest else None
 
 
