@@ -195,11 +195,7 @@ class _OneOptimizer:
     ) -> int:
         """Return the peak bytes beyond state of a step on a number of small parameters."""
         place = torch.device("cpu") if device is None else device
-        parameters = [
-            nn.Parameter(torch.full((_TRIED,), 0.5, device=place).to(dtype)) for _ in range(count)
-        ]
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 0.25, requires_grad=False)
+        parameters = _small_parameters(count, dtype, place)
         fused = device is None and bool(options.get("fused"))
         optimizer = self._make(parameters, **{**options, "fused": False} if fused else options)
         if device is None:
@@ -351,3 +347,13 @@ def _folded(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape[: extra + 1]:
         first *= size
     return (first, *shape[extra + 1 :])
+
+
+def _small_parameters(count: int, dtype: torch.dtype, place: torch.device) -> list[nn.Parameter]:
+    """Return small parameters with gradients, for a trial step."""
+    parameters = [
+        nn.Parameter(torch.full((_TRIED,), 0.5, device=place).to(dtype)) for _ in range(count)
+    ]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.25, requires_grad=False)
+    return parameters

@@ -107,14 +107,7 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
     if optimizer is None or isinstance(optimizer, str):
         return [str(optimizer).lower()]
     if isinstance(optimizer, torch.optim.Optimizer):
-        groups = [
-            {
-                name: _option(value)
-                for name, value in group.items()
-                if name not in ("params", "param_names")
-            }
-            for group in optimizer.param_groups
-        ]
+        groups = [_options(group, "params", "param_names") for group in optimizer.param_groups]
         of_kind = optimizer_facts(type(optimizer))
         return None if of_kind is None else [of_kind, groups]
     if isinstance(optimizer, list | tuple):
@@ -122,22 +115,21 @@ def optimizer_facts(optimizer: OptimizerLike) -> Any:
         return None if None in facts else ["list", *facts]
     if isinstance(optimizer, partial):
         inner = optimizer_facts(optimizer.func)
-        options = {name: _option(value) for name, value in optimizer.keywords.items()}
-        return None if inner is None or optimizer.args else [inner, options]
+        return None if inner is None or optimizer.args else [inner, _options(optimizer.keywords)]
     name = f"{getattr(optimizer, '__module__', '')}.{getattr(optimizer, '__qualname__', '')}"
     if name.startswith("torch.optim."):
         return [name]
     if not isinstance(optimizer, type):  # a function may depend on anything
         return None
+    sources = _own_sources(optimizer)
+    return None if sources is None else [name, *sources]
+
+
+def _own_sources(kind: type) -> list[str] | None:
+    """Return the source of a class and its bases of the same module; None if there is none."""
+    own = [base for base in kind.__mro__ if base.__module__ == kind.__module__]
     try:
-        return [
-            name,
-            *(
-                inspect.getsource(kind)
-                for kind in optimizer.__mro__
-                if kind.__module__ == optimizer.__module__
-            ),
-        ]
+        return [inspect.getsource(base) for base in own]
     except (OSError, TypeError):  # defined interactively
         return None
 
@@ -163,3 +155,8 @@ def source_files(*packages: str) -> list[Path]:
     """Return the source files of Placer's packages and subpackages, sorted by path."""
     root = Path(__file__).parents[1]
     return sorted(path for package in packages for path in (root / package).rglob("*.py"))
+
+
+def _options(given: dict[str, Any], *left_out: str) -> dict[str, Any]:
+    """Return the facts about options, by name, without those in ``left_out``."""
+    return {name: _option(value) for name, value in given.items() if name not in left_out}

@@ -35,6 +35,7 @@ from placer.errors import InputError, PlacerError, ProfilingError
 from placer.profiler import profile_inputs
 from placer.profiler.measure import measure_trial, ran_out
 from placer.profiler.measurement import Measurement
+from placer.profiler.memory import LayerMemory
 from placer.profiler.timing import significant
 from placer.profiler.trial import Trial, bring_input
 from placer.schema import BatchOptions
@@ -229,17 +230,11 @@ def _joined(
             "forward_workspace_bytes": max(layer.forward_workspace_bytes - saved, pieces + forward),
             "input_workspace_bytes": max(
                 layer.input_workspace_bytes or layer.backward_workspace_bytes,
-                *(
-                    pieces + (row.input_workspace_bytes or row.backward_workspace_bytes)
-                    for row in memories
-                ),
+                *(pieces + _input_workspace(row) for row in memories),
             ),
             "pass_workspace_bytes": max(
                 layer.pass_workspace_bytes or layer.backward_workspace_bytes,
-                *(
-                    pieces + (row.pass_workspace_bytes or row.backward_workspace_bytes)
-                    for row in memories
-                ),
+                *(pieces + _pass_workspace(row) for row in memories),
             ),
             "backward_workspace_bytes": max(
                 layer.backward_workspace_bytes,
@@ -309,3 +304,13 @@ def _there(function: LossFunction, device: torch.device) -> LossFunction:
 
 
 __all__ = ["Loss", "as_run", "given_loss", "with_loss"]
+
+
+def _input_workspace(memory: LayerMemory) -> int:
+    """Return the workspace of an input-gradient pass; 0 stands for the eager backward pass."""
+    return memory.input_workspace_bytes or memory.backward_workspace_bytes
+
+
+def _pass_workspace(memory: LayerMemory) -> int:
+    """Return the workspace of a recorded pass; 0 stands for the eager backward pass."""
+    return memory.pass_workspace_bytes or memory.backward_workspace_bytes

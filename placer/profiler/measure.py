@@ -8,7 +8,7 @@ The device holds one layer's state at a time, and the values that later layers s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,21 +86,14 @@ def measure_layers(
                 trial = Trial(layer, device, state, reads, graph.values, training, mutated)
                 measured = measure_trial(trial, training, repeats)
                 if training and optimizer is not None:
-                    trained = [
-                        graph.state[name] for name in layer.state if graph.state[name].requires_grad
-                    ]
-                    measured = replace(
-                        measured, optimizer_ms=_step_ms(trial, trained, optimizer, repeats)
-                    )
+                    step_ms = _step_ms(trial, _trained(graph, layer), optimizer, repeats)
+                    measured = replace(measured, optimizer_ms=step_ms)
                 remembered.put(layer, measured)
                 del trial
         # real results for later layers, whose kernels may depend on values
         values.update(zip(layer.writes, writes, strict=True))
         # free values after their last reader
-        done = {
-            name for name in (*layer.reads, *layer.writes) if last_reader.get(name, -1) <= index
-        }
-        values = {name: value for name, value in values.items() if name not in done}
+        _drop_read(values, layer, index, last_reader)
         del state, reads, writes
     devices.release_cache()
     return [known for layer in graph.layers if (known := remembered.get(layer)) is not None]
@@ -213,3 +206,16 @@ def _given(layer: Layer, graph: LayerGraph) -> str:
         f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}" for value in read
     ]
     return f"; it reads the example inputs: {', '.join(told)}" if told else ""
+
+
+def _trained(graph: LayerGraph, layer: Layer) -> list[torch.Tensor]:
+    return [graph.state[name] for name in layer.state if graph.state[name].requires_grad]
+
+
+def _drop_read(
+    values: dict[str, Any], layer: Layer, index: int, last_reader: Mapping[str, int]
+) -> None:
+    """Remove the values of a layer, the ``index``-th, that no later layer reads."""
+    for name in (*layer.reads, *layer.writes):
+        if last_reader.get(name, -1) <= index:
+            values.pop(name, None)

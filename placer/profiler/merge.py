@@ -88,16 +88,9 @@ def _refuse_another_model(first: Profile, other: Profile, number: int) -> None:
             raise ProfileError(
                 f"profile {number} has {field} {its!r}, the first {mine!r}: measure both alike"
             )
-    names, its_names = ([layer.name for layer in profile.layers] for profile in (first, other))
-    if names != its_names:
-        strange = next(
-            (name for name in [*its_names, *names] if (name in names) != (name in its_names)),
-            its_names[0],
-        )
-        raise ProfileError(
-            f"profile {number} has other layers than the first, {strange!r} among them: "
-            "merge profiles of one model, cut into layers alike"
-        )
+    _refuse_other_layers(
+        [layer.name for layer in first.layers], [layer.name for layer in other.layers], number
+    )
     # other torch versions may express the same graph with other operators
     same_torch = first.versions.get("torch") == other.versions.get("torch")
     if (
@@ -254,3 +247,16 @@ def _versions(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
         name: ", ".join(dict.fromkeys(value for _, value in group))
         for name, group in groupby(named, key=lambda item: item[0])
     }
+
+
+def _refuse_other_layers(names: Sequence[str], its_names: Sequence[str], number: int) -> None:
+    if names == its_names:
+        return
+    strange = next(
+        (name for name in [*its_names, *names] if (name in names) != (name in its_names)),
+        its_names[0],
+    )
+    raise ProfileError(
+        f"profile {number} has other layers than the first, {strange!r} among them: "
+        "merge profiles of one model, cut into layers alike"
+    )

@@ -141,10 +141,7 @@ def profile(
     # checked in inference, too, so that a misspelt name is reported
     asked = OptimizerState(optimizer)
     state = asked if training else OptimizerState(None)
-    # devices of one type are interchangeable: measure the first of each
-    by_type: dict[str, torch.device] = {}
-    for device in found:
-        by_type.setdefault(type_name(device), device)
+    by_type = _first_of_each_type(found)
     with (
         unobserved(),
         keep_random_state(found),
@@ -175,8 +172,7 @@ def profile(
             )
             if loss is None:
                 refuse_absent_results(batch_options, graphs[0])
-            layers = [layer for graph in graphs for layer in graph.layers]
-            step.expect(sum(len(of_kind.missing(layers)) for of_kind in known.values()))
+            _expect_layers(step, graphs, rows)
             # contention during the measurements, which are timed on the CPU's clock
             waits = CoreWaits()
             measured = [
@@ -193,24 +189,47 @@ def profile(
             if loss is not None:
                 refuse_absent_results(batch_options, graphs[0], loss.values)
             cluster = measure(found, limits, step, folder, fragmented_bytes(measured))
-    counts = [
-        sum(getattr(of_kind, name) for of_kind in known.values()) for name in ("measured", "reused")
-    ]
-    _log.info("%d layers were measured, %d taken from the cache", *counts)
+    _log_counts([*known.values()])
+    written = {"batch_options": batch_options}
     profiles = [
-        write(graph, rows, training, state, cluster, by_type)
+        write(graph, rows, training, state, cluster, by_type).model_copy(update=written)
         for graph, rows in zip(graphs, measured, strict=True)
     ]
-    profiles = [one.model_copy(update={"batch_options": batch_options}) for one in profiles]
-    for kind, device in by_type.items():
-        waiting = busy(kind, waited) if device.type == CPU else ""
-        if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
-            _log.warning("%s", told)
+    _warn_of_unsteady_times(profiles, by_type, waited)
     if loss is not None:
         # the loss is added last, so that cached layers exclude it
         each = zip(profiles, graphs, loss.resized(batch_sizes), losses, strict=True)
         profiles = [with_loss(*of_size) for of_size in each]
     return profiles[0] if batch_sizes is None else profiles
+
+
+def _first_of_each_type(found: Sequence[torch.device]) -> dict[str, torch.device]:
+    """Return by type the first device; devices of one type are interchangeable."""
+    by_type: dict[str, torch.device] = {}
+    for device in found:
+        by_type.setdefault(type_name(device), device)
+    return by_type
+
+
+def _expect_layers(step: Bar, graphs: Sequence[LayerGraph], known: Sequence[Remembered]) -> None:
+    """Add the layers that are not cached to the progress bar."""
+    layers = [layer for graph in graphs for layer in graph.layers]
+    step.expect(sum(len(of_kind.missing(layers)) for of_kind in known))
+
+
+def _log_counts(known: Sequence[Remembered]) -> None:
+    measured, reused = sum(one.measured for one in known), sum(one.reused for one in known)
+    _log.info("%d layers were measured, %d taken from the cache", measured, reused)
+
+
+def _warn_of_unsteady_times(
+    profiles: Sequence[schema.Profile], by_type: Mapping[str, torch.device], waited: float
+) -> None:
+    """Warn once per device type if its times varied, or if other processes used its cores."""
+    for kind, device in by_type.items():
+        waiting = busy(kind, waited) if device.type == CPU else ""
+        if told := next(filter(None, (*(one.unsteady(kind) for one in profiles), waiting)), ""):
+            _log.warning("%s", told)
 
 
 def _begin_on(device: torch.device) -> None:

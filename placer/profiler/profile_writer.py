@@ -11,6 +11,7 @@ import platform
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -54,11 +55,7 @@ def write(
     beside = _again(graph, saved, kept, sizes) if training else _outside(graph, sizes)
     around, rests = beside_slices(graph, measured, sizes)
     edges = _edges(graph, kept, sizes, training, rests, _deferred(graph, measured))
-    pieces = (
-        max(row.memory.pieces_bytes for rows in measured.values() for row in rows)
-        if training
-        else 0
-    )
+    pieces = _pieces_bytes(measured) if training else 0
     held = state_bytes(graph, training, optimizer)
     owned = owned_shares(graph)
     # a kept value without an edge counts once, in the first layer that keeps it
@@ -67,51 +64,12 @@ def write(
     layers = []
     for index, layer in enumerate(graph.layers):
         rows = {kind: found[index] for kind, found in measured.items()}
-        memories = [row.memory for row in rows.values()]
-        layers.append(
-            schema.Layer(
-                name=layer.name,
-                module=layer.module_type,
-                forward_ms={kind: significant(row.time.forward_ms) for kind, row in rows.items()},
-                backward_ms={kind: significant(row.time.backward_ms) for kind, row in rows.items()}
-                if training
-                else {},
-                weights_ms=_weights(rows, held[layer.name]["grad_bytes"]),
-                optimizer_ms=_beyond(
-                    0.0,
-                    {
-                        kind: significant((row.optimizer_ms or 0.0) * owned[layer.name])
-                        for kind, row in rows.items()
-                    },
-                ),
-                spread=_beyond(
-                    0.01, {kind: significant(row.time.spread, 2) for kind, row in rows.items()}
-                ),
-                host_ms={kind: significant(row.time.host_ms) for kind, row in rows.items()},
-                saved_bytes=max(memory.saved_bytes for memory in memories)
-                + sum(sizes[name] for name in first_kept[layer.name] - sent),
-                forward_workspace_bytes=pieces
-                + max(
-                    0, beside[index] + max(memory.forward_workspace_bytes for memory in memories)
-                ),
-                backward_workspace_bytes=pieces
-                + around[index]
-                + max(row.backward_workspace_bytes for row in memories),
-                pass_workspace_bytes=_beside(
-                    _told_apart((memory.pass_workspace_bytes for memory in memories), memories),
-                    pieces + around[index],
-                ),
-                deferred_bytes=max(memory.deferred_bytes for memory in memories),
-                input_workspace_bytes=_beside(
-                    _told_apart((memory.input_workspace_bytes for memory in memories), memories),
-                    pieces + around[index],
-                ),
-                weights_workspace_bytes=_beside(
-                    _material(max(memory.weights_workspace_bytes for memory in memories)), pieces
-                ),
-                **held[layer.name],
-            )
-        )
+        unsent_bytes = sum(sizes[name] for name in first_kept[layer.name] - sent)
+        own = _workspaces([*rows.values()], pieces, beside[index], around[index])
+        own |= _times(rows, training, held[layer.name]["grad_bytes"], owned[layer.name])
+        own["saved_bytes"] = unsent_bytes + max(row.memory.saved_bytes for row in rows.values())
+        own |= held[layer.name]
+        layers.append(schema.Layer(name=layer.name, module=layer.module_type, **own))
     return schema.Profile(
         model=graph.model,
         graph_hash=graph.hash,
@@ -131,6 +89,64 @@ def write(
         cluster=cluster,
         versions=_versions(),
     )
+
+
+def _times(
+    rows: Mapping[str, Measurement], training: bool, grad_bytes: int, owned: float
+) -> dict[str, Any]:
+    """Return a layer's times by device type, as fields of ``schema.Layer``.
+
+    Args:
+        rows: the layer's measurements, by device type.
+        training: whether backward passes were measured.
+        grad_bytes: the bytes of its parameters' gradients.
+        owned: the share of its parameters that no earlier layer uses.
+    """
+    backward_ms = {kind: significant(row.time.backward_ms) for kind, row in rows.items()}
+    optimizer_ms = {
+        kind: significant((row.optimizer_ms or 0.0) * owned) for kind, row in rows.items()
+    }
+    spread = {kind: significant(row.time.spread, 2) for kind, row in rows.items()}
+    return {
+        "forward_ms": {kind: significant(row.time.forward_ms) for kind, row in rows.items()},
+        "backward_ms": backward_ms if training else {},
+        "weights_ms": _weights(rows, grad_bytes),
+        "optimizer_ms": _beyond(0.0, optimizer_ms),
+        "spread": _beyond(0.01, spread),
+        "host_ms": {kind: significant(row.time.host_ms) for kind, row in rows.items()},
+    }
+
+
+def _workspaces(
+    rows: Sequence[Measurement], pieces: int, beside: int, around: int
+) -> dict[str, Any]:
+    """Return a layer's workspaces, as fields of ``schema.Layer``; the largest device type counts.
+
+    Args:
+        rows: the layer's measurements, one for each device type.
+        pieces: the bytes of the allocator's pieces, which every pass needs.
+        beside: the bytes to add to the forward pass; negative to subtract.
+        around: the bytes present during the backward pass.
+    """
+    memories = [row.memory for row in rows]
+    forward = max(memory.forward_workspace_bytes for memory in memories)
+    backward = max(memory.backward_workspace_bytes for memory in memories)
+    recorded = _told_apart((memory.pass_workspace_bytes for memory in memories), memories)
+    of_input = _told_apart((memory.input_workspace_bytes for memory in memories), memories)
+    of_weights = _material(max(memory.weights_workspace_bytes for memory in memories))
+    return {
+        "forward_workspace_bytes": pieces + max(0, beside + forward),
+        "backward_workspace_bytes": pieces + around + backward,
+        "pass_workspace_bytes": _beside(recorded, pieces + around),
+        "deferred_bytes": max(memory.deferred_bytes for memory in memories),
+        "input_workspace_bytes": _beside(of_input, pieces + around),
+        "weights_workspace_bytes": _beside(of_weights, pieces),
+    }
+
+
+def _pieces_bytes(measured: Mapping[str, Sequence[Measurement]]) -> int:
+    """Return the largest pieces of any layer and device type."""
+    return max(row.memory.pieces_bytes for rows in measured.values() for row in rows)
 
 
 def fragmented_bytes(measured: Sequence[Mapping[str, Sequence[Measurement]]]) -> dict[str, int]:

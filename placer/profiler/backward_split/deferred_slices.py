@@ -14,10 +14,10 @@ the slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from placer.capture.layers import LayerGraph
+from placer.capture.layers import Layer, LayerGraph
 from placer.profiler.measurement import Measurement
 
 
@@ -48,26 +48,13 @@ def beside_slices(
         earlier reader; they depend on the placement of the layers.
     """
     around, rests = [0] * len(graph.layers), dict[str, Rest]()
-    place = {layer.name: index for index, layer in enumerate(graph.layers)}
-    made = {
-        name: place[value.source]
-        for name, value in graph.values.items()
-        if value.source is not None
-    }
-    read = {
-        name: sorted({place[reader] for reader in readers})
-        for name, readers in graph.readers().items()
-    }
+    made, read = _makers_and_readers(graph)
     # the device type with the most memory counts
     for rows in measured.values():
         beside = [0] * len(graph.layers)
         for index, (layer, row) in enumerate(zip(graph.layers, rows, strict=True)):
             for whole, positions in row.memory.slices:
-                names = [
-                    name
-                    for name in dict.fromkeys(layer.reads[at] for at in positions)
-                    if name in made
-                ]
+                names = _made_reads(layer, positions, made)
                 # without another reader before it, the slice waits for the layer that made the
                 # value
                 alone = [made[name] for name in names if read[name][0] == index]
@@ -87,3 +74,27 @@ def beside_slices(
                     rests[longest] = Rest(rest, graph.layers[begins].name if begins < index else "")
         around = list(map(max, around, beside))
     return around, rests
+
+
+def _makers_and_readers(graph: LayerGraph) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Return by value the index of the layer that makes it, and the sorted indices of its readers.
+
+    The model's inputs have no maker.
+    """
+    place = {layer.name: index for index, layer in enumerate(graph.layers)}
+    made = {
+        name: place[value.source]
+        for name, value in graph.values.items()
+        if value.source is not None
+    }
+    read = {
+        name: sorted({place[reader] for reader in readers})
+        for name, readers in graph.readers().items()
+    }
+    return made, read
+
+
+def _made_reads(layer: Layer, positions: Iterable[int], made: Collection[str]) -> list[str]:
+    """Return the values at these positions of a layer's reads that another layer makes."""
+    reads = dict.fromkeys(layer.reads[position] for position in positions)
+    return [name for name in reads if name in made]
