@@ -158,11 +158,7 @@ def _narrow_order(count: int, arcs: set[tuple[int, int]], rank: list[float]) -> 
 
     Cuts of it cut few values.
     """
-    sources: list[list[int]] = [[] for _ in range(count)]
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for source, reader in arcs:
-        sources[reader].append(source)
-        readers[source].append(reader)
+    sources, readers = _sources_and_readers(count, arcs)
     waiting, unread = [len(nodes) for nodes in sources], [len(nodes) for nodes in readers]
     opened = [
         bool(readers[node]) - sum(unread[source] == 1 for source in sources[node])
@@ -235,3 +231,15 @@ def _free_starts(problem: Problem, over: Over) -> Iterator[Start]:
                 for layer in group:
                     devices[layer] = (cut or ())[group[min(member, len(group) - 1)]]
             yield Start(devices, 0.0, "linear order")
+
+
+def _sources_and_readers(
+    count: int, arcs: set[tuple[int, int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return for each node its sources and its readers."""
+    sources: list[list[int]] = [[] for _ in range(count)]
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for source, reader in arcs:
+        sources[reader].append(source)
+        readers[source].append(reader)
+    return sources, readers

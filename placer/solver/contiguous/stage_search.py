@@ -120,14 +120,7 @@ def sweep(search: Search, *, parts: bool = True) -> None:
         _anything_better(search, SWEEP.short if wide else work)
         if parts and wide and search.open():
             _bound_by_parts(search, work)
-        if search.open():
-            _redivide_groups(search, work)
-        if search.open() and wide:
-            _anything_better(search, work)
-        if search.open():
-            few_ideals(search)
-        if search.open() and not search.over(1.0):
-            halve(search, work)
+        _improve(search, work, wide)
         if (
             known == (search.value, search.bound)
             and search.meter.done - done < SWEEP.cut_short * work
@@ -241,3 +234,21 @@ def nodes_within(search: Search, threshold: float | None = None) -> Reduction:
         )
         search.merged = upper, nodes
     return search.merged[1]
+
+
+def _improve(search: Search, work: float, wide: bool) -> None:
+    """Apply the searches after the bounds, each only while the answer is open.
+
+    Args:
+        search: with a placement, or with a sufficient bottleneck.
+        work: of each search.
+        wide: whether the gap is wide, so that another search for a better placement pays.
+    """
+    if search.open():
+        _redivide_groups(search, work)
+    if search.open() and wide:
+        _anything_better(search, work)
+    if search.open():
+        few_ideals(search)
+    if search.open() and not search.over(1.0):
+        halve(search, work)

@@ -87,7 +87,7 @@ class Loads:
 
 def _exchanged(problem: Problem, nodes: Reduction) -> tuple[list[Net], list[Times]]:
     """Return the nets over some link, and by net, source and target device, the time of a copy."""
-    links = {_way(link): link for row in problem.links for link in row if link is not None}
+    links = _distinct_links(problem)
     found = exchanges(problem, nodes) if links else []
     over = {way: [exchange.over(link) for exchange in found] for way, link in links.items()}
     pairs = _there_and_back(problem)
@@ -124,3 +124,8 @@ def _there_and_back(problem: Problem) -> list[list[tuple[Way | None, Way | None]
 def _way(link: Link) -> Way:
     """Return links that take the same time are one."""
     return link.bandwidth_bytes_per_s, link.latency_s
+
+
+def _distinct_links(problem: Problem) -> dict[Way, Link]:
+    """Return one link of each kind."""
+    return {_way(link): link for row in problem.links for link in row if link is not None}

@@ -98,10 +98,7 @@ def set_graph(problem: Problem, nodes: Reduction) -> SetGraph | None:
     if best is None or len(nodes.nodes) > MOST_NODES:
         return None
     cuts = {link: _cuts(problem, nodes, link) for link in {best, *links.values()}}
-    work = [
-        [_work(problem, layers, device) for layers in nodes.nodes]
-        for device in range(len(problem.devices))
-    ]
+    work = _work_of_nodes(problem, nodes)
     least = [min(work[device][node] for device in paying) for node in range(len(nodes.nodes))]
     if not any(least):
         return None
@@ -148,3 +145,11 @@ def _cuts(
 
 def _work(problem: Problem, layers: Sequence[int], device: int) -> float:
     return sum(problem.compute_ms(layer, device) for layer in layers)
+
+
+def _work_of_nodes(problem: Problem, nodes: Reduction) -> list[list[float]]:
+    """Return by device and node the work of the node on the device."""
+    return [
+        [_work(problem, layers, device) for layers in nodes.nodes]
+        for device in range(len(problem.devices))
+    ]

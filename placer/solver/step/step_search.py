@@ -210,6 +210,15 @@ class StepSearch(BestStep):
             self._climb(choice, start, share)
             idle = 0 if choice.value < before else idle + 1
 
+    def _over_after_cuts(self, choice: Choice, share: Share) -> bool:
+        """Try the first cuts of a row; return whether the share of the time is over."""
+        for _ in range(EFFORT.starts):
+            if not self._next_cut(choice):
+                break
+            if self._over(choice, share):
+                return True
+        return False
+
     def _start(self, choice: Choice, share: Share) -> None:
         """Try first maps: known ones, the lowest cuts of a row, the smallest bottleneck."""
         self._offer_known_maps(choice, share)
@@ -218,11 +227,8 @@ class StepSearch(BestStep):
         table = step_bounds.table(choice.problem, choice.nodes, choice.bottleneck)
         if table is not None:
             choice.cuts = table.cuts()
-            for _ in range(EFFORT.starts):
-                if not self._next_cut(choice):
-                    break
-                if self._over(choice, share):
-                    return
+            if self._over_after_cuts(choice, share):
+                return
         elif self._all_maps(choice, share) or self._closed(choice):
             return
         if table is None and (not self._may_be_better(choice, share) or self._is_late()):
