@@ -215,23 +215,11 @@ class _Placed:
     ) -> _Placed:
         if options is not None:
             require_batch_options(options)
-        if not isinstance(given, Placement | Mapping):
-            raise PlacementError(
-                f"the placement is {kind_of(given)}; give a Placement, which "
-                "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
-            )
-        if isinstance(recompute, str) or not isinstance(recompute, Collection | None):
-            raise InputError(
-                f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']"
-            )
+        _require_kinds(given, recompute)
         if not isinstance(given, Placement) and "layer_devices" not in given:
             if not given:
                 raise PlacementError("the map places no layer; give {layer: device}")
-            for name in given:
-                if not isinstance(name, str):
-                    raise PlacementError(
-                        f"the map has {name!r}, which is no layer's name; give {{layer: device}}"
-                    )
+            _require_layer_names(given)
             named = {name: str(place) for name, place in given.items()}
             # a plain map has no options of its own: use defaults
             how = 1 if chunks is None else chunks, schedule or "1f1b", frozenset(recompute or ())
@@ -547,3 +535,23 @@ def _shape(
         samples=layout.size,
         chunks=placed.chunks,
     )
+
+
+def _require_kinds(given: Any, recompute: Any) -> None:
+    if not isinstance(given, Placement | Mapping):
+        raise PlacementError(
+            f"the placement is {kind_of(given)}; give a Placement, which "
+            "Placement.model_validate_json(text) makes of JSON, or a map {layer: device}"
+        )
+    if isinstance(recompute, str) or not isinstance(recompute, Collection | None):
+        raise InputError(
+            f"recompute is {recompute!r}; give the devices that are to recompute, as ['cuda:0']"
+        )
+
+
+def _require_layer_names(given: Mapping[Any, Any]) -> None:
+    for name in given:
+        if not isinstance(name, str):
+            raise PlacementError(
+                f"the map has {name!r}, which is no layer's name; give {{layer: device}}"
+            )

@@ -78,12 +78,7 @@ def seats(devices: Sequence[str], processes: Sequence[Process]) -> list[Seat]:
         PlacementError: if the number of processes differs from the number of devices, in total or
             on a host.
     """
-    if len(devices) != len(processes):
-        raise PlacementError(
-            f"the placement uses {count_text(len(devices), 'device')} ({', '.join(devices[:8])}), "
-            f"and the group has {_processes(processes)}: start {len(devices)}, one for each "
-            f"device, or give a process group of {len(devices)}"
-        )
+    _require_a_process_each(devices, processes)
     nodes = _nodes(processes)
     hosts = sorted({host_of(device) for device in devices}, key=_natural)
     if hosts == [""]:
@@ -186,3 +181,12 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
         for part in re.split(r"(\d+)", name)
         if part
     ]
+
+
+def _require_a_process_each(devices: Sequence[str], processes: Sequence[Process]) -> None:
+    if len(devices) != len(processes):
+        raise PlacementError(
+            f"the placement uses {count_text(len(devices), 'device')} ({', '.join(devices[:8])}), "
+            f"and the group has {_processes(processes)}: start {len(devices)}, one for each "
+            f"device, or give a process group of {len(devices)}"
+        )

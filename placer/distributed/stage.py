@@ -143,13 +143,9 @@ class StageModule(nn.Module):
                 Work(*parts)  # type: ignore[arg-type]
                 for parts in zip(layers, state, forget, strict=True)
             ),
-            arrives=tuple(
-                Parcel.of(graph.values[name], flows.through(name)) for name in stage.arrives
-            ),
+            arrives=_parcels(graph, flows, stage.arrives),
             marks_in=index > 0 and flows.depend(stage.arrives),
-            leaves=tuple(
-                Parcel.of(graph.values[name], flows.through(name)) for name in stage.leaves
-            ),
+            leaves=_parcels(graph, flows, stage.leaves),
             marks_out=() if is_last else _marked(stage.leaves, flows),
             is_first=index == 0,
             is_last=is_last,
@@ -346,3 +342,8 @@ def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, .
     for name in last.keys() - set(leaves):
         forget[last[name]].append(name)
     return [tuple(sorted(names)) for names in forget]
+
+
+def _parcels(graph: LayerGraph, flows: Flows, names: Sequence[str]) -> tuple[Parcel, ...]:
+    """Return how each of these values is sent between stages."""
+    return tuple(Parcel.of(graph.values[name], flows.through(name)) for name in names)

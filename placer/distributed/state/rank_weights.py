@@ -85,19 +85,7 @@ class Sharing:
             for name, stages in users.items()
         }
         for name in sorted(mutated & users.keys()):
-            layers = ", ".join(map(repr, users[name].values()))
-            if len(there[name]) > 1:
-                raise PlacementError(
-                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
-                    "while it runs; place them on one device"
-                )
-            if len(users[name]) > 1 and chunks > 1:
-                raise PlacementError(
-                    f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
-                    f"while it runs, and other devices run layers between them, so that {chunks} "
-                    "micro-batches would change it in another order; place those on "
-                    f"{cut.devices[there[name][0]]} too, or give chunks=1"
-                )
+            _refuse_shared_changes(name, [*users[name].values()], there[name], graph, cut, chunks)
         there = {
             name: positions for name, positions in there.items() if name not in graph.constants
         }
@@ -363,3 +351,36 @@ def _run(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def _refuse_shared_changes(
+    name: str,
+    users: Sequence[str],
+    there: Sequence[int],
+    graph: LayerGraph,
+    cut: Line,
+    chunks: int,
+) -> None:
+    """Raise a PlacementError if a changed tensor is used on several devices or out of order.
+
+    Args:
+        name: the tensor, which the model changes.
+        users: one layer of each stage that uses it.
+        there: the positions of the devices of these stages.
+        graph: the layers.
+        cut: the stages that they run in.
+        chunks: micro-batches in a batch.
+    """
+    layers = ", ".join(map(repr, users))
+    if len(there) > 1:
+        raise PlacementError(
+            f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
+            "while it runs; place them on one device"
+        )
+    if len(users) > 1 and chunks > 1:
+        raise PlacementError(
+            f"layers {layers} use {_kind(name, graph)} {name!r}, which the model changes "
+            f"while it runs, and other devices run layers between them, so that {chunks} "
+            "micro-batches would change it in another order; place those on "
+            f"{cut.devices[there[0]]} too, or give chunks=1"
+        )
