@@ -157,26 +157,25 @@ class _Walk:
     def over(self, nests: list[Any], name: str, in_object: bool = False) -> Any:
         """Join nests at this path; ``in_object`` for attributes of an object."""
         first, rule = nests[0], self._joining.rule(name)
-        if rule == "list" or callable(rule):
+        is_leaf = isinstance(first, Tensor) or (_is_number(first) and not in_object)
+        if is_leaf or rule == "list" or callable(rule):
             return self.leaf(nests, name, rule)
-        if isinstance(first, Tensor) or (_is_number(first) and not in_object):
-            return self.leaf(nests, name, rule)
-        if (
-            isinstance(first, (list, tuple))
-            and not hasattr(first, "_fields")
-            and self.is_of_samples(nests, name, rule)
-        ):
+        if _is_plain_sequence(first) and self.is_of_samples(nests, name, rule):
             return self.items(nests, name)
+        return self._containers(nests, name, in_object)
+
+    def _containers(self, nests: list[Any], name: str, in_object: bool) -> Any:
+        """Join containers part by part."""
+        first = nests[0]
         found = [container_parts(nest) for nest in nests]
         if None in found:
             return self.constant(nests, name, in_object)
-        labels = [one[0] for one in found if one is not None]
+        known = [one for one in found if one is not None]
+        labels = [one[0] for one in known]
         if any(other != labels[0] for other in labels):
             return self.unlike(nests, name)
-        columns = zip(
-            labels[0], zip(*(one[1] for one in found if one is not None), strict=True), strict=True
-        )
-        inside = not isinstance(first, (tuple, list, dict)) and not dataclasses.is_dataclass(first)
+        columns = zip(labels[0], zip(*(one[1] for one in known), strict=True), strict=True)
+        inside = _is_plain_object(first)
         made = [
             self.over([*column], name_of_part(name, label), inside) for label, column in columns
         ]
@@ -467,3 +466,14 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple, dict)):
         return f"a {type(value).__name__} of {len(value)}"
     return repr(value)[:80]
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    """Return whether a value is a list or a tuple without names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def _is_plain_object(container: Any) -> bool:
+    """Return whether a container holds its parts as attributes, and is not a dataclass."""
+    is_collection = isinstance(container, (tuple, list, dict))
+    return not is_collection and not dataclasses.is_dataclass(container)

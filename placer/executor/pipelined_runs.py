@@ -217,25 +217,11 @@ class PipelinedRuns(nn.Module):
             raise InputError(
                 f"profile is {kind_of(profile)}; give the Profile, such as profile() returned"
             )
-        if step is not None and not isinstance(step, TrainStep):
-            raise InputError(
-                f"step is {kind_of(step)}; give what this flow's train_step(...) returned"
-            )
-        if step is not None and cast(Any, step.flow) is not self:
-            raise InputError(
-                "step is one of another flow; give one that this flow's train_step made"
-            )
+        if step is not None:
+            _require_step_of(step, self)
         backend = backend_of(compile)
-        if step is not None and backend is not None:
-            raise InputError(
-                f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
-                "leave it out here"
-            )
-        if step is not None and batch_options is not None:
-            raise InputError(
-                "batch_options with step=: a step has the options that train_step was given; "
-                "leave them out here"
-            )
+        if step is not None:
+            _refuse_step_options(compile, backend, batch_options)
         options = self.batch_options if batch_options is None else batch_options
         require_batch_options(options)
         samples = input_layout(
@@ -247,4 +233,27 @@ class PipelinedRuns(nn.Module):
             return measure_step(step, inputs, target, chunks, profile)
         return measure_stream(
             cast(MeasuredFlow, self), self._streams, inputs, chunks, options, profile, backend
+        )
+
+
+def _require_step_of(step: Any, flow: Any) -> None:
+    if not isinstance(step, TrainStep):
+        raise InputError(f"step is {kind_of(step)}; give what this flow's train_step(...) returned")
+    if cast(Any, step.flow) is not flow:
+        raise InputError("step is one of another flow; give one that this flow's train_step made")
+
+
+def _refuse_step_options(
+    compile: bool | Backend, backend: Backend | None, batch_options: BatchOptions | None
+) -> None:
+    """Raise an InputError if ``measure`` was given options that the step has already."""
+    if backend is not None:
+        raise InputError(
+            f"compile={compile!r} with step=: a step runs as train_step(compile=...) made it; "
+            "leave it out here"
+        )
+    if batch_options is not None:
+        raise InputError(
+            "batch_options with step=: a step has the options that train_step was given; "
+            "leave them out here"
         )

@@ -207,7 +207,7 @@ class BatchChecks:
         found: _Kind | None = None
         few = _few(sizes)
         # few samples first: the whole batch may need too much memory
-        for some in [few] if few == list(sizes) else [few, list(sizes)]:
+        for some in _distinct(few, list(sizes)):
             try:
                 whole, parts, counted = self._run(call, parameters, layout, some, run)
             except _CutError as error:
@@ -221,17 +221,11 @@ class BatchChecks:
             joining, differences, is_open = find_rules(
                 whole, parts, some, declared, closeness, weights
             )
-            unlike = (
-                unlike_counts(counted[0], counted[1:], weights or some)
-                if joining.reduces_floats
-                else None
-            )
+            unlike = None
+            if joining.reduces_floats:
+                unlike = unlike_counts(counted[0], counted[1:], weights or some)
             if not differences and unlike is not None:
-                refusal = BatchError(
-                    "the model's own loss is a mean over labels that count, and micro-batches of "
-                    f"{some} samples have "
-                    f"{[int(count) if count == int(count) else count for count in unlike]} of them"
-                )
+                refusal = _unlike_counts_error(some, unlike)
                 continue
             if not differences:
                 # Few samples showed a difference and these sizes do not: the result holds only for
@@ -247,10 +241,7 @@ class BatchChecks:
         if refusal is not None:
             raise refusal
         # any other failure will occur in the real run as well
-        if isinstance(failure, torch.OutOfMemoryError):
-            warn(
-                f"micro-batches were not compared with a whole batch, for want of memory: {failure}"
-            )
+        _warn_if_out_of_memory(failure)
         return found or _Kind(declared, 1, True, None)
 
     def _run(
@@ -422,3 +413,21 @@ def _kind_of(values: dict[str, Any], layout: BatchLayout) -> Hashable:
     return structure.paths if not layout.lists else tuple(values), frozenset(
         (one.dim(), one.dtype) if isinstance(one, Tensor) else type(one) for one in tensors
     )
+
+
+def _unlike_counts_error(sizes: Sequence[int], counts: Sequence[float]) -> BatchError:
+    """Return the error for micro-batches that have unequal numbers of labels."""
+    shown = [int(count) if count == int(count) else count for count in counts]
+    return BatchError(
+        "the model's own loss is a mean over labels that count, and micro-batches of "
+        f"{sizes} samples have {shown} of them"
+    )
+
+
+def _distinct(few: list[int], sizes: list[int]) -> list[list[int]]:
+    return [few] if few == sizes else [few, sizes]
+
+
+def _warn_if_out_of_memory(failure: Exception | None) -> None:
+    if isinstance(failure, torch.OutOfMemoryError):
+        warn(f"micro-batches were not compared with a whole batch, for want of memory: {failure}")

@@ -187,22 +187,17 @@ class Pipelines:
         if capture is None:
             return None
         recompute = flow.recomputed()
-        given = (*batch.tensors, *batch.goals.leaves)
-        asked = tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
+        asked = _requires_gradients(batch)
         room = room_of(flow.in_flight) if self._schedule in ("interleaved", "zero-bubble") else ()
         ways = flow.deferred_batch_norm, recompute, room
         goals = batch.goals.structure.key, _kinds(batch.goals.leaves), batch.goal_dims
         key = (capture, shapes(first.tensors), tuple(sizes), batch.dims, goals, asked, *ways)
         known = self._made.used(key)
         if known is not None and not known.is_stale():
-            return None if _hooked(known.weights) or _penalised(known) else known
+            return None if _is_unusable(known) else known
         self._made.keep_only(lambda other: other != key and flow.holds(other[0]))
         graph, places = flow.layers(capture)
-        if (
-            graph.passes_value_numbers
-            or _hooked(Weights.of(graph))
-            or _has_unusual_gradients(graph)
-        ):
+        if _runs_one_by_one(graph):
             return None
         if len(sizes) > 1 and _in_turn(graph, places, flow.deferred_batch_norm):
             return None
@@ -323,3 +318,18 @@ def _tell_of(equal: list[int], sizes: list[int]) -> None:
 def _kinds(goals: list[Any]) -> Hashable:
     """Return what passes keep of a target in addition to its values."""
     return tuple((goal.shape, goal.dtype) if isinstance(goal, Tensor) else None for goal in goals)
+
+
+def _requires_gradients(batch: Batch) -> tuple[bool, ...]:
+    """Return for each input and target whether it is a tensor that requires a gradient."""
+    given = (*batch.tensors, *batch.goals.leaves)
+    return tuple(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
+
+
+def _runs_one_by_one(graph: LayerGraph) -> bool:
+    """Return whether the graph's passes cannot be prepared; see ``PipelineCache.of``."""
+    return graph.passes_value_numbers or _hooked(Weights.of(graph)) or _has_unusual_gradients(graph)
+
+
+def _is_unusable(known: TrainingPipeline) -> bool:
+    return _hooked(known.weights) or _penalised(known)

@@ -299,7 +299,8 @@ def _compare_gradients(batch: _Comparison) -> None:
     ]
     size = max(_norm([one for one, _ in pairs]), _norm([other for _, other in pairs]))
     values = [results_of[number] for number in kept]
-    reach = size * max(_norm(values), _FLOOR * math.sqrt(sum(value.numel() for value in values)))
+    floor = _FLOOR * math.sqrt(sum(map(Tensor.numel, values)))
+    reach = size * max(_norm(values), floor)
     # gradients that change the loss by less than its rounding do not matter
     matters = reach > tolerance * sum(batch.sizes) * abs(float(loss))
     if matters and _norm([one - other for one, other in pairs]) > tolerance * size:

@@ -41,16 +41,7 @@ def warn_of_other_memory(
     known = [optimizer for optimizer in optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     if not known or not assumed.training:
         return
-    stepped = {
-        id(parameter)
-        for one in known
-        for group in one.param_groups
-        for parameter in group["params"]
-    }
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) in stepped:
-            by_device.setdefault(place_of(name), []).append(parameter)
+    by_device = _stepped_by_device(known, module, place_of)
     # names without hosts, since a flow runs on one host
     loads = {load.device.rpartition("/")[2]: load for load in assumed.devices}
     places = {str(place): place for place in by_device}
@@ -71,9 +62,7 @@ def warn_of_other_memory(
             ]
     except PlacerError:  # the optimizer does not support a trial step
         return
-    differing = sorted(
-        (difference for difference in told if difference), key=lambda found: -abs(found[0])
-    )
+    differing = sorted(filter(None, told), key=lambda found: -abs(found[0]))
     if not differing:
         return
     count = len(differing) - 1
@@ -125,3 +114,22 @@ def _difference(
     if passing or passing_then:
         text += f" and {bytes_text(passing_then)}"
     return beyond, f"{text} were assumed{f' for {assumed.optimizer}' if assumed.optimizer else ''}"
+
+
+def _stepped_by_device(
+    optimizers: Sequence[torch.optim.Optimizer],
+    module: nn.Module,
+    place_of: Callable[[str], torch.device],
+) -> dict[torch.device, list[Tensor]]:
+    """Return by device the trained parameters that the optimizers step."""
+    stepped = {
+        id(parameter)
+        for one in optimizers
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) in stepped:
+            by_device.setdefault(place_of(name), []).append(parameter)
+    return by_device
