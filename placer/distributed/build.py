@@ -118,7 +118,7 @@ def build(
         )
     with together(group, "build its part"):
         require_module(model)
-        placed = _Placed.of(placement, chunks, schedule, recompute, batch_options)
+        placed = _Placed.from_options(placement, chunks, schedule, recompute, batch_options)
         if loss_fn is not None:
             _refuse_untrained(model, loss_fn)
         loss = None if loss_fn is None else Weighing(loss_fn, merged(placed.options, weigh))
@@ -142,7 +142,7 @@ def build(
                 f"recompute names {min(unknown)!r}, which has no layers; there are "
                 f"{', '.join(cut.devices)}"
             )
-        sharing = Sharing.of(graph, cut, placed.chunks)
+        sharing = Sharing.from_graph(graph, cut, placed.chunks)
     found = _seats(cut, graph, placed, loss_fn is not None, group)
     # every process knows its device before any process waits for the others on it
     with together(group, "build its part"):
@@ -205,7 +205,7 @@ class _Placed:
     options: BatchOptions
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         given: Placement | Mapping[str, Any],
         chunks: int | None,
@@ -297,7 +297,7 @@ def _joining(
         placed.options,
         any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())),
     )
-    declared = Joining.of(options, "give build(..., chunks=1)")
+    declared = Joining.from_options(options, "give build(..., chunks=1)")
     if not is_last or placed.chunks == 1 or is_meta or not options.verify:
         return declared
     call = input_forms.call_arguments(example_inputs)
@@ -366,13 +366,13 @@ def _assemble(
     everywhere = tuple(
         rank if group is None else dist.get_global_rank(group, rank) for rank in ranks
     )
-    names = Names.of(model)
+    names = Names.from_model(model)
     sharing = parts.sharing.with_owners(owners, everywhere)
     weights = Weights(graph, sharing, position, everywhere, device, group, names.transient)
     if not weights.empty:
         keep_owners(model, {name: everywhere[users[0]] for name, users in sharing.users.items()})
     training = loss_fn is not None
-    flows = Flows.of(graph, exported.module.graph) if training else Flows({})
+    flows = Flows.from_graph(graph, exported.module.graph) if training else Flows({})
     modules = {
         index: StageModule(
             graph,

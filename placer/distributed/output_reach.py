@@ -32,7 +32,7 @@ class Flows:
     results: Mapping[str, frozenset[str]]
 
     @classmethod
-    def of(cls, graph: LayerGraph, operations: fx.Graph) -> Flows:
+    def from_graph(cls, graph: LayerGraph, operations: fx.Graph) -> Flows:
         """Return the values of a layer graph that gradients flow through in training.
 
         Args:

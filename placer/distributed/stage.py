@@ -346,4 +346,4 @@ def _forget(layers: Sequence[Layer], leaves: Sequence[str]) -> list[tuple[str, .
 
 def _parcels(graph: LayerGraph, flows: Flows, names: Sequence[str]) -> tuple[Parcel, ...]:
     """Return how each of these values is sent between stages."""
-    return tuple(Parcel.of(graph.values[name], flows.through(name)) for name in names)
+    return tuple(Parcel.for_value(graph.values[name], flows.through(name)) for name in names)

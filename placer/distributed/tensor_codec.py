@@ -38,7 +38,7 @@ class Parcel:
     _number: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, value: Value, flows: bool) -> Parcel:
+    def for_value(cls, value: Value, flows: bool) -> Parcel:
         """Return the parcel of a value."""
         return cls(value, flows and value.requires_grad and value.dtype is not None)
 

@@ -106,7 +106,13 @@ class Cutter:
         if len(sizes) < 2:
             whole = Part(tensors, inputs, layout.dims)
             return MicroBatches(
-                layout, sizes, [whole], Joining.of(options), tensors, inputs, program.parameters
+                layout,
+                sizes,
+                [whole],
+                Joining.from_options(options),
+                tensors,
+                inputs,
+                program.parameters,
             )
         # symbolic in a graph, even for inputs that turn out not to be part of the batch
         dims = layout.dims

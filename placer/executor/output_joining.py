@@ -53,7 +53,7 @@ class Joining:
     way_out: str = CHUNKS_1
 
     @classmethod
-    def of(cls, options: BatchOptions, way_out: str = CHUNKS_1) -> Joining:
+    def from_options(cls, options: BatchOptions, way_out: str = CHUNKS_1) -> Joining:
         """Return the joining of results before any comparison."""
         outputs = options.outputs
         declared = dict(outputs) if isinstance(outputs, dict) else {OTHERS: outputs}

@@ -23,7 +23,7 @@ class Names:
     saved: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Names:
+    def from_model(cls, model: nn.Module) -> Names:
         """Return the names of a model's tensors."""
         first: dict[int, str] = {}
         aliases: dict[str, list[str]] = {}

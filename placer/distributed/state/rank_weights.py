@@ -59,7 +59,7 @@ class Sharing:
     kept: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, graph: LayerGraph, cut: Line, chunks: int) -> Sharing:
+    def from_graph(cls, graph: LayerGraph, cut: Line, chunks: int) -> Sharing:
         """Return the users of each tensor; the first device owns unused tensors.
 
         Args:

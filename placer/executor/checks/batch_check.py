@@ -114,7 +114,7 @@ class BatchChecks:
         Raises:
             BatchError: if the micro-batches give other results than the batch.
         """
-        declared = Joining.of(options)
+        declared = Joining.from_options(options)
         if not options.verify or len(sizes) < 2:
             return declared
         key = mode, options.model_dump_json(), _kind_of(call_values(call, parameters), layout)
@@ -181,7 +181,15 @@ class BatchChecks:
             if layout.size < 2:
                 return False
             sizes = [layout.size // 2, layout.size - layout.size // 2]
-            self._look(call, parameters, layout, sizes, Joining.of(options), run, lambda size: None)
+            self._look(
+                call,
+                parameters,
+                layout,
+                sizes,
+                Joining.from_options(options),
+                run,
+                lambda size: None,
+            )
         except InputError:
             return False
         return True
@@ -201,7 +209,7 @@ class BatchChecks:
         run: Run,
         weigh: Weights,
     ) -> _Kind:
-        closeness = Closeness.of([*self._module.parameters(), *flatten_inputs(*call)[0]])
+        closeness = Closeness.for_tensors([*self._module.parameters(), *flatten_inputs(*call)[0]])
         refusal: BatchError | None = None
         failure: Exception | None = None
         found: _Kind | None = None

@@ -65,7 +65,7 @@ def difference(module: nn.Module, exported: Exported, part: Part, eager: Run, ca
 def _difference(
     module: nn.Module, part: Part, trained: Sequence[Tensor], eager: Run, captured: Run
 ) -> str:
-    closeness = Closeness.of([*module.parameters(), *part.tensors])
+    closeness = Closeness.for_tensors([*module.parameters(), *part.tensors])
     draws, found = RandomNumbers(), []
     for run, drawn in ((eager, draws.recorded), (captured, draws.replayed)):
         with isolated_run(module), without_hooks(module), torch.inference_mode(False):

@@ -50,7 +50,7 @@ class Closeness:
     tolerance: float
 
     @classmethod
-    def of(cls, tensors: Iterable[Any]) -> Closeness:
+    def for_tensors(cls, tensors: Iterable[Any]) -> Closeness:
         """Return the tolerance for computations with these tensors, under the caller's autocast."""
         types = {
             item.dtype for item in tensors if isinstance(item, Tensor) and item.is_floating_point()

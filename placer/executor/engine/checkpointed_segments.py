@@ -58,7 +58,7 @@ class Group:
     writes: tuple[str, ...]
 
     @classmethod
-    def of(cls, steps: list[Step], again: bool) -> Group:
+    def from_steps(cls, steps: list[Step], again: bool) -> Group:
         """Return the group of these steps.
 
         Args:
@@ -134,7 +134,7 @@ def _with_checkpoints(part: Segment, paths: Sequence[str]) -> Segment:
         return part
     # A group that reads what a later step overwrites would see other values the second time.
     overwritten = frozenset().union(*(_overwritten(step.layer) for step in part.steps))
-    groups = [Group.of(steps, path is not None) for path, steps in runs]
+    groups = [Group.from_steps(steps, path is not None) for path, steps in runs]
     kept = [
         replace(group, again=group.again and overwritten.isdisjoint(group.reads))
         for group in groups

@@ -106,7 +106,7 @@ class CompiledSegment(Segment):
     function: Callable[..., Any] = lambda *given: ()
 
     @classmethod
-    def of(cls, segment: Segment, border: Border, backend: Backend) -> CompiledSegment:
+    def from_segment(cls, segment: Segment, border: Border, backend: Backend) -> CompiledSegment:
         """Compile a segment; the compiler runs when the segment first runs.
 
         Args:

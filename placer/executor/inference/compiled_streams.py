@@ -33,7 +33,7 @@ def compile_stage(stage: Stage[Slot], backend: Backend) -> None:
     try:
         with modes_kept():
             before_ms = trial.ms()
-            stage.segment = CompiledSegment.of(
+            stage.segment = CompiledSegment.from_segment(
                 plain, Border(stage.reads, tuple(stage.writes)), backend
             )
             after_ms = trial.ms()

@@ -116,10 +116,10 @@ class Pipelines:
         Returns:
             The stages; None where micro-batches run one after another.
         """
-        pipeline = self.of(batch)
+        pipeline = self.pipeline_for(batch)
         if pipeline is not None and not pipeline.collect(outputs or is_compared):
             self._made.keep_only(lambda key: self._made[key] is not pipeline)
-            pipeline = self.of(batch)
+            pipeline = self.pipeline_for(batch)
             assert pipeline is not None
             pipeline.collect(outputs or is_compared)
         others = len(self._made) - 1
@@ -151,20 +151,19 @@ class Pipelines:
             "other(s), of this step or of other steps of the flow, which are released and made "
             f"again when such a batch comes: {why}"
         )
-        pipeline = self.of(batch)
+        pipeline = self.pipeline_for(batch)
         if pipeline is not None:
             pipeline.collect(outputs or is_compared)
         return pipeline
 
-    def of(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
+    def pipeline_for(self, batch: Batch, needed: bool = False) -> TrainingPipeline | None:
         """Return the stages for batches like this one, or None where micro-batches run one by one.
 
         They run one by one, through the flow, if
 
         - there is no capture;
         - a layer reads a number that another took from a tensor: passes are prepared once, and
-        would keep
-          the number that they were prepared with;
+          would keep the number that they were prepared with;
         - a segment uses what another one changes;
         - a trained parameter is sparse or a wrapper of other tensors;
         - parameters have hooks, which passes over aliases of them would not run;
@@ -206,7 +205,7 @@ class Pipelines:
             # then.
             equal = batch.of_equal_sizes()
             _tell_of(equal.sizes, sizes)
-            return self.of(equal, needed)
+            return self.pipeline_for(equal, needed)
         recipe = Recipe(
             self._loss_fn,
             capture.exported.outputs,
@@ -327,8 +326,12 @@ def _requires_gradients(batch: Batch) -> tuple[bool, ...]:
 
 
 def _runs_one_by_one(graph: LayerGraph) -> bool:
-    """Return whether the graph's passes cannot be prepared; see ``PipelineCache.of``."""
-    return graph.passes_value_numbers or _hooked(Weights.of(graph)) or _has_unusual_gradients(graph)
+    """Return whether the graph's passes cannot be prepared; see ``Pipelines.pipeline_for``."""
+    return (
+        graph.passes_value_numbers
+        or _hooked(Weights.from_graph(graph))
+        or _has_unusual_gradients(graph)
+    )
 
 
 def _is_unusable(known: TrainingPipeline) -> bool:

@@ -327,7 +327,7 @@ class TrainStep:
             target.
         """
         batch = self._taken(inputs, target, chunks).without_gradients()
-        return self._pipelines.of(batch, needed=True), batch.tensors, batch.goals.leaves
+        return self._pipelines.pipeline_for(batch, needed=True), batch.tensors, batch.goals.leaves
 
     def _taken(self, inputs: Any, target: Any, chunks: int | None) -> Batch:
         """Return inputs and target, flattened, and how they are cut into micro-batches."""

@@ -134,7 +134,7 @@ class TrainingPipeline:
         self.recipe = recipe
         self.sizes = recipe.sizes
         self.chunks = len(self.sizes)
-        self.weights = Weights.of(graph)
+        self.weights = Weights.from_graph(graph)
         self.statistics = BatchStatistics(graph.state) if recipe.deferred_batch_norm else None
         parts = with_checkpoints(
             segments(graph, places, self.weights.lookup(graph)), recipe.checkpoints

@@ -97,7 +97,7 @@ def flows_of(make: Any) -> tuple[Any, Flows]:
     model, inputs, *_ = make()
     exported = export(model, (inputs,), {})
     graph = layer_graph(exported, model, tuple(name for name, _ in model.named_children()))
-    return graph, Flows.of(graph, exported.module.graph)
+    return graph, Flows.from_graph(graph, exported.module.graph)
 
 
 def test_one_result_needs_no_marks() -> None:

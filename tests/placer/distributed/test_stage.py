@@ -24,7 +24,7 @@ def stages(
 ) -> list[StageModule]:
     graph = capture_graph(model, example, granularity="submodule")
     cut = line(graph, places)
-    names = Names.of(model)
+    names = Names.from_model(model)
     flows = Flows(
         {name: frozenset() for name, value in graph.values.items() if value.requires_grad}
     )
@@ -93,7 +93,7 @@ class Oddly(nn.Module):
 
 def test_planted_tensors_have_the_models_keys() -> None:
     model, root = Oddly(), nn.Module()
-    names = Names.of(model)
+    names = Names.from_model(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     plant(root, tensors, names)
     assert set(root.state_dict()) == set(model.state_dict())
@@ -117,7 +117,7 @@ class Crossed(nn.Module):
 
 def test_planted_parameters_go_by_the_first_names_that_the_model_has_for_them() -> None:
     model, root = Crossed(), nn.Module()
-    plant(root, dict(reversed(list(model.named_parameters()))), Names.of(model))
+    plant(root, dict(reversed(list(model.named_parameters()))), Names.from_model(model))
     assert [name for name, _ in root.named_parameters()] == [
         name for name, _ in model.named_parameters()
     ]

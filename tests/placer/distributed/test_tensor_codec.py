@@ -36,7 +36,7 @@ def parcel(like: Any, flows: bool = False) -> Parcel:
         flows,
         "layer",
     )
-    return Parcel.of(value, flows=True)
+    return Parcel.for_value(value, flows=True)
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2**32))

@@ -22,13 +22,13 @@ ONE = torch.linspace(-1, 1, 12)
     ],
 )
 def test_tensors_are_equal_up_to_rounding(other: torch.Tensor, equal: bool) -> None:
-    assert Closeness.of([ONE])(other, ONE) is equal
+    assert Closeness.for_tensors([ONE])(other, ONE) is equal
 
 
 def test_infinite_and_missing_numbers_have_to_stand_in_the_same_places() -> None:
     one = torch.tensor([1.0, float("inf"), float("nan")])
-    assert Closeness.of([one])(one.clone(), one)
-    assert not Closeness.of([one])(one.flip(0), one)
+    assert Closeness.for_tensors([one])(one.clone(), one)
+    assert not Closeness.for_tensors([one])(one.flip(0), one)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def test_infinite_and_missing_numbers_have_to_stand_in_the_same_places() -> None
 )
 def test_the_tolerance_is_that_of_the_coarsest_type(kind: torch.dtype, step: float) -> None:
     close = (
-        Closeness.of([ONE, ONE.to(kind)]) if kind != torch.float64 else Closeness.of([ONE.to(kind)])
+        Closeness.for_tensors([ONE, ONE.to(kind)])
+        if kind != torch.float64
+        else Closeness.for_tensors([ONE.to(kind)])
     )
     assert close(ONE.double() * (1 + step / 100), ONE.double())
     assert not close(ONE.double() * (1 + step * 2), ONE.double())
@@ -55,16 +57,16 @@ def test_the_tolerance_is_that_of_the_coarsest_type(kind: torch.dtype, step: flo
     ],
 )
 def test_numbers_and_words_are_compared(one: Any, other: Any, equal: bool) -> None:
-    assert Closeness.of([ONE])(one, other) is equal
+    assert Closeness.for_tensors([ONE])(one, other) is equal
 
 
 def test_flags_are_equal_or_not_and_indices_may_fall_either_way_in_ties() -> None:
     indices = torch.arange(10_000)
     tied = indices.clone()
     tied[0] = 7
-    assert Closeness.of([ONE])(tied, indices)
-    assert not Closeness.of([ONE])(indices.flip(0), indices)
-    assert not Closeness.of([ONE])(torch.tensor([True, False]), torch.tensor([True, True]))
+    assert Closeness.for_tensors([ONE])(tied, indices)
+    assert not Closeness.for_tensors([ONE])(indices.flip(0), indices)
+    assert not Closeness.for_tensors([ONE])(torch.tensor([True, False]), torch.tensor([True, True]))
 
 
 def test_the_entry_that_is_furthest_apart_is_shown() -> None:

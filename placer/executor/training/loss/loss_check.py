@@ -81,12 +81,12 @@ class LossChecks:
 
     def leave_out(self, batch: Batch) -> None:
         """Compare no batch of this kind."""
-        self._note(batch, Joining.of(self._loss_fn.options))
+        self._note(batch, Joining.from_options(self._loss_fn.options))
 
     def known(self, batch: Batch) -> Joining:
         """Return how further values of the loss are joined."""
         known = self._known.get(_kind(batch))
-        return known[0] if known is not None else Joining.of(self._loss_fn.options)
+        return known[0] if known is not None else Joining.from_options(self._loss_fn.options)
 
     def joining(
         self,
@@ -211,11 +211,11 @@ def compare_losses(
                 "the loss of micro-batches was not compared with that of the whole batch, of which "
                 f"it fails: {type(error).__name__}: {error}"
             )
-            return Joining.of(loss_fn.options)
+            return Joining.from_options(loss_fn.options)
         expected, values = detached_nest((expected, values))
     if loss_fn.options.weigh is None:
         labels.look(expected, goal, goals.layout)
-    closeness = Closeness.of([*flatten(whole)[0], loss, expected])
+    closeness = Closeness.for_tensors([*flatten(whole)[0], loss, expected])
     results = [result for result, _ in made]
     comparison = _Comparison(loss_fn, goals, sizes, joining, results, weights, place, closeness)
     if not closeness(loss, expected) and not _is_random(comparison):
@@ -225,7 +225,7 @@ def compare_losses(
         raise difference_error("the loss", expected, loss, closeness.tolerance, ways_out)
     with host_rng.restored_generators(), devices.Lane(place, caller=True):
         _compare_gradients(comparison)
-    declared = Joining.of(loss_fn.options)
+    declared = Joining.from_options(loss_fn.options)
     found, differences, _ = find_rules(
         values, [one for _, one in made], sizes, declared, closeness, weights
     )

@@ -69,7 +69,7 @@ def _compile_segment(stage: TrainingStage, backend: Backend, before_ms: float) -
         # Compiled backward passes write to what the forward pass left.
         stage.split, stage.reuses = kind is OpenedSegment, True
         try:
-            stage.segment = kind.of(plain, border, backend)
+            stage.segment = kind.from_segment(plain, border, backend)
             after_ms = _trial_ms(stage)
         except Exception as error:
             # whatever a compiler may raise: the segment runs without it

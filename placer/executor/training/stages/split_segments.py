@@ -52,7 +52,7 @@ class OpenedSegment(CompiledSegment):
     _known: dict[Hashable, _AsWritten] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
+    def from_segment(cls, segment: Segment, border: Border, backend: Backend) -> OpenedSegment:
         """Compile a segment; see ``CompiledSegment``."""
         layers = [with_openings(step.layer, step.state) for step in segment.steps]
         own = own_code(_opened_function(segment, border, [run for run, _ in layers]))

@@ -70,7 +70,7 @@ class Weights:
     _read: dict[int, Copy] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: LayerGraph) -> Weights:
+    def from_graph(cls, graph: LayerGraph) -> Weights:
         """Return the weights of a graph's parameters; aliases are made when they are looked up."""
         return cls(
             {}, {name: item for name, item in graph.state.items() if isinstance(item, nn.Parameter)}

@@ -49,7 +49,7 @@ def test_two_replicas_of_a_stage_add_up_the_gradients_of_the_unsplit_model() -> 
     with logical_devices(2) as places:
         x, target = data[0]
         graph = capture_graph(model, x[:HALF])
-        weights, courier = Weights.of(graph), Courier()
+        weights, courier = Weights.from_graph(graph), Courier()
         stages = []
         for place in places:
             # the same layers on each device, over aliases of the weights there

@@ -209,7 +209,7 @@ def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(
     def refused(*given: Any) -> OpenedSegment:
         raise NotImplementedError("no openings")
 
-    monkeypatch.setattr(OpenedSegment, "of", refused)
+    monkeypatch.setattr(OpenedSegment, "from_segment", refused)
     step = _train("zero-bubble", "aot_eager")
     assert step.not_compiled_because == {}
     told = "backward passes are whole: NotImplementedError: no openings"
