@@ -11,9 +11,9 @@ from commands import Run
 from pydantic import ConfigDict, Field
 from typer.testing import CliRunner
 
+from placer.cli.measuring import refine
 from placer.cli.option_fields import SPELLED, Words, expanded
 from placer.cli.profiling import profile
-from placer.cli.refining import refine
 from placer.cli.solving import solve, suggest
 from placer.schema import Constraints, ProfileOptions, RefineOptions, SolveOptions, SuggestOptions
 from placer.schema.base import Wire
