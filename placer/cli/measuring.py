@@ -1,4 +1,4 @@
-"""``placer measure`` and ``placer refine``: run a placement here and compare it with its prediction.
+"""``placer measure`` and ``placer refine``: run a placement and compare it with its prediction.
 
 ``refine`` then corrects the profile by the measured stages, and solves again.
 """
