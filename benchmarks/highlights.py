@@ -1,6 +1,4 @@
-"""The tables of a few results: a short one for README, and one for the documentation's page of
-measured results.
-"""
+"""The tables of selected results for README and for the page of measured results."""
 
 from __future__ import annotations
 
@@ -164,7 +162,7 @@ def _rows(folder: Path) -> Iterator[list[str]]:
 def _latest(
     folder: Path, name: str, case: str, measure: str
 ) -> tuple[str, str, Mapping[str, Any]] | None:
-    """The date, the machine and the row of the latest run of a benchmark that has it."""
+    """Return the date, the machine and the row of the latest run that has it."""
     found = []
     for path in sorted(folder.glob(f"{name}*.json")):
         content = record.read(path.stem, folder)

@@ -1,9 +1,8 @@
-"""Tokens by ``model.generate`` of a language model whose layers lie on two devices, beside the same
-model on one.
+"""Tokens from ``model.generate`` of a language model split over two devices, and of one device.
 
-``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each;
-all of them run equal models of transformers on the same prompts and take turns, and a row says
-whether they make the same tokens. Without GPUs a tiny model on CPU stand-ins: that shows that it
+``flow.applied()`` and accelerate's ``dispatch_model`` use the same map, half of the layers each.
+All of them run equal models of transformers on the same prompts and take turns. A row says whether
+they make the same tokens. Without GPUs, a tiny model on CPU stand-ins only shows that the benchmark
 runs.
 """
 
@@ -25,7 +24,7 @@ ONE = "eager on one device"
 
 
 def run() -> list[dict[str, Any]]:
-    """Time of a token in the loop, of the prompt with the first, and of the first call of all."""
+    """Return the time of a token in the loop, of the prompt, and of the first call."""
     import torch
 
     from ..executor import cases
@@ -53,7 +52,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def _model(is_small: bool) -> Any:
-    """On the device where models are made, its values at random."""
+    """Return a model with random values on the device where models are made."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,7 +75,7 @@ def _model(is_small: bool) -> Any:
 
 
 def _map(model: Any) -> dict[str, int]:
-    """Half of the layers each."""
+    """Return a map that puts half of the layers on each device."""
     layers = len(model.model.layers)
     return {
         "model.embed_tokens": 0,
@@ -88,7 +87,7 @@ def _map(model: Any) -> dict[str, int]:
 
 
 def _ways(model: Any) -> dict[str, AbstractContextManager[Any]]:
-    """Each with a model of its own, as they stay while they take turns."""
+    """Return the ways to run the model; each keeps a model of its own between turns."""
     return {
         ONE: nullcontext(copy.deepcopy(model)),
         "ours": _ours(copy.deepcopy(model)),
@@ -129,17 +128,17 @@ def _dispatched(model: Any) -> Iterator[Any]:
 
 
 class _Engine:
-    """Times of a model that generates, in ms.
+    """The times of a model that generates, in ms.
 
     Args:
-        model: is ready.
+        model: the model, ready to generate.
         ids: the prompts.
 
     Attributes:
-        first_ms: of the first call of all, four tokens.
-        prompt_ms: of the prompt with the first token, by turn.
-        whole_ms: of the whole text, by turn.
-        tokens: of the latest text.
+        first_ms: the time of the very first call, which makes four tokens.
+        prompt_ms: the time of the prompt with the first token, by turn.
+        whole_ms: the time of the whole text, by turn.
+        tokens: the latest text.
     """
 
     def __init__(self, model: Any, ids: Any) -> None:
@@ -150,13 +149,13 @@ class _Engine:
         self.whole_ms: list[float] = []
 
     def turn(self, new: int) -> None:
-        """Generate the prompt's first token, and a whole text."""
+        """Generate the prompt's first token, then a whole text."""
         self.prompt_ms.append(self._once(1)[0])
         ms, self.tokens = self._once(new)
         self.whole_ms.append(ms)
 
     def token_ms(self, new: int) -> list[float]:
-        """Time of a token in the loop, by turn."""
+        """Return the time of a token in the loop, by turn."""
         pairs = zip(self.whole_ms, self.prompt_ms, strict=True)
         return [(whole - prompt) / (new - 1) for whole, prompt in pairs]
 
