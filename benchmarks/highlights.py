@@ -48,7 +48,7 @@ IF_MEASURED = (
         "a token of each text, in the loop",
     ),
 )
-"""Rows that the page has as soon as some machine has measured them."""
+"""Rows that appear on the page once a machine has measured them."""
 OVERHEAD = "training step by train_step, over the model alone, eager model"
 SHORT_ROWS = (
     ("Training, ResNet-101, 4 GPUs", ROWS[0]),
@@ -66,7 +66,7 @@ speed-ups."""
 SMALLER_IS_BETTER = frozenset({OVERHEAD})
 """Measures with the unit ``x`` that are ratios of times, and not speed-ups."""
 LARGER_IS_BETTER = ("x", "1/s")
-"""Units."""
+"""Units for which larger values are better."""
 BEGIN, END = "<!-- highlights -->", "<!-- end highlights -->"
 
 

@@ -36,7 +36,7 @@ FIGURES = "figures"
 MEASURED = "measured"
 """The figure with a row's date, where a file has rows of several."""
 AND_THEN = "; "
-"""Between the commands of runs that each made a part of the rows."""
+"""The separator between commands of runs that each made a part of the rows."""
 
 Row = Mapping[str, Any]
 
@@ -125,7 +125,7 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     path = folder / f"{file_name(name)}.json"
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)  # in one step: another run may be reading it
+    part.replace(path)  # atomically, as another run may read it
     return path
 
 
@@ -258,7 +258,7 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
     lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
     where, commands = content["machine"], content["command"].split(AND_THEN)
-    # not by the file's name, which may be another
+    # the file's name may differ from the benchmark's
     program = commands[0][commands[0].index("python -m ") :]
     ran = f"`{commands[0]}`" if len(commands) == 1 else f"`{program}`, in {len(commands)} parts"
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""

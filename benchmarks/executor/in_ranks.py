@@ -84,7 +84,7 @@ def row(here: Here, key: str) -> float:
     if runner.count is None:
         alone = [timing.row(runner.step, here.meet, 1) for _ in range(contest.ALONE)]
         agreed = torch.tensor(timing.row_of(alone), device=here.home)
-        distributed.broadcast(agreed, src=0)  # all go the same number of steps
+        distributed.broadcast(agreed, src=0)  # all processes run the same number of steps
         runner.count = int(agreed)
     ms = timing.row(runner.step, here.meet, runner.count)
     runner.free()

@@ -46,7 +46,7 @@ def contender(case: Training, count: int) -> Contender:
         count: the number of devices.
     """
     batch, places = case.batch(cases.home()), cases.places(count)
-    # as a user's is; and no device holds a second one
+    # on the host, as a user's model is, and so that no device holds a second one
     model = case.model(cases.home()).cpu()
     release()
     profiles = _profiles(case, model, batch, places)
@@ -133,7 +133,7 @@ def _behind(
         losses = [step().item() for _ in range(COMPARED)]
         used.forget_peak()
         alone = timing.steps(step, places)
-        for _ in range(timing.SHORTEST_ROW):  # steps that overlap
+        for _ in range(timing.SHORTEST_ROW):  # consecutive steps overlap
             step()
         timing.wait(places)
         stages = [stage for pipeline in step.func.pipelines for stage in pipeline.stages]

@@ -134,7 +134,7 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, count: int, meeting: str) -> None:
     """Join the other processes, then run the functions that arrive."""
     cases.prepare()
-    # Less of the memory is lost to fragments; before the first use of CUDA.
+    # Expandable segments reduce fragmentation; the variable must be set before CUDA's first use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ["LOCAL_RANK"] = str(rank)
     place = cases.places(count)[rank]

@@ -81,7 +81,7 @@ def belongs(case: str, contest: str) -> bool:
     A contest is ``CASE@DEVICES``, or ``CASE`` where only one number of devices is possible.
     """
     name, _, devices = contest.partition("@")
-    # Eager PyTorch's rows had a case of their own before it took turns with the others.
+    # In older results, eager PyTorch's rows have a case of their own.
     if devices and not case.endswith((f", {devices} devices", ", 1 device")):
         return False
     if name.startswith(stream.COMPILED):

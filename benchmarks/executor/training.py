@@ -47,7 +47,7 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
                 one = None
             else:
                 yield sample
-        if one is None:  # memory may not hold it beside the others
+        if one is None:  # it may not fit in memory together with the others
             peers.close()
             contenders.clear()
             release()

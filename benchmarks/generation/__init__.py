@@ -118,7 +118,7 @@ def _ours(model: Any) -> Iterator[Any]:
 def _dispatched(model: Any) -> Iterator[Any]:
     from ..executor import cases
 
-    # it knows no stand-ins
+    # accelerate does not support CPU stand-ins
     if not cases.on_gpus() or find_spec("accelerate") is None:
         yield None
         return
@@ -144,7 +144,7 @@ class _Engine:
     def __init__(self, model: Any, ids: Any) -> None:
         self._model, self._ids = model, ids
         self.first_ms, self.tokens = self._once(4)
-        self._once(4)  # a second call may record what the first has seen
+        self._once(4)  # a second call may record passes that the first has met
         self.prompt_ms: list[float] = []
         self.whole_ms: list[float] = []
 
@@ -167,7 +167,7 @@ class _Engine:
             "pad_token_id": 0,
         }
         began = perf_counter()
-        # which waits for the devices
+        # copying to the host waits for the devices
         tokens = self._model.generate(self._ids, **options).tolist()
         return 1e3 * (perf_counter() - began), tokens
 

@@ -39,7 +39,7 @@ def _profiled() -> dict[str, list[float]]:
     place = cases.home()
     tokens = torch.zeros(1, length, dtype=torch.long)
     if place.type == "cuda":
-        torch.cuda.init()  # which resetting does not do by itself
+        torch.cuda.init()  # resetting the peak does not initialise CUDA
         torch.cuda.reset_peak_memory_stats(place)
     before, began = _held(place), perf_counter()
     found = profile(model, tokens, [str(place)], optimizer="adam", progress=False, cache=False)

@@ -47,7 +47,7 @@ def measure(model: Model) -> Iterator[Sample]:
     cases.prepare()
     capture_graph(
         nn.Linear(1, 1), torch.zeros(1, 1)
-    )  # what torch.export imports on its first use is no time of profiling
+    )  # the first use of torch.export imports modules, which is not profiling time
     with tempfile.TemporaryDirectory() as folder:
         for case in cases.of(model):
             try:
@@ -254,7 +254,7 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
             torch.cuda.synchronize(place)
 
     try:
-        run()  # libraries take what they keep, and the optimizer makes its state
+        run()  # libraries allocate workspaces, the optimizer makes its state
         release()
         beside = [allocated(place) - _held(model, optimizer, place) for place in places]
         empty = [int(torch.cuda.memory_reserved(place)) - allocated(place) for place in places]
@@ -285,7 +285,7 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
     The times cover a whole batch in the executor.
     """
     batch = case.batch(cases.home(), case.micro_batch * case.chunks)
-    model.cpu()  # so that all of it counts where it is put
+    model.cpu()  # so that all of it is counted on the device that gets it
     used = Meter(cases.places(case.devices))
     flow = DataFlow(model, [str(place) for place in cases.places(case.devices)])
     flow.update_flow(placement)
@@ -330,7 +330,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     held = [*model.parameters(), *model.buffers()]
     if optimizer is not None:
-        # a gradient for each
+        # each parameter has a gradient
         held += [parameter for parameter in model.parameters() if parameter.requires_grad]
         held += [
             leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)

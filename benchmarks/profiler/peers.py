@@ -93,4 +93,4 @@ def _accelerate_bytes(case: Case, model: nn.Module) -> float:
     size, _ = import_module("accelerate.utils").calculate_maximum_sizes(model)
     return float(size) * (
         4 if case.training else 1
-    )  # as its command estimate-memory does: Adam is four times the model
+    )  # as in accelerate's estimate-memory: Adam takes four times the model

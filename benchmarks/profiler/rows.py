@@ -170,7 +170,7 @@ def _stages(
         target=_target(6.0),
         met=_met(worst, 6.0),
     )
-    # The loss is in none of the others' predictions.
+    # No peer's prediction includes the loss.
     predicted_loss_ms, loss_ms = (
         values.get(name, [0.0])[0] for name in ("predicted_loss_ms", "loss_ms")
     )
@@ -229,7 +229,7 @@ def _memory(
         _rounded(max(0.0, *(-error for error in errors))),
         target=_target(2.0),
     )
-    # accelerate says of its estimate for training that it is the peak
+    # accelerate documents its estimate for training as the peak
     told = {"Placer": sum(values["predicted_bytes"])} | _of_peers(others, "state_bytes")
     used, reserved = sum(values["measured_bytes"]), sum(values["reserved_bytes"])
     yield row(case.label, PEAK, "MiB", _mib(used), peers=_all_mib(told))
@@ -242,7 +242,7 @@ def _too_large(sample: Sample) -> Iterator[Row]:
         return
     yield row(sample.case, COLD, "s", _rounded(sample.values["seconds"][0]), target=_target(180.0))
     held, largest = sample.values["held_bytes"][0], sample.values["largest_bytes"][0]
-    if held:  # on GPUs, where somebody counts
+    if held:  # on GPUs, where memory is counted
         yield row(sample.case, HELD, "%", _rounded(100 * held / largest), target=_target(100.0))
         yield row(sample.case, "memory held at most", "MiB", _mib(held))
 

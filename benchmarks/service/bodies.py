@@ -62,7 +62,7 @@ def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
         ("/v1/placements:compare", examples.comparisons()),
         ("/v1/placements:batch", examples.batches()),
     ]
-    # evaluations cost a process each, and read their bodies by the same code
+    # each evaluation costs a process, and the same code reads its body
     weights = [20, 1, 1, 4]
     changes: list[Callable[[Any, Random], bytes]] = [
         _other_value,

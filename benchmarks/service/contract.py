@@ -53,7 +53,7 @@ def check(
         "--phases",
         phases,
     ]
-    with TemporaryDirectory() as notes:  # it keeps some, where it runs
+    with TemporaryDirectory() as notes:  # schemathesis keeps notes in its working directory
         done = subprocess.run(
             [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],
             capture_output=True,

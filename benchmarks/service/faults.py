@@ -143,7 +143,7 @@ def disk_full() -> Survived:
         began = time.monotonic()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
         accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
-        # until then what could not be written is answered, but not found
+        # until a retry, answers that could not be written are not found
         time.sleep(2 * RETRY_S)
         return survived(connection, accepted, began)
 
@@ -163,7 +163,7 @@ def clock_jumped() -> Survived:
             for turn, offset in enumerate(("+0", "+1d", "-1d")):
                 clock.write_text(offset)
                 accepted |= accept(connection, range(turn * JOBS, (turn + 1) * JOBS))
-                time.sleep(CLOCK_S + 0.5)  # some are answered in each
+                time.sleep(CLOCK_S + 0.5)  # some jobs are answered on each day
             found = survived(connection, accepted, began)
             written = [
                 one["created_s"]
@@ -222,7 +222,7 @@ def solves(server: Server) -> int:
 def _kill_worker(server: Server, killed: set[int]) -> int:
     """Kill the process that solves: a child of the process from which workers are forked."""
     pid = wait_for(lambda: next(iter(_workers(server) - killed), 0))
-    time.sleep(0.2)  # in the midst of its solve
+    time.sleep(0.2)  # so that it is in the middle of its solve
     os.kill(pid, signal.SIGKILL)
     return pid
 

@@ -82,7 +82,7 @@ def stop_ms(rounds: int = 10) -> list[float]:
             )
             where = _running(connection, body)
             if where is None:
-                continue  # it was solved before it could be stopped
+                continue  # the solve ended before it could be stopped
             began = time.perf_counter()
             reply = connection.delete(where)
             samples.append(1e3 * (time.perf_counter() - began))

@@ -85,7 +85,7 @@ class Caller:
     def _measure(self) -> None:
         cluster = self._request().cluster
         assert cluster is not None
-        # what would take minutes
+        # stands in for a measurement that would take minutes
         answer = httpx.Response(200, json=cluster.model_dump(mode="json"))
         self._through(
             lambda client: client.measure_cluster() == cluster, once="POST ", answer=answer
@@ -121,7 +121,7 @@ class Caller:
             with Client(self._url, retries=RETRIES, transport=self._network.Sync(faulty)) as client:
                 right = ask(client)
         except PlacerError:
-            # asking again would have helped
+            # a retry would have helped
             self.unclear += len(faults) <= RETRIES and not once
         except Exception:
             self.unclear += 1

@@ -121,7 +121,7 @@ class Client:
 
 def soak(seconds: float = SECONDS) -> Soak:
     """Load a service that uses Placer's own solver, and return what it did."""
-    # full before it has settled
+    # the small cache is full before memory has settled
     with serving(workers=1, queue=16, keep=1_000_000, cache_bytes=2**20) as server:
         clients = [Client(server, number) for number in range(CLIENTS)]
         began = time.monotonic()

@@ -132,7 +132,7 @@ class _PathBound:
 
     def _ahead_ms(self, best: Table) -> list[float]:
         """Return, by node, the earliest end of the last path node from which it is reachable."""
-        # it may be in a run that ends later
+        # the node may be in a run that ends later
         done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]
         return [float(done[place]) if place >= 0 else 0.0 for place in self.ahead]
 

@@ -75,7 +75,7 @@ class Cuts:
         """
         if barred[list(hull)].any():
             return Least(inf, hull)
-        # with no regard to waits: nothing takes less
+        # without waits, no subgraph takes less
         best = self._fitting(hull, barred, [])
         times = sorted({wait[0] for wait in waits if wait[0] > since + SLACK})
         if not times:
@@ -83,7 +83,7 @@ class Cuts:
         floor, best, steps = best.value, Least(inf, hull), []
         for time in [since, *times]:
             if time - since + floor >= best.value:
-                # whatever waits longer takes no less than that
+                # a subgraph with longer waits takes at least as long
                 steps.append((time, floor))
                 break
             found = self._fitting(hull, barred, [wait for wait in waits if wait[0] > time])

@@ -107,8 +107,8 @@ def _order(read: Graph, rank: Sequence[float]) -> list[int]:
     order: list[int] = []
     seen = [False] * len(read.ids)
     ends = [node for node, readers in enumerate(read.readers) if not readers]
-    # The main output, which most depends on, goes last: what hangs beside the way to it comes where
-    # it is made.
+    # The main output depends on most nodes and goes last, so that a side branch comes right
+    # where it is made.
     stack = [(node, False) for node in sorted(ends, reverse=True)]
     while stack:
         node, entered = stack.pop()
@@ -133,7 +133,7 @@ def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
     block, chain = _blocks(read, order, place), _chains(read, order, place)
     best = np.full((most + 1, count + 1), inf)
     best[:, 0] = 0.0
-    ended = best.copy()  # those whose last part is a subgraph, or nothing
+    ended = best.copy()  # orders whose last part is a subgraph, or empty
     came = np.full((2, most + 1, count + 1), -1)
     for end in range(1, count + 1):
         through = best[:-1, :end] + block[:end, end - 1]

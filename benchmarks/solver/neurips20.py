@@ -207,7 +207,7 @@ def _with_published_rules(
             reader for reader in value.readers if value.source in forward and reader in forward
         )
         values.append(replace(value, ordered=False, weightless=True))
-        # orders, and costs nothing: an edge of no bytes over links without latency
+        # a control edge: it has no bytes, and links have no latency, so it costs nothing
         if ahead:
             values.append(replace(value, readers=ahead, bytes=0))
     cpus = frozenset(index for index, device in enumerate(indexed.devices) if device.type == "cpu")

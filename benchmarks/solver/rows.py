@@ -112,5 +112,5 @@ def peak_mib() -> float:
     except OSError:
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    # Not getrusage: across exec it keeps the figure of the process that started this one.
+    # getrusage is unsuitable: across exec it keeps the peak of the parent process.
     return int(text.partition("VmHWM:")[2].split()[0]) / 2**10
