@@ -62,7 +62,8 @@ def _tables(check: bool) -> int:
     for path, new in different.items():
         if check:
             print(
-                f"{path.relative_to(ROOT)} differs from benchmarks/results; run: python -m benchmarks tables",
+                f"{path.relative_to(ROOT)} differs from benchmarks/results; "
+                "run: python -m benchmarks tables",
                 file=sys.stderr,
             )
         else:

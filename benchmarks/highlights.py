@@ -131,7 +131,8 @@ def short_table(folder: Path = record.RESULTS) -> str:
 
 def _missing(rows: str, name: str, case: str, measure: str) -> ValueError:
     return ValueError(
-        f"no {name}*.json has a row {case!r}, {measure!r}; correct {rows} in benchmarks/highlights.py"
+        f"no {name}*.json has a row {case!r}, {measure!r}; "
+        f"correct {rows} in benchmarks/highlights.py"
     )
 
 

@@ -111,7 +111,8 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     for entry in rows:
         if set(entry) - {FIGURES} != set(FIELDS):
             raise ValueError(
-                f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}"
+                f"row {entry.get('case')!r} has the fields {sorted(entry)}; "
+                f"expected are {sorted(FIELDS)}"
             )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     content = {
@@ -182,7 +183,8 @@ def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     old = _here(name, folder)
     if old is None and (folder / f"{file_name(name)}.json").exists():
         print(
-            "the results that are there come from another machine or other versions: none of their rows is kept"
+            "the existing results come from another machine or other versions: "
+            "none of their rows is kept"
         )
     if old is None:
         return []

@@ -132,7 +132,7 @@ def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tupl
         budget_s: the time in seconds after which no job starts and every job ends.
 
     Raises:
-        ValueError: a name is no case and no job.
+        ValueError: a name is neither a case nor a job.
     """
     began = perf_counter()
     for job in _chosen(chosen):
@@ -158,7 +158,8 @@ def _chosen(names: Sequence[str]) -> list[Job]:
         if not mine:
             there = ", ".join(dict.fromkeys(job.case for job in jobs))
             raise ValueError(
-                f"{name!r} is no case; there are {there}, CASE@DEVICES, and CASE:ENGINE for one engine"
+                f"{name!r} is not a case; there are {there}, CASE@DEVICES, "
+                "and CASE:ENGINE for one engine"
             )
         for job in mine:
             asked = (

@@ -58,9 +58,7 @@ class Store:
         self._mine: dict[str, list[Sample]] = {}
         self.jobs = self._known()
         if not self.jobs and self._path is not None and self._path.exists():
-            print(
-                "the samples that are there come from another machine or other versions: none is kept"
-            )
+            print("the existing samples come from another machine or other versions: none is kept")
 
     def add(self, job: str, sample: Sample) -> None:
         """Keep a sample.

@@ -31,10 +31,11 @@ def run() -> list[dict[str, Any]]:
 
     cases.prepare()
     model = _model(cases.is_small())
+    parameters = sum(p.numel() for p in model.parameters())
     label = (
         "tiny Llama"
         if cases.is_small()
-        else f"Llama of {sum(p.numel() for p in model.parameters()) / 1e9:.2g} billion parameters, bf16"
+        else f"Llama of {parameters / 1e9:.2g} billion parameters, bf16"
     )
     batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 64)
     ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(

@@ -72,7 +72,10 @@ class Case:
         precision = "bf16" if self.half else "fp32" if is_small() else "TF32"
         mode = "training" if self.training else "inference"
         fewer = "" if self.devices == self.wanted else f" for want of {self.wanted}"
-        return f"{self.model.label}, {precision}, {mode}, micro-batch {self.micro_batch}, {self.devices} devices{fewer}"
+        return (
+            f"{self.model.label}, {precision}, {mode}, micro-batch {self.micro_batch}, "
+            f"{self.devices} devices{fewer}"
+        )
 
     def make(self, place: torch.device) -> nn.Module:
         """Return the model on a device; its initial values are always the same."""

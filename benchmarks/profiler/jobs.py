@@ -49,7 +49,7 @@ def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[Samp
         ValueError: a name is not a model.
     """
     if wrong := [name for name in chosen if name not in names()]:
-        raise ValueError(f"{wrong[0]!r} is no case; there are {', '.join(names())}")
+        raise ValueError(f"{wrong[0]!r} is not a case; there are {', '.join(names())}")
     began = perf_counter()
     for job in every():
         if chosen and job.case not in chosen:

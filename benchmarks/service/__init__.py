@@ -161,7 +161,10 @@ def _fault_rows() -> list[dict[str, Any]]:
 
 def _network_rows() -> list[dict[str, Any]]:
     found = network.through_faults()
-    case = f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 and half answers"
+    case = (
+        f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 "
+        "and half answers"
+    )
     return [
         row(
             case,

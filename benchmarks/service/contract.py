@@ -44,7 +44,10 @@ def check(
     program = shutil.which("st", path=str(Path(sys.executable).parent)) or shutil.which("st")
     if program is None:
         raise RuntimeError("schemathesis is not installed: pip install 'torch-placer[test]'")
-    asked = f"run {url}/openapi.json --checks all --continue-on-failure --generation-deterministic --no-color"
+    asked = (
+        f"run {url}/openapi.json --checks all --continue-on-failure "
+        "--generation-deterministic --no-color"
+    )
     limits = [
         "--max-time",
         str(round(seconds)),

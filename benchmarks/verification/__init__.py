@@ -31,7 +31,10 @@ def run() -> list[dict[str, Any]]:
     ]
     costs = [100 * (sum(one[True]) / sum(one[False]) - 1) for one in times]
     firsts = [1e3 * (one[True][0] - one[False][0]) for one in times]
-    case = f"GPT, 2 layers, d=64, {BATCH} x {LENGTHS[0]} to {LENGTHS[-1]} tokens, {CHUNKS} micro-batches, 2 devices"
+    case = (
+        f"GPT, 2 layers, d=64, {BATCH} x {LENGTHS[0]} to {LENGTHS[-1]} tokens, "
+        f"{CHUNKS} micro-batches, 2 devices"
+    )
     return [
         _row(
             case,

@@ -503,7 +503,7 @@ def test_engines_of_a_case_are_chosen_together_and_the_order_is_that_of_the_name
 
 @pytest.mark.parametrize("name", ["vgg", "gpt@3", "gpt:horovod", "switching@2"])
 def test_a_case_or_an_engine_that_does_not_exist_is_refused(part, name):
-    with pytest.raises(ValueError, match=f"'{name}' is no case; there are resnet101, gpt"):
+    with pytest.raises(ValueError, match=f"'{name}' is not a case; there are resnet101, gpt"):
         part("jobs")._chosen([name])
 
 

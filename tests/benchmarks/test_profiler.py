@@ -354,5 +354,5 @@ def test_what_a_model_holds_that_no_device_could_hold_is_set_against_its_largest
 
 
 def test_a_model_that_does_not_exist_is_refused_by_name(part):
-    with pytest.raises(ValueError, match="'vgg' is no case; there are resnet101, gpt"):
+    with pytest.raises(ValueError, match="'vgg' is not a case; there are resnet101, gpt"):
         list(part("jobs").run(["vgg"]))
