@@ -71,7 +71,7 @@ def test_every_model_as_a_chain_gives_what_the_model_gives(part, name):
 def test_a_case_runs_from_end_to_end(part, tmp_path):
     cases, ours = part("cases"), part("ours")
     threads = torch.get_num_threads()
-    cases.start_fork_server()
+    cases.prepare()
     try:
         samples = list(ours._case(cases.of(cases.known()["gpt"])[0], tmp_path))
     finally:
