@@ -490,7 +490,10 @@ def _target_advice(error: BaseException, batch: Batch, options: BatchOptions) ->
         return ""
     layout = batch.goals.layout
     declaration = spelt_target(options, layout, *others[0])
-    return f"micro-batches cut {layout.description()}; if its samples lie elsewhere, give {declaration}"
+    return (
+        f"micro-batches cut {layout.description()}; "
+        f"if its samples lie elsewhere, give {declaration}"
+    )
 
 
 class _LabelsSeen(Exception):

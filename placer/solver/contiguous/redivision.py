@@ -104,8 +104,8 @@ def redivide(search: Search, nodes: Reduction, work: float, *, busiest_alone: bo
     Args:
         search: with a placement, of a problem that ``stage_scope.bounds``.
         nodes: its layers, joined where they may as well be together.
-        work: of each group, in the measure of ``cpsat.runner.Meter``; all groups get ``IN_ALL`` times as
-            much.
+        work: of each group, in the measure of ``cpsat.runner.Meter``; all groups get ``IN_ALL``
+            times as much.
         busiest_alone: to end where the busiest stage gets no quicker.
     """
     if search.best is None:
