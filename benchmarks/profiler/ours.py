@@ -110,9 +110,12 @@ def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
 def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tuple[Values, Profile]:
     """Return how long profiling takes with an empty and with a full cache, and the profile.
 
-    Args: case: the case. model: the model, on its first device. inputs: one micro-batch on the same
-    device. folder: the folder of the cache. Links that an earlier case measured stay in it, as they
-    would for a user.
+    Args:
+        case: the case.
+        model: the model, on its first device.
+        inputs: one micro-batch on the same device.
+        folder: the folder of the cache. Links that an earlier case measured stay in it, as they
+            would for a user.
     """
     shutil.rmtree(folder / "layers", ignore_errors=True)
     times: list[float] = []

@@ -66,13 +66,17 @@ def path_bound(read: Graph, until: float = inf) -> Proof:
 class _PathBound:
     """The dynamic program over the runs of one path.
 
-    Attributes: path: the nodes of the path. ahead: by node, the last position on the path from
-    which it is reachable; -1 if none is. behind: by node, the first position on the path that it
-    reaches; the path's length if none. cost: by the first and last position of a run, a lower bound
-    of the subgraph's time; infinite if the run is impossible. exact: the runs with a minimum cut,
-    and their best subgraphs. waiting: by last and first position of runs that wait, pairs of a wait
-    and the time with it, as in ``Least.steps``. waited: by first position of cut runs that reach
-    the end, their time with all nodes that wait for them.
+    Attributes:
+        path: the nodes of the path.
+        ahead: by node, the last position on the path from which it is reachable; -1 if none is.
+        behind: by node, the first position on the path that it reaches; the path's length if none.
+        cost: by the first and last position of a run, a lower bound of the subgraph's time;
+            infinite if the run is impossible.
+        exact: the runs with a minimum cut, and their best subgraphs.
+        waiting: by last and first position of runs that wait, pairs of a wait and the time with it,
+            as in ``Least.steps``.
+        waited: by first position of cut runs that reach the end, their time with all nodes that
+            wait for them.
     """
 
     def __init__(self, read: Graph, until: float) -> None:
