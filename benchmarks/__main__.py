@@ -1,5 +1,6 @@
-"""``python -m benchmarks NAME`` measures; ``python -m benchmarks tables [--check]`` renews the
-tables of results.
+"""The command line of the benchmarks: ``python -m benchmarks NAME`` or ``tables [--check]``.
+
+``NAME`` measures; ``tables`` renews the tables of results, and ``--check`` only compares them.
 
 All results are in ``benchmarks/README.md``, a few of them in ``docs/comparison/measured.md`` and
 the project's ``README.md``.
@@ -19,7 +20,7 @@ ROOT = FOLDER.parent
 
 
 def main() -> int:
-    """Run a benchmark, or make the tables; the exit code."""
+    """Run a benchmark or make the tables, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=[*_names(), "tables"], help="a benchmark, or tables")
     parser.add_argument(
@@ -34,8 +35,10 @@ def _names() -> list[str]:
 
 
 def _measure(name: str) -> int:
-    """A benchmark is a package with ``run() -> rows``, or with ``progress(folder)``, all rows time
-    and again.
+    """Run one benchmark and write its rows as they come.
+
+    A benchmark is a package with ``run() -> rows``, or with ``progress(folder)``, which yields all
+    rows so far after each measurement.
     """
     package = importlib.import_module(f"benchmarks.{name}")
     found = (
@@ -59,7 +62,8 @@ def _tables(check: bool) -> int:
     for path, new in different.items():
         if check:
             print(
-                f"{path.relative_to(ROOT)} differs from benchmarks/results; run: python -m benchmarks tables",
+                f"{path.relative_to(ROOT)} differs from benchmarks/results; "
+                "run: python -m benchmarks tables",
                 file=sys.stderr,
             )
         else:

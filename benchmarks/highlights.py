@@ -1,6 +1,4 @@
-"""The tables of a few results: a short one for README, and one for the documentation's page of
-measured results.
-"""
+"""The tables of selected results for README and for the page of measured results."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ IF_MEASURED = (
         "a token of each text, in the loop",
     ),
 )
-"""Rows that the page has as soon as some machine has measured them."""
+"""Rows that appear on the page once a machine has measured them."""
 OVERHEAD = "training step by train_step, over the model alone, eager model"
 SHORT_ROWS = (
     ("Training, ResNet-101, 4 GPUs", ROWS[0]),
@@ -68,7 +66,7 @@ speed-ups."""
 SMALLER_IS_BETTER = frozenset({OVERHEAD})
 """Measures with the unit ``x`` that are ratios of times, and not speed-ups."""
 LARGER_IS_BETTER = ("x", "1/s")
-"""Units."""
+"""Units for which larger values are better."""
 BEGIN, END = "<!-- highlights -->", "<!-- end highlights -->"
 
 
@@ -133,7 +131,8 @@ def short_table(folder: Path = record.RESULTS) -> str:
 
 def _missing(rows: str, name: str, case: str, measure: str) -> ValueError:
     return ValueError(
-        f"no {name}*.json has a row {case!r}, {measure!r}; correct {rows} in benchmarks/highlights.py"
+        f"no {name}*.json has a row {case!r}, {measure!r}; "
+        f"correct {rows} in benchmarks/highlights.py"
     )
 
 
@@ -164,7 +163,7 @@ def _rows(folder: Path) -> Iterator[list[str]]:
 def _latest(
     folder: Path, name: str, case: str, measure: str
 ) -> tuple[str, str, Mapping[str, Any]] | None:
-    """The date, the machine and the row of the latest run of a benchmark that has it."""
+    """Return the date, the machine and the row of the latest run that has it."""
     found = []
     for path in sorted(folder.glob(f"{name}*.json")):
         content = record.read(path.stem, folder)

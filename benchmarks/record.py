@@ -1,16 +1,15 @@
 """The one form of results, and the tables that are made of them.
 
-Results are in ``benchmarks/results/NAME.json``; on GPUs the file is named after the machine,
-``NAME-4xH100.json``, so that no machine's results take the place of another's.
+Results are in ``benchmarks/results/NAME.json``. On GPUs the file is named after the machine, as in
+``NAME-4xH100.json``, so that results of different machines do not replace one another.
 
     {"machine": {...}, "versions": {...}, "command": "...", "date": "...", "rows": [{"case",
      "measure", "unit", "value", "spread", "target", "met", "peers": {name: value}}]}
 
-``value`` is None where there is none (a run that timed out); ``spread`` is [smallest, largest] or
-None; ``target`` is what was asked for, also where it is missed, or None; ``met`` says which, or
-None without a target. A row may have ``figures`` too: what else belongs to it, by name, as numbers
-or words. Where a run renewed a part of the rows, all of them have the figure ``measured``, their
-date.
+``value`` is None if there is no value (a run that timed out). ``spread`` is [smallest, largest] or
+None. ``target`` is the requested value, also where it is missed, or None. ``met`` says whether it
+is met, or None without a target. A row may also have ``figures``: further numbers or words by name.
+If a run renewed only a part of the rows, all rows have the figure ``measured``, their date.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ FIGURES = "figures"
 MEASURED = "measured"
 """The figure with a row's date, where a file has rows of several."""
 AND_THEN = "; "
-"""Between the commands of runs that each made a part of the rows."""
+"""The separator between commands of runs that each made a part of the rows."""
 
 Row = Mapping[str, Any]
 
 
 def seconds(variable: str, default: float) -> float:
-    """A number of seconds from a variable of the environment.
+    """Return a number of seconds from an environment variable.
 
     Raises:
-        InputError: it has another value.
+        InputError: the variable is not a number of seconds.
     """
     given = os.environ.get(variable, "")
     try:
@@ -68,19 +67,19 @@ def row(
     peers: Mapping[str, float | None] | None = None,
     figures: Mapping[str, float | str | None] | None = None,
 ) -> dict[str, Any]:
-    """One result.
+    """Return one result.
 
     Args:
-        case: what was run.
-        measure: what was measured of it.
-        unit: of the value, its spread, target and peers.
+        case: the case that ran.
+        measure: the measured quantity.
+        unit: the unit of the value, its spread, target and peers.
         value: the result, the median of several; None if there is none.
         spread: the smallest and the largest.
-        target: what was asked for.
-        smaller_is_better: whether the target is met from below.
-        met: whether it is met, where that is not a matter of smaller or larger.
-        peers: the same measure of what one would use instead, by name.
-        figures: what else belongs to it, by name with its unit.
+        target: the requested value.
+        smaller_is_better: whether smaller values meet the target.
+        met: whether the target is met, where comparing values cannot decide it.
+        peers: the same measure of the alternatives, by name.
+        figures: further values, by name with unit.
     """
     if target is not None and met is None:
         met = value is not None and (value <= target if smaller_is_better else value >= target)
@@ -101,18 +100,19 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     """Write the results of one benchmark.
 
     Args:
-        name: of the benchmark.
+        name: the name of the benchmark.
         rows: its results, with the fields that ``row`` gives.
-        folder: where to.
+        folder: the folder to write to.
 
     Raises:
-        ValueError: a row lacks a field, or has another.
+        ValueError: a row lacks a field or has an unknown field.
     """
     rows = [dict(entry) for entry in rows]
     for entry in rows:
         if set(entry) - {FIGURES} != set(FIELDS):
             raise ValueError(
-                f"row {entry.get('case')!r} has the fields {sorted(entry)}; wanted are {sorted(FIELDS)}"
+                f"row {entry.get('case')!r} has the fields {sorted(entry)}; "
+                f"expected are {sorted(FIELDS)}"
             )
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     content = {
@@ -126,13 +126,14 @@ def write(name: str, rows: Iterable[Row], folder: Path = RESULTS) -> Path:
     path = folder / f"{file_name(name)}.json"
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)  # in one step: another run may be reading it
+    part.replace(path)  # atomically, as another run may read it
     return path
 
 
 def _dated(rows: Sequence[Row], today: str) -> list[Row]:
-    """The rows, each with its date where these differ; rows of earlier runs come with theirs, see
-    ``known``.
+    """Return the rows, with their dates if these differ.
+
+    Rows of earlier runs come with theirs, see ``known``.
     """
     dates = [entry.get(FIGURES, {}).get(MEASURED, today) for entry in rows]
     if set(dates) <= {today}:
@@ -150,9 +151,7 @@ def _undated(entry: Row) -> Row:
 
 
 def file_name(name: str) -> str:
-    """The name of a benchmark's results here, without its ending: with the machine's GPUs, if it
-    has any.
-    """
+    """Return the name of a benchmark's results here, without ending, with the GPUs if any."""
     gpus = machine()["gpus"]
     if not gpus:
         return name
@@ -162,9 +161,7 @@ def file_name(name: str) -> str:
 
 
 def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
-    """This run's command, as a shell takes it; of a part that keeps rows of earlier runs, theirs
-    before it.
-    """
+    """Return the shell commands of the kept rows' runs, then this run's command."""
     given = {
         key: value for key, value in os.environ.items() if key.startswith(f"PLACER_{name.upper()}_")
     }
@@ -182,13 +179,12 @@ def _commands(name: str, rows: Sequence[Row], folder: Path) -> list[str]:
 
 
 def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The rows that the results have already, if they come from this machine and these versions,
-    with their dates.
-    """
+    """Return the stored rows with their dates, if machine and versions are the same."""
     old = _here(name, folder)
     if old is None and (folder / f"{file_name(name)}.json").exists():
         print(
-            "the results that are there come from another machine or other versions: none of their rows is kept"
+            "the existing results come from another machine or other versions: "
+            "none of their rows is kept"
         )
     if old is None:
         return []
@@ -198,7 +194,7 @@ def known(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def _here(name: str, folder: Path) -> dict[str, Any] | None:
-    """The results that there are, if they come from this machine and these versions."""
+    """Return the stored results, if machine and versions are the same."""
     try:
         old = read(file_name(name), folder)
     except OSError:
@@ -207,13 +203,13 @@ def _here(name: str, folder: Path) -> dict[str, Any] | None:
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The results in a file, which is named without its ending."""
+    """Return the results in a file, given its name without ending."""
     content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return content
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the cores that this process may use, and the GPUs, if any."""
+    """Return the processor, the cores that this process may use, and the GPUs, if any."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": _cpu(), "cores": cores, "gpus": _gpus()}
 
@@ -238,7 +234,7 @@ def _gpus() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of python and the packages that matter, where installed."""
+    """Return the versions of Python and of the installed packages that matter."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -249,12 +245,12 @@ def versions() -> dict[str, str]:
 
 
 def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
-    """The results in a file as a markdown table, with the machine below.
+    """Return the results in a file as a Markdown table, with the machine below.
 
     Args:
-        name: of the file, without its ending.
-        folder: where its results are.
-        whole: whether rows are shown for which nothing was asked.
+        name: the name of the file, without ending.
+        folder: the folder of its results.
+        whole: whether to show rows without a target.
     """
     content = read(name, folder)
     rows = [entry for entry in content["rows"] if whole or entry["met"] is not None]
@@ -264,7 +260,7 @@ def table(name: str, folder: Path = RESULTS, *, whole: bool = False) -> str:
     head = ["case", "measure", "value", *figures, "target", "met", *peers]
     lines = [head, ["---"] * len(head), *(_cells(entry, figures, peers) for entry in rows)]
     where, commands = content["machine"], content["command"].split(AND_THEN)
-    # not by the file's name, which may be another
+    # the file's name may differ from the benchmark's
     program = commands[0][commands[0].index("python -m ") :]
     ran = f"`{commands[0]}`" if len(commands) == 1 else f"`{program}`, in {len(commands)} parts"
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
@@ -297,7 +293,7 @@ def _cells(entry: Row, figures: Iterable[str], peers: Iterable[str]) -> list[str
 
 
 def shown(value: float | str | None, unit: str = "") -> str:
-    """A value for people: four digits, with its unit."""
+    """Return a value for people: four digits, with its unit."""
     if value is None or isinstance(value, str):
         return "-" if value is None else value
     text = f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -305,10 +301,10 @@ def shown(value: float | str | None, unit: str = "") -> str:
 
 
 def with_tables(text: str, folder: Path = RESULTS) -> str:
-    """A text in which every table between its two markers is made anew; without results, what is
-    there stays.
+    """Return a text with every table between two markers made again.
 
-    The markers are ``<!-- table NAME -->`` and ``<!-- end table NAME -->``.
+    The markers are ``<!-- table NAME -->`` and ``<!-- end table NAME -->``. Without results the old
+    table stays.
     """
 
     def renewed(found: re.Match[str]) -> str:

@@ -435,7 +435,7 @@ def carried_inputs(model: nn.Module) -> Any:
 
 
 def _found(placement: Placement, time_limit_s: float) -> Placement:
-    """Return the placement, or raise the error that explains why there is none."""
+    """Return the placement, or raise the error that explains why no placement exists."""
     if placement.status == "infeasible":
         reason = (
             placement.infeasible.text

@@ -128,14 +128,16 @@ def compare(losses: list[float], data: list[tuple[Tensor, Tensor]], path: str) -
     for step, (a, b) in enumerate(zip(unsplit, losses, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
     print(
-        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, losses, strict=True)):.3g}"
+        "largest difference of losses: "
+        f"{max(abs(a - b) for a, b in zip(unsplit, losses, strict=True)):.3g}"
     )
     whole = make()
     state = {"model": whole.state_dict()}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     tokens, target = data[0]
     print(
-        f"the checkpoint in the unsplit model: loss {loss_fn(whole(tokens), target).item():.6f} on the first batch"
+        "the checkpoint in the unsplit model: "
+        f"loss {loss_fn(whole(tokens), target).item():.6f} on the first batch"
     )
 
 

@@ -65,7 +65,8 @@ def main() -> None:
     for step, (a, b) in enumerate(zip(unsplit, split, strict=True)):
         print(f"step {step}: loss {b:.6f} split, {a:.6f} unsplit")
     print(
-        f"largest difference of losses: {max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}"
+        "largest difference of losses: "
+        f"{max(abs(a - b) for a, b in zip(unsplit, split, strict=True)):.3g}"
     )
 
 

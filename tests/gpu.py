@@ -1,8 +1,8 @@
 """Runs the GPU tests and records the result; or tells whether the record speaks for the present
 code.
 
-    python tests/gpu.py [--quick] [--workers N] [FOLDER ...]     run, and write tests/gpu-record.json
-    python tests/gpu.py --check                                  compare the record with the code, without torch
+    python tests/gpu.py [--quick] [--workers N] [FOLDER ...]   run, and write tests/gpu-record.json
+    python tests/gpu.py --check    compare the record with the code, without torch
 
 A run goes through the test folders one after another and records each as soon as it has ended, so
 that a run which is killed loses one folder; naming folders splits a run into several. Tests with
@@ -38,8 +38,13 @@ GB of every GPU."""
 _FACTS = """
 import json, platform, torch
 count = torch.cuda.device_count()
-print(json.dumps({"gpu_count": count, "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-                  "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}))
+gpus = [torch.cuda.get_device_name(index) for index in range(count)]
+versions = {
+    "python": platform.python_version(),
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+}
+print(json.dumps({"gpu_count": count, "gpus": gpus, **versions}))
 """
 
 
@@ -142,7 +147,8 @@ def run(sources: Sources, files: dict[str, list[Path]], quick: bool, workers: in
     print(f"{'folder':40} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}")
     for folder, entry in rows:
         print(
-            f"{folder:40} {entry['passed']:7} {entry['failed']:7} {entry['skipped']:7} {entry['seconds']:8}"
+            f"{folder:40} {entry['passed']:7} {entry['failed']:7} {entry['skipped']:7} "
+            f"{entry['seconds']:8}"
         )
     return int(bool(failures))
 
@@ -156,7 +162,8 @@ def _chosen(
     for name, path in zip(folders, wanted, strict=True):
         if not any(Path(folder).is_relative_to(path) for folder in known):
             parser.error(
-                f"{name!r} has no {'quick ' * quick}GPU tests; folders that have some: {', '.join(known)}"
+                f"{name!r} has no {'quick ' * quick}GPU tests; "
+                f"folders that have some: {', '.join(known)}"
             )
     return {
         folder: tests
@@ -170,7 +177,7 @@ def _workers() -> int:
 
 
 def _facts() -> dict[str, Any]:
-    """The GPUs and versions, asked in a process of its own: this one is to hold no memory of GPUs."""
+    """Ask a separate process for GPUs and versions, so that this one holds no GPU memory."""
     answer = subprocess.run(
         [sys.executable, "-c", _FACTS], capture_output=True, text=True, check=False
     )

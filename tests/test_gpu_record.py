@@ -206,7 +206,8 @@ def test_other_versions_of_python_give_every_folder_the_same_hash() -> None:
     others = _other_pythons()
     if not others:
         pytest.skip("no other version of Python is installed")
-    program = "import sys; from pathlib import Path; from module_hashes import Sources; s = Sources(Path(sys.argv[1]));"
+    program = "import sys; from pathlib import Path; from module_hashes import Sources; "
+    program += "s = Sources(Path(sys.argv[1]));"
     program += "print(*sorted(s.hash_of(folder) for folder in s.gpu_tests))"
     answers = {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")}
@@ -243,11 +244,13 @@ def __getattr__(name): ...
     "server/app.py": "from . import pages",
     "server/pages.py": "x = 1",
     "tests/helpers/helper.py": "import shop.other",
-    "tests/shop/test_lazy.py": "import pytest\nfrom shop import Late\n@pytest.mark.gpu\ndef test_a(): ...",
+    "tests/shop/test_lazy.py": "import pytest\nfrom shop import Late\n"
+    "@pytest.mark.gpu\ndef test_a(): ...",
     "tests/shop/test_cpu.py": "import shop.deep.unused",
     "tests/helped/test_helped.py": "import pytest, helper\npytestmark = pytest.mark.gpu",
     "tests/shop/deep/test_deep.py": "import pytest\npytestmark = [pytest.mark.gpu]",
-    "tests/server/test_run.py": "import pytest\nP = 'import shop_server.app as a'\npytestmark = pytest.mark.gpu",
+    "tests/server/test_run.py": "import pytest\nP = 'import shop_server.app as a'\n"
+    "pytestmark = pytest.mark.gpu",
     "tests/server/test_text.py": "'pytest.mark.gpu'",
 }
 
@@ -283,7 +286,7 @@ def test_folders_with_gpu_tests_are_found_by_the_marker_in_code_alone(project: P
 def test_a_folder_covers_what_its_gpu_tests_import_also_where_a_package_resolves_a_name_late(
     project: Path,
 ) -> None:
-    """Not the module that the package needs for annotations, nor what a test without a GPU imports."""
+    """Neither the modules for annotations nor the imports of tests without a GPU count."""
     files = {
         "tests/shop/test_lazy.py",
         "shop/__init__.py",

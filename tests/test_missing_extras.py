@@ -134,7 +134,8 @@ def test_a_command_ends_with_one_line_that_names_the_extra(
 
 def test_a_key_is_made_where_nothing_is_installed_that_a_service_needs(tmp_path: Path) -> None:
     # It was a ModuleNotFoundError: the settings were imported for a type alone.
-    code = "sys.argv = ['keys', 'ci', 'read']; runpy.run_module('placer_server.keys', run_name='__main__')"
+    code = "sys.argv = ['keys', 'ci', 'read']; "
+    code += "runpy.run_module('placer_server.keys', run_name='__main__')"
     result = run_without("server", code, tmp_path)
     assert result.returncode == 0 and result.stdout.startswith("ci read "), result.stderr
 
@@ -146,7 +147,8 @@ def test_the_health_check_needs_nothing_that_is_not_pythons_own(tmp_path: Path) 
 
 
 def test_what_needs_no_extra_works_without_any(tmp_path: Path) -> None:
-    code = "import placer, placer_client, placer.report.page; placer.solve; placer.merge_profiles; print('done')"
+    code = "import placer, placer_client, placer.report.page; "
+    code += "placer.solve; placer.merge_profiles; print('done')"
     for extra in ("torch", "server", "postgres"):
         assert run_without(extra, code, tmp_path).stdout == "done\n"
 

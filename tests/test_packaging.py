@@ -120,7 +120,7 @@ def test_every_pip_command_that_an_error_names_has_the_projects_name_and_an_extr
 
 
 def imported(folder: str) -> set[str]:
-    """Return the modules of other projects that the files of a folder import, by their first names."""
+    """Return the top-level names of other projects' modules that a folder's files import."""
     names: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,5 +1,7 @@
-"""Memory of training steps beside its prediction, wherever a model is cut in two: also where no
-solver would cut it.
+"""Measured and predicted memory of training steps, for every cut of a model in two.
+
+The cuts include bad cuts that no solver would choose. CPU stand-ins have no memory of their own:
+without GPUs, tiny models only show that the benchmark runs.
 
 Stand-ins have no memory of their own: without GPUs tiny models show that it runs.
 """
@@ -17,10 +19,10 @@ CHUNKS, CUTS, TARGET_PERCENT = 4, 5, 5.0
 
 
 def progress(folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """All rows so far, each time that there is one more.
+    """Yield all rows so far, each time that a row is added.
 
     Args:
-        folder: where results are; nothing else is kept there.
+        folder: the folder of the results; nothing else is kept there.
     """
     from ..executor import cases
 
@@ -33,7 +35,7 @@ def progress(folder: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _cases() -> list[Any]:
-    """Models that are cut many times in a minute; a quarter of each batch is a micro-batch."""
+    """Return models that are cut many times in a minute; a micro-batch is a quarter of a batch."""
     import torch
     from torch.nn import functional
 
@@ -91,9 +93,7 @@ def _cases() -> list[Any]:
 
 
 def _rows(case: Any) -> Iterator[dict[str, Any]]:
-    """A row for each schedule: of all cuts and both devices, the prediction that is the farthest
-    off.
-    """
+    """Yield one row per schedule: the worst prediction over all cuts and both devices."""
     from placer import profile
 
     from ..executor import cases
@@ -134,7 +134,7 @@ def _rows(case: Any) -> Iterator[dict[str, Any]]:
 
 
 def _request(measured: Any, schedule: str, cut: int) -> Any:
-    """All layers before the cut on the first device, all others on the second."""
+    """Return a request with the layers before the cut on the first device, others on the second."""
     from placer import Constraints, PlacementRequest
 
     first, second = measured.cluster.devices
@@ -146,8 +146,9 @@ def _request(measured: Any, schedule: str, cut: int) -> Any:
 
 
 def _memory(case: Any, request: Any, batch: Any, target: Any) -> Sequence[tuple[float, float]]:
-    """By device, the prediction and what a third step takes at its peak, in bytes; none of
-    stand-ins.
+    """Return, by device, the predicted and measured peak of a third step, in bytes.
+
+    The result is empty on CPU stand-ins.
     """
     import torch
 

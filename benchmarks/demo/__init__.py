@@ -1,6 +1,4 @@
-"""How long ``placer demo`` takes where everything is installed: what a new user waits for after the
-download.
-"""
+"""The time of ``placer demo`` after installation: what a new user waits for."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ TARGET_S = 180.0
 
 
 def run() -> list[dict[str, Any]]:
-    """Rows: the demo's time with nothing in the cache, as the first time, and again."""
+    """Return the demo's time with an empty cache, as on the first run, and with a full one."""
     with _empty_cache() as environment:
         first, again = (_seconds(environment) for _ in range(2))
     return [
@@ -35,7 +33,7 @@ def _empty_cache() -> Iterator[dict[str, str]]:
 
 
 def _seconds(environment: dict[str, str]) -> float | None:
-    """None where the demo fails, which is where a split model disagrees too."""
+    """Return the demo's seconds, or None if it fails, as it does if a split model disagrees."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "placer", "demo"], env=environment, check=False

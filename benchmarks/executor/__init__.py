@@ -1,24 +1,26 @@
-"""How fast placements run, beside what else a user could take, in turns on the same machine.
+"""The speed of placements and of their alternatives, measured in turns on the same machine.
 
-Training steps of three models over all devices and over two, inference streams of two models, a
-model that no single device holds, switching maps, the overhead on one device, and the experiment of
-PyTorch's model-parallel tutorial. All engines of a case take turns, seven each, with the same
-batch. Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
+Measured are training steps of three models over all devices and over two, inference streams of two
+models, a model that no single device holds, map switches, the overhead on one device, and the
+experiment of PyTorch's model-parallel tutorial. All engines of a case take seven turns each with
+the same batch. Without GPUs, tiny sizes run on CPU stand-ins; they only show that the code runs.
 
-``PLACER_EXECUTOR_CASES=resnet101@4,gpt:ours,gpt:FSDP2`` runs these cases alone, in this order:
-``CASE`` on all devices and on two, ``CASE@DEVICES`` on that number; with ``:ENGINE`` only the
-engines that are named take part, beside eager PyTorch. Cases are ``resnet101``, ``gpt``, ``unet``,
+``PLACER_EXECUTOR_CASES=resnet101@4,gpt:ours,gpt:FSDP2`` runs only these cases, in this order.
+``CASE`` runs on all devices and on two, ``CASE@DEVICES`` on that number. With ``:ENGINE``, only the
+named engines take part, in addition to eager PyTorch. Cases are ``resnet101``, ``gpt``, ``unet``,
 ``large``, ``stream-resnet101`` and ``stream-gpt``, and, without a number of devices, ``switching``,
 ``overhead``, ``tutorial``, ``compile-resnet101``, ``compile-unet``, ``compile-gpt``,
 ``compile-tutorial``, ``compile-stream-resnet101`` and ``compile-stream-gpt``. Engines of training
 steps are ``ours``, ``DDP``, ``DDP-compiled``, ``FSDP2``, ``torch.distributed``, ``torch.distributed
 interleaved``, ``torch.distributed zero-bubble``, ``placer.distributed``, ``tutorial`` and
-``torchgpipe``; of ``large`` ``ours`` and ``FSDP2``; of streams ``ours``, ``tutorial`` and
-``accelerate``. A case that is run again takes the place of all that it gave before, so that a row
-and its peers are always of one run. ``PLACER_EXECUTOR_BUDGET_S`` is the time that all may take,
-7200 if left out; what it leaves undone is named in a row. ``PLACER_EXECUTOR_TINY=1 python -m
-benchmarks.executor CASE@DEVICES:ENGINE+ENGINE -`` shows that a job runs on GPUs, at tiny sizes.
-Results are written after each sample: whatever ends a run, what it found until then stays.
+``torchgpipe``. Engines of ``large`` are ``ours`` and ``FSDP2``; engines of streams are ``ours``,
+``tutorial`` and ``accelerate``.
+
+A case that runs again replaces all its earlier results, so that a row and its peers always come
+from one run. ``PLACER_EXECUTOR_BUDGET_S`` limits the total time (default: 7200); a row names what
+was left out. ``PLACER_EXECUTOR_TINY=1 python -m benchmarks.executor CASE@DEVICES:ENGINE+ENGINE -``
+shows at tiny sizes that a job runs on GPUs. Results are written after each sample, so an aborted
+run keeps what it measured.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ Row = dict[str, Any]
 
 
 def run(chosen: Sequence[str] = ()) -> list[Row]:
-    """Measure every row; no file is touched.
+    """Return all measured rows without touching a file.
 
     Args:
-        chosen: cases or jobs; those of the environment, or all, if empty.
+        chosen: cases or jobs; if empty, the ones that the environment names, or all.
     """
     made: list[Row] = []
     for rows in progress(chosen):
@@ -46,12 +48,12 @@ def run(chosen: Sequence[str] = ()) -> list[Row]:
 
 
 def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator[list[Row]]:
-    """All rows, again after every sample.
+    """Yield all rows, again after every sample.
 
     Args:
         chosen: as for ``run``.
-        folder: of the results: what was found before is read there, and samples are kept there.
-            None does neither.
+        folder: the folder of the results, from which earlier results are read and where samples are
+            kept. None does neither.
     """
     from . import jobs, rows
     from .store import Store

@@ -1,5 +1,6 @@
-"""``python -m benchmarks.executor CASE:ENGINE PATH``: one job, its samples written to a file
-(``-``: printed).
+"""The command line of one job: ``python -m benchmarks.executor CASE:ENGINE PATH``.
+
+It writes the job's samples to the file, or prints them if the path is ``-``.
 """
 
 from __future__ import annotations

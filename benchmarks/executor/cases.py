@@ -1,4 +1,4 @@
-"""The models that are trained, with their data, at full size on GPUs and tiny on CPU stand-ins."""
+"""The trained models with their data, at full size on GPUs and tiny on CPU stand-ins."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Training:
     """A training step.
 
     Attributes:
-        name: that selects it.
-        label: for people.
-        make: the model.
-        data: one batch: inputs and target.
-        loss: of output and target, a mean over samples.
-        chunks: the numbers of micro-batches that are tried.
+        name: the name that selects it.
+        label: the name in tables.
+        make: makes the model.
+        data: makes one batch, inputs and target.
+        loss: a function of output and target, a mean over samples.
+        chunks: the numbers of micro-batches to try.
         granularity: how finely the placement may cut.
     """
 
@@ -42,8 +42,9 @@ class Training:
     granularity: str = "auto"
 
     def tried(self, count: int) -> tuple[int, ...]:
-        """The numbers of micro-batches for so many devices: two and four for each, where they are
-        among ``chunks``.
+        """Return the numbers of micro-batches to try on ``count`` devices.
+
+        These are two and four per device, where ``chunks`` contains them.
         """
         return (
             tuple(chunks for chunks in self.chunks if chunks in (2 * count, 4 * count))
@@ -51,49 +52,50 @@ class Training:
         )
 
     def model(self, place: torch.device) -> nn.Module:
-        """The model on a device, its initial values always the same."""
+        """Return the model on a device; its initial values are always the same."""
         torch.manual_seed(0)
         with place:
             return self.make()
 
     def batch(self, place: torch.device) -> tuple[Tensor, Tensor]:
-        """The batch on a device, always the same."""
+        """Return the batch on a device; it is always the same."""
         torch.manual_seed(1)
         with place:
             return self.data()
 
 
 def on_gpus() -> bool:
-    """Whether there are GPUs to run on; else stand-ins."""
+    """Return whether GPUs are there to run on; otherwise CPU stand-ins are used."""
     return torch.cuda.is_available()
 
 
 def is_small() -> bool:
-    """Whether the tiny sizes are run: without GPUs, or on request, to see that all runs on them."""
+    """Return whether to use the tiny sizes: without GPUs, or on request for a trial run."""
     return not on_gpus() or bool(os.environ.get("PLACER_EXECUTOR_TINY"))
 
 
 def places(count: int | None = None) -> list[torch.device]:
-    """The devices: the first so many GPUs, all of them if None, or else stand-ins."""
+    """Return the first ``count`` GPUs, all of them if None, or CPU stand-ins."""
     if not on_gpus():
         return [torch.device("cpu", index) for index in range(count or STAND_INS)]
     return [torch.device("cuda", index) for index in range(count or torch.cuda.device_count())]
 
 
 def home() -> torch.device:
-    """Where models and batches are made."""
+    """Return the device on which models and batches are made."""
     return torch.device("cuda", 0) if on_gpus() else torch.device("cpu")
 
 
 def counts() -> list[int]:
-    """How many devices are tried: all, and two of more."""
+    """Return the numbers of devices to try: all, and two if there are more."""
     everything = len(places())
     return [everything] if everything <= 2 else [everything, 2]
 
 
 def prepare() -> None:
-    """What is the same for all who run: TF32 on GPUs; one thread for stand-ins, as processes share
-    the cores.
+    """Set what all engines share: TF32 on GPUs, one thread per process on stand-ins.
+
+    The processes of stand-ins share the cores.
     """
     if not on_gpus():
         torch.set_num_threads(1)
@@ -102,12 +104,12 @@ def prepare() -> None:
 
 
 def training(name: str) -> Training:
-    """A case by its name: ``resnet101``, ``gpt`` or ``unet``."""
+    """Return a case by its name: ``resnet101``, ``gpt`` or ``unet``."""
     return (SMALL if is_small() else FULL)[name]
 
 
 def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropy of ``(N, T, vocabulary)`` logits."""
+    """Return the cross entropy of ``(N, T, vocabulary)`` logits."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 

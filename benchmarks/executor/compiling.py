@@ -1,5 +1,7 @@
-"""What ``train_step(compile=True)`` gains over the same step without it, on two devices, both under
-zero-bubble.
+"""The gain of ``train_step(compile=True)`` on two devices, with and without under zero-bubble.
+
+The same contest measures eager PyTorch on one device, ``torch.compile`` of the whole model there,
+and the compiled step with the placement that ``refine(compile=True)`` finds.
 
 Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model; and the
 compiled step by the placement that ``refine(compile=True)`` finds.
@@ -38,12 +40,15 @@ REFINED = "compiled, refined"
 
 
 def training(name: str) -> Training:
-    """What is trained, by one of ``NAMES``."""
+    """Return the case with one of ``NAMES``."""
     return tutorial_resnet50.TRAINING if name == tutorial_resnet50.CASE else cases.training(name)
 
 
 def measure(case: Training) -> Iterator[Sample]:
-    """The step on two devices without and with the compiler, by the same placement, and one device.
+    """Yield samples of a step without and with the compiler on two devices, then on one.
+
+    They run one after another: recorded and compiled passes stay in memory, which does not hold
+    several sets.
 
     One after another: what is recorded and compiled stays, and memory does not hold it several
     times.
@@ -80,9 +85,7 @@ def measure(case: Training) -> Iterator[Sample]:
 
 
 def measure_stream(case: Training) -> Iterator[Sample]:
-    """An inference stream with ``compile=True`` beside the same without it, on two devices; then
-    one device.
-    """
+    """Yield samples of a stream with and without ``compile=True`` on two devices, then on one."""
     if len(cases.places()) < DEVICES:
         yield Sample(
             stream.COMPILED + case.name,
@@ -98,7 +101,7 @@ def measure_stream(case: Training) -> Iterator[Sample]:
 def _profile(
     profiles: dict[int, Profile], model: nn.Module, batch: tuple[Tensor, Tensor], chunks: int
 ) -> dict[str, list[float]]:
-    """Puts that of so many micro-batches there."""
+    """Add the profile for ``chunks`` micro-batches to ``profiles``."""
     profiles[chunks] = ours.measured(model, batch[0], chunks)
     return {}
 
@@ -106,7 +109,7 @@ def _profile(
 def _refined(
     case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], profile: Profile
 ) -> Placement:
-    """The placement for compiled stages."""
+    """Return the placement that is refined for compiled stages."""
     asked = ours.question([profile], DEVICES, len(batch[0]))
     part, goal = (tensor[: profile.batch_size] for tensor in batch)
     given: Any = {"request": asked, "loss_fn": case.loss, "target": goal}
@@ -130,7 +133,7 @@ def _contender(
     batch: tuple[Tensor, Tensor],
     placement: Placement,
 ) -> Contender:
-    """A pipeline on two devices, whose stages are compiled unless the engine is ``ours``."""
+    """Return a pipeline on two devices; its stages are compiled unless the engine is ``ours``."""
     values: dict[str, list[float]] = {}
 
     def make() -> tuple[Callable[[], Any], Callable[[], Any]]:

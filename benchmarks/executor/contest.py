@@ -1,6 +1,4 @@
-"""Engines that take turns: a row of steps of each, then again, so that what a machine does
-meanwhile meets them all.
-"""
+"""Engines that take turns, so that changes of the machine's speed affect all of them alike."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ class Contender:
 
     Attributes:
         engine: its name.
-        devices: how many it has.
-        chunks: micro-batches, or what else was swept.
-        turn: times one row; the time of a step in ms. Afterwards the memory that steps need is
-            free.
-        values: what else was measured of it.
+        devices: the number of devices that it uses.
+        chunks: the number of micro-batches, or another swept number.
+        turn: times a series of steps and returns the time of one step in ms. Afterwards the memory
+            that steps need is free.
+        values: its other measurements.
     """
 
     engine: str
@@ -48,19 +46,19 @@ class Contender:
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def sample(self, case: str, times: Sequence[float], failed: str = "") -> Sample:
-        """Its result."""
+        """Return its times as a sample."""
         values = {} if failed else {**self.values, "step_ms": list(times)}
         return Sample(case, self.engine, self.devices, self.chunks, values, failed)
 
 
 def here(engine: str, places: Sequence[torch.device], chunks: int, ready: Ready) -> Contender:
-    """An engine that runs in this process.
+    """Return an engine that runs in this process.
 
     Args:
         engine: its name.
         places: the devices that its steps use.
-        chunks: micro-batches.
-        ready: makes a step ready, at every turn.
+        chunks: the number of micro-batches.
+        ready: prepares a step at every turn.
     """
     known: list[int] = []
 
@@ -80,7 +78,7 @@ PACKAGES = {"torchgpipe": "torchgpipe", "accelerate": "accelerate"}
 
 
 def installed(case: str, count: int, engines: Sequence[str]) -> tuple[list[str], list[Sample]]:
-    """The engines whose packages are installed, and a sample of each other one."""
+    """Return the engines whose packages are installed, and a sample for each other engine."""
     missing = [
         engine for engine in engines if engine in PACKAGES and find_spec(PACKAGES[engine]) is None
     ]
@@ -94,16 +92,16 @@ _ends = math.inf
 
 
 def until(seconds: float) -> None:
-    """Begin no round of a contest that would not end within so many seconds from now."""
+    """Start no round of a contest that would not end within ``seconds`` from now."""
     global _ends
     _ends = perf_counter() + seconds
 
 
 def kept(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> Ready:
-    """A step that is made at the first turn and stays.
+    """Return a step that is made at the first turn and stays.
 
     Args:
-        make: the step, and what frees its gradients between turns.
+        make: makes the step and a function that frees its gradients between turns.
     """
     made: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
 
@@ -119,12 +117,12 @@ def kept(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> Rea
 
 
 def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
-    """The sample of each, after so many turns; every other round goes backwards.
+    """Yield the sample of each engine after ``rounds`` turns; every other round runs backwards.
 
     Args:
-        case: what they run.
-        contenders: one that fails has no further turns, and no times.
-        rounds: turns of each.
+        case: the case that they run.
+        contenders: the engines; an engine that fails has no further turns and no times.
+        rounds: the number of turns of each engine.
     """
     times: list[list[float]] = [[] for _ in contenders]
     failed: dict[int, str] = {}
@@ -147,13 +145,14 @@ def alternate(case: str, contenders: Sequence[Contender], rounds: int = ROUNDS) 
 
 
 def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> Iterator[Sample]:
-    """The sample of each, all its turns in a row and all memory to itself, where memory does not
-    hold several.
+    """Yield the sample of each engine, which has all its turns and all memory to itself.
+
+    This is for engines that do not fit in memory together.
 
     Args:
         case: what they run.
-        contenders: they leave the list, and so give back what they keep.
-        rounds: turns of each.
+        contenders: the engines; each leaves the list after its turns and so frees its memory.
+        rounds: the number of turns of each engine.
     """
     while contenders:
         yield from alternate(case, [contenders.pop(0)], rounds)
@@ -161,9 +160,7 @@ def one_by_one(case: str, contenders: list[Contender], rounds: int = ROUNDS) -> 
 
 
 def fastest(case: str, variants: Sequence[Contender]) -> tuple[Contender | None, list[Sample]]:
-    """The variant of an engine with the shortest step in one turn, and a sample of each that
-    failed.
-    """
+    """Return an engine's variant with the shortest step in one turn, and a sample per failure."""
     best: tuple[float, Contender] | None = None
     failed = []
     for variant in variants:

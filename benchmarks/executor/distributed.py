@@ -1,5 +1,6 @@
-"""torch.distributed.pipelining, one process a device: with stages made by hand, a peer, and as
-Placer places them.
+"""torch.distributed.pipelining, one process per device.
+
+Its stages are made by hand, as a peer, or follow Placer's placement.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ ROUNDS = {INTERLEAVED: 2}
 def make(
     here: Here, case: Training, engine: str, chunks: int, placement: str
 ) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
-    """A step of a training case by a pipeline over all processes, and the optimizer of this one's
-    part.
+    """Return a step of a training case by a pipeline over all processes, and this rank's optimizer.
 
     Args:
         here: the process.
-        case: what is trained.
+        case: the training case.
         engine: ``PLACED``, or a schedule over stages made by hand.
-        chunks: micro-batches.
-        placement: of ``PLACED``, as JSON.
+        chunks: the number of micro-batches.
+        placement: the placement of ``PLACED``, as JSON.
     """
     if engine == PLACED:
         return _placed(here, case, chunks, placement)
@@ -80,8 +80,9 @@ def make(
 
 
 class _Part(nn.Module):
-    """A part of a chain, as the library calls its stages: the tensors of a tuple one by one, all of
-    them contiguous.
+    """A part of a chain with the signature that the library requires of stages.
+
+    It takes the tensors of a tuple as separate arguments, and all of them are contiguous.
     """
 
     def __init__(self, chain: nn.Sequential) -> None:
@@ -99,8 +100,9 @@ class _Part(nn.Module):
 
 
 def _with_contiguous_gradient(value: Tensor) -> Tensor:
-    """The gradient of a tensor that was joined with others is a view of theirs, which cannot be
-    sent.
+    """Make the gradient of a tensor contiguous, so that it can be sent.
+
+    The gradient of a concatenated tensor is a view of the joint gradient.
     """
     if value.requires_grad:
         value = value.view_as(value)
@@ -124,7 +126,7 @@ def _schedule(
 
 
 def _agreed_times(here: Here, chain: Sequence[nn.Module], inputs: Tensor) -> list[float]:
-    """The time of each module, as the first process measures it; once for all schedules."""
+    """Return each module's time as the first process measures it, once for all schedules."""
     if "unit_ms" not in here.kept:
         found = [parts.unit_ms(chain, inputs[: len(inputs) // 2]) if here.rank == 0 else []]
         distributed.broadcast_object_list(found, src=0)

@@ -1,5 +1,6 @@
-"""Samples as figures of rows: medians, ratios and spreads, to four digits; targets count at full
-size alone.
+"""Figures of rows made of samples: medians, ratios and spreads, rounded to four digits.
+
+Targets count only at full size.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ SPEEDUP = "training step, speed-up over eager PyTorch on one device"
 
 
 def of_case(samples: Sequence[Sample], case: str) -> list[Sample]:
-    """The samples of a case."""
+    """Return the samples of a case."""
     return [sample for sample in samples if sample.case == case]
 
 
 def at_full_size(value: float | None) -> float | None:
-    """A target; none of tiny sizes."""
+    """Return a target, or None at tiny sizes."""
     return None if cases.is_small() else value
 
 
 def time_of(sample: Sample | None, measure: str = "step_ms") -> float | None:
-    """The median of a measure."""
+    """Return the median of a measure."""
     return (
         median(sample.values[measure])
         if sample is not None and sample.values.get(measure)
@@ -48,7 +49,7 @@ def time_of(sample: Sample | None, measure: str = "step_ms") -> float | None:
 
 
 def best(samples: Sequence[Sample], engine: str, devices: int) -> Sample | None:
-    """The one with the shortest step."""
+    """Return the sample with the shortest step."""
     found = [
         s
         for s in samples
@@ -58,23 +59,23 @@ def best(samples: Sequence[Sample], engine: str, devices: int) -> Sample | None:
 
 
 def rounded(value: float | None) -> float | None:
-    """To four digits."""
+    """Return a value rounded to four digits."""
     return None if value is None else float(f"{value:.4g}")
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """One over the other, to four digits."""
+    """Return the ratio of two values, to four digits."""
     return None if above is None or below is None else rounded(above / below)
 
 
 def spread_of(values: Sequence[float], over: float | None = None) -> tuple[float, float]:
-    """The smallest and the largest, of a time divided by these if one is given."""
+    """Return the smallest and the largest value, or of ``over`` divided by the values if given."""
     numbers = sorted(values if over is None else [over / value for value in values])
     return float(f"{numbers[0]:.4g}"), float(f"{numbers[-1]:.4g}")
 
 
 def peers_of(samples: Sequence[Sample], devices: int) -> dict[str, float]:
-    """The step of every peer that has one, by its label."""
+    """Return the step time of every peer that has a time, by its label."""
     found = {label: time_of(best(samples, engine, devices)) for engine, label in PEERS.items()}
     return {label: time for label, time in found.items() if time is not None}
 
@@ -85,14 +86,15 @@ def by_devices(
     samples: Sequence[Sample],
     several: Callable[[str, Sequence[Sample], int], Iterator[Row]],
 ) -> Iterator[Row]:
-    """By number of devices: eager PyTorch on one, ours and the peers', all of one contest, and who
-    has no value.
+    """Yield a case's rows by number of devices, each number from one contest.
+
+    The rows are eager PyTorch on one device, ours and the peers', and the engines without a value.
 
     Args:
-        label: of the case.
-        measure: what eager PyTorch's time is of.
-        samples: of the case.
-        several: the rows of a contest: of its case, its samples, and its number of devices.
+        label: the label of the case.
+        measure: the measure of eager PyTorch's time.
+        samples: the samples of the case.
+        several: makes the rows of a contest from its case, its samples and its number of devices.
     """
     for count in sorted({sample.beside for sample in samples if sample.beside}, reverse=True):
         mine = [sample for sample in samples if sample.beside == count]
@@ -113,7 +115,7 @@ def by_devices(
 
 
 def peers_rows(case: str, measure: str, samples: Sequence[Sample], devices: int) -> Iterator[Row]:
-    """The time of every peer with its spread."""
+    """Yield the time of every peer with its spread."""
     for engine, label in PEERS.items():
         found = best(samples, engine, devices)
         if found is not None:
@@ -121,14 +123,14 @@ def peers_rows(case: str, measure: str, samples: Sequence[Sample], devices: int)
 
 
 def turns_row(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """How many turns each engine had; the fewest of them."""
+    """Yield the number of turns of each engine; the value is the smallest."""
     turns = [len(sample.values["step_ms"]) for sample in samples if sample.values.get("step_ms")]
     if turns:
         yield row(case, "turns of each engine", "", min(turns))
 
 
 def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Who has no value, and why."""
+    """Yield a row for each engine without a value, with the reason."""
     for sample in samples:
         if sample.failed:
             where = f"{sample.chunks} micro-batches: " if sample.chunks > 1 else ""
@@ -141,7 +143,7 @@ def failures(case: str, samples: Sequence[Sample]) -> Iterator[Row]:
 
 
 def row_of(case: str, measure: str, times: Sequence[float], target: float | None = None) -> Row:
-    """A row of times, in ms."""
+    """Return a row of times in ms."""
     return row(
         case,
         measure,
@@ -153,7 +155,7 @@ def row_of(case: str, measure: str, times: Sequence[float], target: float | None
 
 
 def memory_row(case: str, sample: Sample) -> Iterator[Row]:
-    """How far the memory that was predicted is from the memory that was taken, where GPUs told."""
+    """Yield the error of the predicted memory, where GPUs were measured."""
     peaks, predicted = sample.values.get("peak_bytes"), sample.values.get("predicted_bytes")
     if not peaks or not predicted:
         return

@@ -1,5 +1,6 @@
-"""Peer: torchgpipe, where it can be imported, balanced by its own ``balance_by_time``, without
-recomputing.
+"""Peer: torchgpipe without recomputation, balanced by its own ``balance_by_time``.
+
+It takes part where it can be imported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ENGINE = "torchgpipe"
 
 
 def contender(case: Training, count: int, chunks: int) -> Contender:
-    """It, at a number of devices and micro-batches."""
+    """Return torchgpipe at a number of devices and micro-batches."""
     return contest.here(
         ENGINE, cases.places(count), chunks, contest.kept(lambda: _make(case, count, chunks))
     )

@@ -1,6 +1,4 @@
-"""Engines in processes of their own: what each process builds, times and frees, and how they take
-part in a contest.
-"""
+"""Engines that run in processes of their own, and how they take part in a contest."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Turn:
-    """What all processes run together.
+    """A turn that all processes run together.
 
     Attributes:
-        engine: by whom.
-        chunks: micro-batches; 1 for engines that have none.
-        placement: of ``placer.distributed``, as JSON.
+        engine: the engine's name.
+        chunks: the number of micro-batches; 1 for engines without micro-batches.
+        placement: the placement of ``placer.distributed``, as JSON.
     """
 
     engine: str
@@ -43,9 +41,9 @@ class Runner:
 
     Attributes:
         step: one training step.
-        free: gives back memory between turns.
-        wake: takes it again.
-        count: steps in a row; None until the first turn has chosen.
+        free: frees memory between turns.
+        wake: allocates that memory again.
+        count: the number of consecutive steps; None until the first turn has chosen it.
     """
 
     step: Callable[[], Any]
@@ -55,7 +53,7 @@ class Runner:
 
 
 def build(here: Here, name: str, turn: Turn) -> None:
-    """Make an engine ready in a process; it has run no step yet."""
+    """Prepare an engine in a process; it has run no step yet."""
     case = cases.training(name)
     if turn.engine in replicas.ENGINES:
         step, optimizer = replicas.make(here, name, turn.engine)
@@ -75,8 +73,9 @@ def drop(here: Here, turn: Turn) -> None:
 
 
 def row(here: Here, key: str) -> float:
-    """Time a row of steps in all processes; the time of one in ms. The memory that steps need is
-    free afterwards.
+    """Time a series of steps in all processes, and return the time of one in ms.
+
+    The memory that steps need is free afterwards.
     """
     runner: Runner = here.kept[key]
     runner.wake()
@@ -85,7 +84,7 @@ def row(here: Here, key: str) -> float:
     if runner.count is None:
         alone = [timing.row(runner.step, here.meet, 1) for _ in range(contest.ALONE)]
         agreed = torch.tensor(timing.row_of(alone), device=here.home)
-        distributed.broadcast(agreed, src=0)  # all go the same number of steps
+        distributed.broadcast(agreed, src=0)  # all processes run the same number of steps
         runner.count = int(agreed)
     ms = timing.row(runner.step, here.meet, runner.count)
     runner.free()
@@ -100,8 +99,8 @@ class Peers:
     one is needed.
 
     Args:
-        name: of the case.
-        count: of processes.
+        name: the name of the case.
+        count: the number of processes.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -110,7 +109,7 @@ class Peers:
         self._kept: list[Turn] = []
 
     def contender(self, turns: Sequence[Turn]) -> tuple[Contender | None, list[Sample]]:
-        """The fastest of an engine's variants, and a sample of each that failed."""
+        """Return the fastest of an engine's variants, and a sample for each failed variant."""
         variants = {
             turn: Contender(turn.engine, self._count, turn.chunks, partial(self._row, turn))
             for turn in turns

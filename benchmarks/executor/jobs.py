@@ -1,5 +1,6 @@
-"""What is run, in the order of importance; on GPUs each job has a process of its own, which may die
-or hang alone.
+"""The jobs in the order of importance.
+
+On GPUs each job has a process of its own, so that a crash or a hang loses only that job.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ RESERVE_S = 20.0
 
 @dataclass(frozen=True)
 class Job:
-    """A case on a number of devices: all engines that take turns in it.
+    """A case on a number of devices, with all engines that take turns in it.
 
     Attributes:
-        case: what is run.
-        devices: how many it has; 0 for a case that has one number of devices alone.
-        engines: who takes part.
-        limit_s: after this its process is killed; what it had found by then counts.
+        case: the name of the case.
+        devices: the number of devices; 0 for a case with only one possible number.
+        engines: the engines that take part.
+        limit_s: the time after which its process is killed; the samples until then count.
         run: measures it with these engines.
     """
 
@@ -59,26 +60,26 @@ class Job:
 
     @property
     def contest(self) -> str:
-        """The name of the job with whatever engines."""
+        """Return the job's name without its engines."""
         return f"{self.case}@{self.devices}" if self.devices else self.case
 
     @property
     def name(self) -> str:
-        """The one by which a process is told what to do."""
+        """Return the name that selects the job in its process."""
         return f"{self.contest}:{'+'.join(self.engines)}"
 
     @property
     def engine(self) -> str:
-        """The first engine, for a sample that speaks of the whole job."""
+        """Return the first engine, for a sample that concerns the whole job."""
         return self.engines[0]
 
     def measure(self) -> Iterator[Sample]:
-        """Its samples."""
+        """Yield its samples."""
         return self.run(self.engines)
 
 
 def every() -> list[Job]:
-    """All jobs, the most important first."""
+    """Return all jobs, the most important first."""
     counts = cases.counts()
     return [
         *(_training(name, count) for count in counts for name in cases.FULL),
@@ -123,16 +124,15 @@ def _compiled_stream(name: str) -> Job:
 
 
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[tuple[Job, Sample]]:
-    """Run jobs; what they find comes, and is printed, as they go.
+    """Run jobs, and yield and print their samples as they come.
 
     Args:
-        chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one who takes part, in
-            the order in which they are run; all if empty. Several engines of a case take part
-            together.
-        budget_s: no job begins after so many seconds, and none lasts longer.
+        chosen: ``CASE``, ``CASE@DEVICES``, or either with ``:ENGINE`` for one engine, in the order
+            in which they run; all if empty. Several engines of a case take part together.
+        budget_s: the time in seconds after which no job starts and every job ends.
 
     Raises:
-        ValueError: a name is no case and no job.
+        ValueError: a name is neither a case nor a job.
     """
     began = perf_counter()
     for job in _chosen(chosen):
@@ -158,7 +158,8 @@ def _chosen(names: Sequence[str]) -> list[Job]:
         if not mine:
             there = ", ".join(dict.fromkeys(job.case for job in jobs))
             raise ValueError(
-                f"{name!r} is no case; there are {there}, CASE@DEVICES, and CASE:ENGINE for one engine"
+                f"{name!r} is not a case; there are {there}, CASE@DEVICES, "
+                "and CASE:ENGINE for one engine"
             )
         for job in mine:
             asked = (
@@ -185,7 +186,7 @@ def _samples(job: Job, left_s: float) -> Iterator[Sample]:
 
 
 def guarded(job: Job) -> Iterator[Sample]:
-    """The samples of a job, here; its last one says so if it breaks down."""
+    """Yield the samples of a job that runs here; the last one reports a failure."""
     try:
         yield from job.measure()
     except Exception as error:
@@ -193,9 +194,7 @@ def guarded(job: Job) -> Iterator[Sample]:
 
 
 def apart(job: Job, limit_s: float, package: str = "benchmarks.executor") -> Iterator[Sample]:
-    """The samples of a job in a process of its own, ``python -m package JOB PATH``, handed on as
-    they come.
-    """
+    """Yield the samples of a job as they come from ``python -m package JOB PATH``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples"
         command = [sys.executable, "-m", package, job.name, str(path)]
@@ -233,7 +232,7 @@ def _pause(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process, and those that it started."""
+    """End the process and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -242,9 +241,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def work(name: str, path: Path) -> None:
-    """Run one job and write its samples to a file, or print them for ``-``: what a process of its
-    own does.
-    """
+    """Run one job in this process, and write its samples to a file or print them for ``-``."""
     contest.until(record.seconds(LIMIT, math.inf) - RESERVE_S)
     (job,) = _chosen(
         [f"{name.partition(':')[0]}:{engine}" for engine in name.partition(":")[2].split("+")]

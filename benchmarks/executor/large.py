@@ -1,5 +1,9 @@
-"""A model that is too large for one device: weights, gradients and Adam's state alone are more than
-it has.
+"""A model that is too large for one device: weights, gradients and Adam's state exceed it.
+
+On GPUs it is a GPT of 10 billion float32 parameters: 16 bytes per parameter are 159 GB. Stand-ins
+get a limit that a tiny model exceeds. The peer is FSDP2, which shards every weight. Two engines do
+not fit together, so each frees the memory of its weights between turns and continues with new
+values; times do not depend on values.
 
 On GPUs a GPT of 10 billion float32 parameters: 16 bytes a parameter are 159 GB. Stand-ins get a
 limit that a tiny one exceeds. Beside ours FSDP2, which cuts every weight over the devices. Neither
@@ -44,11 +48,11 @@ ENGINES = (ours.ENGINE, replicas.FSDP2)
 
 
 def measure(count: int, engines: Sequence[str]) -> Iterator[Sample]:
-    """The samples of a contest; then eager PyTorch on one device, which must run out of memory.
+    """Yield the samples of a contest, then of eager PyTorch, which must run out of memory.
 
     Args:
-        count: of the devices.
-        engines: who takes part, of ``ENGINES``.
+        count: the number of devices.
+        engines: the engines that take part, from ``ENGINES``.
     """
     cases.prepare()
     makers: dict[str, Callable[[], Contender]] = {
@@ -76,7 +80,7 @@ def measure(count: int, engines: Sequence[str]) -> Iterator[Sample]:
 
 
 def label() -> str:
-    """The model, for people."""
+    """Return the model's name for tables."""
     return (
         "tiny GPT"
         if cases.is_small()
@@ -106,7 +110,7 @@ adam = partial(torch.optim.Adam, lr=1e-4 if cases.is_small() else 1e-5, fused=ca
 
 
 def _eager() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A quarter of the batch, on one device."""
+    """Return a step over a quarter of the batch on one device."""
     model = _model(cases.home())
     inputs, target = (tensor[: SAMPLES // 4] for tensor in _batch(cases.home()))
     optimizer = adam(model.parameters())
@@ -116,14 +120,14 @@ def _eager() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _sharded(count: int, pools: list[Ranks]) -> Contender:
-    """FSDP2, a process for each device."""
+    """Return FSDP2 with a process per device."""
     pools.append(Ranks(count))
     pools[0].run(_build_sharded)
     return Contender(replicas.FSDP2, count, 1, partial(pools[0].run, in_ranks.row, CASE))
 
 
 def _build_sharded(here: Here) -> None:
-    """Make the step in a process: no device ever holds the whole model."""
+    """Make the step in a process without ever holding the whole model on a device."""
     model = replicas.sharded(_model(torch.device("meta")), here)
     model.to_empty(device=here.home)
     optimizer = adam(model.parameters())
@@ -137,7 +141,7 @@ def _build_sharded(here: Here) -> None:
 
 
 def _ours(count: int) -> Contender:
-    """Placed by profiles of the optimizer that steps it."""
+    """Return Placer's engine; its profiles assume the optimizer that it steps."""
     inputs, target = _batch(cases.home())
     places = cases.places(count)
     sizes = [SAMPLES // chunks for chunks in (2 * count, 4 * count)]
@@ -186,11 +190,11 @@ def _ours(count: int) -> Contender:
 
 
 class Parked:
-    """A model and its optimizer, whose memory is given back between turns.
+    """A model and its optimizer, whose memory is freed between turns.
 
     Args:
-        model: its weights are where they stay.
-        optimizer: has been stepped, or will be.
+        model: the model, with its weights on their devices.
+        optimizer: its optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -198,7 +202,7 @@ class Parked:
         self._sizes: list[int] = []
 
     def park(self) -> None:
-        """Give back the memory of weights, gradients and the optimizer's state."""
+        """Free the memory of weights, gradients and the optimizer's state."""
         self._optimizer.zero_grad(set_to_none=True)
         storages = self._storages()
         self._sizes = [storage.size() for storage in storages]
@@ -207,7 +211,7 @@ class Parked:
         release()
 
     def wake(self) -> None:
-        """Take it again, with other values."""
+        """Allocate the memory again, with other values."""
         if not self._sizes:
             return
         for storage, size in zip(self._storages(), self._sizes, strict=True):
@@ -222,8 +226,9 @@ class Parked:
 
 @torch.no_grad()
 def _restart(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Values as at the start of training: weights at random, norms at one, the optimizer's state at
-    zero.
+    """Set values as at the start of training.
+
+    Weights are random, norms are one, and the optimizer's state is zero.
     """
     for name, parameter in model.named_parameters():
         value = _local(parameter)
@@ -241,13 +246,14 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return the part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _placed(profiles: Sequence[Profile], count: int) -> Placement:
-    """The placement of the shortest step in a row; stand-ins get three quarters of what the model
-    needs on one.
+    """Return the placement with the shortest steady-state step.
+
+    Stand-ins get three quarters of the memory that the model needs on one device.
     """
     asked = ours.question(profiles, count, SAMPLES)
     if cases.is_small():

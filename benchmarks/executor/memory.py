@@ -1,4 +1,4 @@
-"""What a step takes of the memory of each GPU, beside what its placement predicted."""
+"""The measured and the predicted memory of a step on each GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from .sample import release
 
 
 class Meter:
-    """Counts what torch takes of GPUs from now on, beyond what it holds now; stand-ins are not
-    counted.
+    """The GPU memory that torch takes from now on; stand-ins are not measured.
 
-    What is reserved counts, not what is allocated: a CUDA graph keeps the memory that it works in
-    also while no tensor is there. Of pieces that were there before, what is filled of them since
-    counts: a few tensors of earlier work may hold gigabytes, in which a model's weights and
-    gradients then lie.
+    Reserved memory counts instead of allocated memory, because a CUDA graph keeps its working
+    memory while no tensor is alive. In segments that existed before, newly allocated bytes count: a
+    few earlier tensors may hold a segment of gigabytes, in which weights and gradients then lie.
 
     Args:
         places: the devices.
@@ -31,13 +29,13 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(place)
 
     def forget_peak(self) -> None:
-        """Let the peak be that of what comes after this."""
+        """Forget the peak so far."""
         release()
         for place in self._before:
             torch.cuda.reset_peak_memory_stats(place)
 
     def against(self, placement: Placement) -> dict[str, list[float]]:
-        """The peak of each device that the placement uses, and what it predicted, in bytes."""
+        """Return the measured and the predicted peak of each device in bytes."""
         loads = [
             load
             for load in placement.devices
@@ -62,9 +60,7 @@ class Meter:
 
 
 def _pieces(place: torch.device) -> dict[int, tuple[int, int]]:
-    """Of each piece of memory that torch's allocator has, by its address: its size, and how much of
-    it is allocated.
-    """
+    """Return size and allocated bytes of each memory segment of torch's allocator, by address."""
     return {
         piece["address"]: (piece["total_size"], piece["allocated_size"])
         for piece in torch.cuda.memory_snapshot()

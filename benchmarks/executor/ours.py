@@ -1,4 +1,4 @@
-"""A training step by Placer: profiled, placed, refined and run, and what stands behind its time."""
+"""A training step by Placer: profiled, placed, refined and run, with the details of its time."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ COMPARED = 3
 
 
 def contender(case: Training, count: int) -> Contender:
-    """What a user gets: micro-batches, schedule and map of the shortest step of many in a row,
-    refined, and run.
+    """Return what a user gets: the placement with the shortest steady-state step, refined.
+
+    The search covers micro-batches, schedule and map.
 
     Args:
-        case: what is trained.
-        count: of the devices.
+        case: the training case.
+        count: the number of devices.
     """
     batch, places = case.batch(cases.home()), cases.places(count)
-    # as a user's is; and no device holds a second one
+    # on the host, as a user's model is, and so that no device holds a second one
     model = case.model(cases.home()).cpu()
     release()
     profiles = _profiles(case, model, batch, places)
@@ -77,7 +78,7 @@ def contender(case: Training, count: int) -> Contender:
 def _profiles(
     case: Training, model: nn.Module, batch: tuple[Tensor, Tensor], places: Sequence[torch.device]
 ) -> list[Profile]:
-    """Of every size of micro-batch that is tried."""
+    """Return the profile of every micro-batch size to try."""
     inputs, target = batch
     sizes = [len(inputs) // chunks for chunks in case.chunks]
     return profile(
@@ -97,15 +98,16 @@ def _profiles(
 def steps(
     flow: DataFlow, placement: Placement, batch: tuple[Tensor, Tensor], loss: Loss, **options: Any
 ) -> Ready:
-    """Steps of a flow that gets this placement; their passes are recorded at every turn, and freed
-    after it.
+    """Return steps of a flow with this placement.
+
+    Every turn records their passes and frees them afterwards.
 
     Args:
         flow: the model.
         placement: its map, schedule and micro-batches.
         batch: inputs and target.
-        loss: of output and target.
-        options: of ``train_step``.
+        loss: a function of output and target.
+        options: further arguments of ``train_step``.
     """
 
     @contextmanager
@@ -121,18 +123,17 @@ def steps(
 def _behind(
     ready: Any, placement: Placement, places: Sequence[torch.device]
 ) -> dict[str, list[float]]:
-    """What stands behind a step: its first losses, the memory of each device, and the time of a
-    step alone.
+    """Return a step's first losses, each device's memory, and the time of an isolated step.
 
-    The model is on the host before: gaps between what stays of it on a device would be filled, and
-    not counted.
+    The model must be on the host before. Otherwise the step would fill gaps next to tensors that
+    stay on a device, and these bytes would not be counted.
     """
     used = memory.Meter(places)
     with ready() as step:
         losses = [step().item() for _ in range(COMPARED)]
         used.forget_peak()
         alone = timing.steps(step, places)
-        for _ in range(timing.SHORTEST_ROW):  # steps that overlap
+        for _ in range(timing.SHORTEST_ROW):  # consecutive steps overlap
             step()
         timing.wait(places)
         stages = [stage for pipeline in step.func.pipelines for stage in pipeline.stages]
@@ -148,7 +149,7 @@ def _behind(
 def reference(
     model: nn.Module, inputs: Tensor, target: Tensor, loss: Loss, chunks: int
 ) -> list[float]:
-    """The first losses of the unsplit model over the same micro-batches."""
+    """Return the first losses of the unsplit model over the same micro-batches."""
     optimizer = cases.sgd(model.parameters())
     losses = []
     for _ in range(COMPARED):
@@ -164,9 +165,7 @@ def reference(
 
 
 def measured(model: nn.Module, inputs: Tensor, chunks: int, count: int | None = None) -> Profile:
-    """The profile of a micro-batch on the first devices, of a model that is on the host, as a
-    user's is.
-    """
+    """Return the profile of a micro-batch on the first devices, for a model on the host."""
     part = inputs[: len(inputs) // chunks].cpu()
     devices = [str(place) for place in cases.places(count)]
     return profile(
@@ -180,7 +179,7 @@ def measured(model: nn.Module, inputs: Tensor, chunks: int, count: int | None = 
 
 
 def placed(found: Profile, count: int, chunks: int) -> Placement:
-    """The placement with the smallest bottleneck on the first so many of a profile's devices."""
+    """Return the placement with the smallest bottleneck on a profile's first ``count`` devices."""
     return solve(
         PlacementRequest(
             profile=found,
@@ -195,9 +194,7 @@ def placed(found: Profile, count: int, chunks: int) -> Placement:
 
 
 def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementRequest:
-    """What is asked: the shortest of many steps in a row, of a batch of this size, on the first so
-    many devices.
-    """
+    """Return the request for the shortest steady-state step on the first ``count`` devices."""
     return PlacementRequest(
         profile=profiles[0],
         profiles=tuple(profiles[1:]),
@@ -212,13 +209,13 @@ def question(profiles: Sequence[Profile], count: int, size: int) -> PlacementReq
 
 
 def _step_ms(placement: Placement) -> float:
-    """What a step takes by the placement, one of many."""
+    """Return the predicted time of a steady-state step."""
     assert placement.objective_value is not None
     return placement.objective_value
 
 
 def _of_first(found: Profile, count: int) -> Cluster:
-    """The first so many of a profile's devices."""
+    """Return the first ``count`` of a profile's devices."""
     assert found.cluster is not None
     devices = found.cluster.devices[:count]
     names = {device.name for device in devices}
@@ -231,7 +228,7 @@ def _of_first(found: Profile, count: int) -> Cluster:
 def eager(
     model: nn.Module, batch: tuple[Tensor, Tensor], loss: Loss
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step of plain PyTorch, the whole batch at once, and what frees its gradients."""
+    """Return a whole-batch step of plain PyTorch, and a function that frees its gradients."""
     optimizer = cases.sgd(model.parameters())
     inputs, target = batch
 

@@ -1,9 +1,8 @@
-"""What DataFlow costs on one device, where it has nothing to gain, beside the model alone:
-ResNet-50, a small batch.
+"""The overhead of DataFlow on one device, where it gains nothing: ResNet-50 at a small batch.
 
-The model alone runs eagerly, and as CUDA graphs: its forward pass, its training step, and that step
-without the optimizer. Calls and steps follow one another as in a loop, with no wait between them;
-all of them take turns.
+The model alone runs eagerly and as CUDA graphs of its forward pass, its training step, and the step
+without the optimizer. Calls and steps follow one another as in a loop, without waits; all of them
+take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ IN_A_ROW = 2 if cases.is_small() else 20
 
 
 def measure() -> Iterator[Sample]:
-    """Forward and training step, with DataFlow and without."""
+    """Yield samples of the forward pass and the training step, with DataFlow and without."""
     cases.prepare()
     torch.manual_seed(0)
     with cases.home():
@@ -79,7 +78,7 @@ def _forward(run: Callable[[Any], Any], inputs: Tensor) -> Callable[[], Any]:
 
 
 def _streamed(flow: DataFlow, inputs: Tensor) -> Callable[[], Any]:
-    """Streams of so many batches."""
+    """Return a function that streams ``count`` batches."""
 
     def run() -> None:
         with torch.no_grad():
@@ -90,7 +89,7 @@ def _streamed(flow: DataFlow, inputs: Tensor) -> Callable[[], Any]:
 
 
 def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
-    """The model alone, as one CUDA graph that copies its input in."""
+    """Return the model as one CUDA graph, with a copy of its input into the graph's buffer."""
     static = inputs.clone()
     with torch.no_grad():
         replay, output = _graph(lambda: model(static))
@@ -107,13 +106,13 @@ def _recorded(model: nn.Module, inputs: Tensor) -> Callable[[Any], Any]:
 def _recorded_step(
     model: nn.Module, batch: tuple[Tensor, Tensor], whole: bool
 ) -> Callable[[], Any]:
-    """A training step as one CUDA graph that the batch is copied into.
+    """Return a training step as one CUDA graph, with a copy of the batch into its buffers.
 
     Args:
         model: the model.
         batch: inputs and target.
-        whole: whether the optimizer's step is recorded too; else it follows, as it can be any, with
-            any schedule.
+        whole: whether the graph contains the optimizer's step. Otherwise the step follows the
+            graph, so that any optimizer and any learning-rate schedule work.
     """
     statics = [tensor.clone() for tensor in batch]
     optimizer = cases.sgd(model.parameters())
@@ -141,8 +140,9 @@ def _recorded_step(
 def _graph(
     work: Callable[[], Any], before: Callable[[], Any] = lambda: None
 ) -> tuple[Callable[[], None], Any]:
-    """What replays the work, and the static result; ``before`` is called once more ahead of the
-    recording.
+    """Return a function that replays the work, and its static result.
+
+    ``before`` is called once more before the recording.
     """
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

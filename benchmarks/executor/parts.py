@@ -1,8 +1,6 @@
-"""The zoo's models written as chains by hand, as users of other pipelines have to, and cut into
-parts of equal time.
+"""The zoo's models as chains written by hand, as other pipelines require, in equal parts.
 
-The U-Net's skipped tensors are carried along in tuples, through every device between their maker
-and their reader.
+The U-Net's skip tensors travel in tuples through every device between producer and consumer.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Value = Any  # a tensor, or a tuple of tensors
 
 
 class Embedding(nn.Module):
-    """What a GPT does before its blocks: ``(N, T)`` tokens to ``(N, T, width)``."""
+    """The part of a GPT before its blocks: ``(N, T)`` tokens to ``(N, T, width)``."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -39,7 +37,7 @@ class Embedding(nn.Module):
 
 
 class Encode(nn.Module):
-    """A level of a U-Net on its way down: appends its output to the levels above."""
+    """A level of a U-Net on its way down, which appends its output to the earlier levels."""
 
     def __init__(self, level: nn.Module) -> None:
         super().__init__()
@@ -51,7 +49,7 @@ class Encode(nn.Module):
 
 
 class Decode(nn.Module):
-    """A level of a U-Net on its way up: joins the last two."""
+    """A level of a U-Net on its way up, which joins the last two tensors."""
 
     def __init__(self, level: nn.Module) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class Decode(nn.Module):
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """A model as a chain of modules; each takes what the one before returns."""
+    """Return a model as a chain of modules; each takes the previous module's result."""
     if isinstance(model, ResNet):
         groups = (model.layer1, model.layer2, model.layer3, model.layer4)
         stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
@@ -81,28 +79,29 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def head(model: ResNet) -> nn.Module:
-    """What a ResNet does behind its blocks."""
+    """Return the part of a ResNet behind its blocks."""
     return nn.Sequential(model.avgpool, nn.Flatten(1), model.fc)
 
 
 def equal_parts(chain: Sequence[nn.Module], inputs: Tensor, count: int) -> list[nn.Sequential]:
-    """The chain in so many parts, the slowest as fast as can be.
+    """Return the chain in ``count`` parts whose slowest part is as fast as possible.
 
     Args:
         chain: modules on one device.
-        inputs: of the first, there too; large, so that devices are what is timed, not the launches.
-        count: of parts.
+        inputs: the first module's inputs, on the same device; large enough that the device's work
+            and not the kernel launches is timed.
+        count: the number of parts.
     """
     return cut(chain, cuts(unit_ms(chain, inputs), count))
 
 
 def cut(chain: Sequence[nn.Module], ends: Sequence[int]) -> list[nn.Sequential]:
-    """The chain cut before each of these places, of which the first is 0 and the last its length."""
+    """Return the chain cut at ``ends``, which begin with 0 and end with its length."""
     return [nn.Sequential(*chain[first:end]) for first, end in pairwise(ends)]
 
 
 def unit_ms(chain: Sequence[nn.Module], inputs: Tensor, training: bool = True) -> list[float]:
-    """The time of each module's forward pass, and in training its backward pass."""
+    """Return the time of each module's forward pass, in training with its backward pass."""
     times, value = [], inputs
     for unit in chain:
         value = moved(value, inputs.device, leaf=training)
@@ -126,8 +125,9 @@ def _pass_ms(unit: nn.Module, value: Value, place: torch.device) -> float:
 
 
 def cuts(times: Sequence[float], count: int) -> list[int]:
-    """Where to cut a chain into parts, the largest sum as small as can be: 0, the places between,
-    and the length.
+    """Return where to cut a chain so that the largest part's sum is as small as possible.
+
+    The result begins with 0 and ends with the chain's length.
 
     Raises:
         ValueError: there are fewer modules than parts.
@@ -151,12 +151,12 @@ def cuts(times: Sequence[float], count: int) -> list[int]:
 
 
 def tensors(value: Value) -> tuple[Tensor, ...]:
-    """Those of a value."""
+    """Return the tensors of a value."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def moved(value: Value, place: torch.device, leaf: bool = False) -> Value:
-    """A value on a device; cut off from what made it, as a leaf, on request."""
+    """Return a value on a device; ``leaf`` detaches it from its producer."""
     if isinstance(value, tuple):
         return tuple(moved(tensor, place, leaf) for tensor in value)
     if leaf:

@@ -1,8 +1,7 @@
-"""``python -m benchmarks.executor.pictures``: the tutorial's two pictures of its experiment, with
-ours in them.
+"""The two pictures of the tutorial's experiment, with Placer's results in them.
 
-They are drawn from the latest samples of the experiment beside the results, on whatever machine
-those were measured.
+``python -m benchmarks.executor.pictures`` draws them from the latest samples of the experiment,
+whatever machine measured them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LABELS = {"tutorial": "the tutorial's pipeline", "ours": "Placer"}
 
 
 def main(folder: Path = record.RESULTS) -> int:
-    """Draw them; the exit code."""
+    """Draw the pictures, and return the exit code."""
     for path in sorted(folder.glob(f"executor*{ENDING}"), key=_date, reverse=True):
         samples = [sample for found in read(path)[1].values() for sample in found]
         found = [
@@ -48,17 +47,17 @@ def main(folder: Path = record.RESULTS) -> int:
 
 
 def _date(path: Path) -> str:
-    """When the results beside the samples were written."""
+    """Return the date of the results that belong to the samples."""
     results = path.with_name(path.name.removesuffix(ENDING) + ".json")
     return str(json.loads(results.read_text())["date"]) if results.exists() else ""
 
 
 def draw(samples: Sequence[Sample], path: Path) -> Path:
-    """Both pictures in one file.
+    """Draw both pictures in one file.
 
     Args:
-        samples: of the tutorial's case, all with values, one GPU's among them.
-        path: of the SVG file.
+        samples: samples of the tutorial's case, all with values; one must be of one GPU.
+        path: the path of the SVG file.
     """
     matplotlib.rcParams["svg.hashsalt"] = NAME  # the same picture is the same file
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
@@ -75,7 +74,7 @@ def draw(samples: Sequence[Sample], path: Path) -> Path:
 
 
 def _bars(axes: Any, samples: Sequence[Sample]) -> None:
-    """One device; the model split without a pipeline; each pipeline at its best split size."""
+    """Draw one device, the split model without a pipeline, and each pipeline at its best size."""
     (one,) = _of(samples, "eager")
     shown = [("one device", one)]
     whole = [sample for sample in _of(samples, "tutorial") if sample.chunks == one.chunks]
@@ -94,7 +93,7 @@ def _bars(axes: Any, samples: Sequence[Sample]) -> None:
 
 
 def _curves(axes: Any, samples: Sequence[Sample]) -> None:
-    """The time of a step by split size."""
+    """Draw the time of a step by split size."""
     (one,) = _of(samples, "eager")
     axes.axhline(
         mean(_times(one)), color=COLORS["eager"], linestyle="--", label="one device, whole batch"

@@ -1,5 +1,4 @@
-"""Processes with a device each, joined by torch.distributed, that run functions together for one
-process without.
+"""Processes with one device each, joined by torch.distributed, that run functions together.
 
 A pool stays while engines take turns: starting processes and compiling in them takes longer than a
 measurement.
@@ -38,13 +37,13 @@ class RankError(Told):
 
 @dataclass
 class Here:
-    """What a function knows of the process that it runs in.
+    """The context of the process in which a function runs.
 
     Attributes:
-        rank: of the process.
-        count: of the processes.
-        place: the device that is its own.
-        kept: what functions keep for later ones.
+        rank: the rank of the process.
+        count: the number of processes.
+        place: the process's own device.
+        kept: objects that functions keep for later functions.
     """
 
     rank: int
@@ -54,7 +53,7 @@ class Here:
 
     @property
     def home(self) -> torch.device:
-        """Where its models are made: a stand-in is the host."""
+        """Return the device on which its models are made; a stand-in stands for the host."""
         return torch.device("cpu") if self.place.type == "cpu" else self.place
 
     def meet(self) -> None:
@@ -68,7 +67,7 @@ class Ranks:
     """Processes, one for each of the first devices.
 
     Args:
-        count: of the processes.
+        count: the number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -86,11 +85,11 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> Any:
-        """Call ``function(here, *args)`` in every process; what the first of them returns.
+        """Call ``function(here, *args)`` in every process, and return the first process's result.
 
         Raises:
-            RankError: a process raised an error, ended, or did not return in time. The others may
-                wait for it for ever, so all are ended.
+            RankError: a process raised an error, ended, or did not return in time. The others might
+                wait for it forever, so all are ended.
         """
         try:
             for pipe in self._pipes:
@@ -133,9 +132,9 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, count: int, meeting: str) -> None:
-    """What each process does: join the others, then run what it is given."""
+    """Join the other processes, then run the functions that arrive."""
     cases.prepare()
-    # Less of the memory is lost to fragments; before the first use of CUDA.
+    # Expandable segments reduce fragmentation; the variable must be set before CUDA's first use.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ["LOCAL_RANK"] = str(rank)
     place = cases.places(count)[rank]

@@ -1,5 +1,6 @@
-"""Peers: data parallelism, a process a device with an equal part of the batch: DDP, also compiled,
-and FSDP2.
+"""Peers: data parallelism with one process per device and an equal part of the batch each.
+
+The engines are DDP, DDP with a compiled model, and FSDP2.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ again."""
 
 
 def part_of(here: Here, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """This process's share of the batch.
+    """Return this process's share of the batch.
 
     Raises:
-        ValueError: the batch does not divide.
+        ValueError: the batch is not divisible by the number of processes.
     """
     inputs, target = batch
     if len(inputs) % here.count:
@@ -36,11 +37,11 @@ def part_of(here: Here, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def replicated(engine: str, model: nn.Module, here: Here) -> nn.Module:
-    """A model on the process's device, ready for data parallelism.
+    """Return a model on the process's device, ready for data parallelism.
 
     Args:
         engine: one of ``ENGINES``.
-        model: there already; the same in every process.
+        model: the model, already on the device; it is the same in every process.
         here: the process.
     """
     if engine == FSDP2:
@@ -55,7 +56,7 @@ def replicated(engine: str, model: nn.Module, here: Here) -> nn.Module:
 
 
 def sharded(model: nn.Module, here: Here) -> nn.Module:
-    """FSDP2 by its documentation: every block for itself, then the rest."""
+    """Shard a model with FSDP2 as its documentation shows: every block, then the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -80,7 +81,7 @@ def _blocks(model: nn.Module) -> Iterable[nn.Module]:
 def step_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], loss: Loss
 ) -> Callable[[], Tensor]:
-    """A step of plain PyTorch, which returns its loss."""
+    """Return a step of plain PyTorch, which returns its loss."""
     inputs, target = batch
 
     def step() -> Tensor:
@@ -94,7 +95,7 @@ def step_of(
 
 
 def make(here: Here, name: str, engine: str) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
-    """A step of a training case in this process, on its part of the batch, and its optimizer."""
+    """Return this process's step on its part of the batch, and its optimizer."""
     case = cases.training(name)
     model = replicated(engine, case.model(here.home), here)
     optimizer = cases.sgd(model.parameters())

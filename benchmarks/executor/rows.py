@@ -1,4 +1,4 @@
-"""All rows: speed-ups over one GPU beside the peers', and what became of those who have none."""
+"""All rows: speed-ups over one GPU together with the peers', and failures with their reasons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GRAPH = "the model alone, as a CUDA graph"
 
 
 def rows(samples: Sequence[Sample]) -> list[Row]:
-    """All rows of these samples; targets count at full size alone."""
+    """Return all rows of these samples; targets count only at full size."""
     made: list[Row] = []
     for name in cases.FULL:
         made += training_rows.training(name, of_case(samples, name))
@@ -76,11 +76,12 @@ def _compiled_stream_label(name: str) -> str:
 
 
 def belongs(case: str, contest: str) -> bool:
-    """Whether a row's case is one of a contest: ``CASE@DEVICES``, or ``CASE`` where there is one
-    number alone.
+    """Return whether a row's case belongs to a contest.
+
+    A contest is ``CASE@DEVICES``, or ``CASE`` where only one number of devices is possible.
     """
     name, _, devices = contest.partition("@")
-    # Eager PyTorch's rows had a case of their own before it took turns with the others.
+    # In older results, eager PyTorch's rows have a case of their own.
     if devices and not case.endswith((f", {devices} devices", ", 1 device")):
         return False
     if name.startswith(stream.COMPILED):
@@ -153,7 +154,7 @@ def _against(
     alone: Sequence[float] | None,
     peers: Mapping[str, float | None] | None = None,
 ) -> Iterator[Row]:
-    """Our time over that of the model alone, where both are known."""
+    """Yield the ratio of our time to the time of the model alone, where both are known."""
     if ours is None or alone is None:
         return
     over = [time / median(alone) for time in ours]
@@ -165,9 +166,7 @@ def _against(
 
 
 def _large(samples: Sequence[Sample]) -> Iterator[Row]:
-    """That it trains where one device is too small, beside FSDP2, and the memory of the fullest
-    device.
-    """
+    """Yield rows of the model too large for one device, with FSDP2 and the fullest device."""
     for count in sorted({sample.beside for sample in samples}, reverse=True):
         mine = [sample for sample in samples if sample.beside == count]
         case = f"{large.CASE}, {large.label()}, {count} devices"
@@ -221,13 +220,13 @@ def _large_ours(case: str, ours: Sample, peers: Mapping[str, float]) -> Iterator
 def _compiled(
     case: str, what: str, samples: Sequence[Sample], target: float | None = None
 ) -> Iterator[Row]:
-    """What the compiler gains, and how many segments it was kept for.
+    """Yield the compiler's gain, and the number of segments that use the compiled version.
 
     Args:
-        case: as its rows name it.
-        what: is timed.
-        samples: of the case.
-        target: of the speed-up over one device.
+        case: the case as its rows name it.
+        what: the name of what is timed.
+        samples: the samples of the case.
+        target: the target for the speed-up over one device.
     """
     count = compiling.DEVICES
     case, speedup = f"{case}, {count} devices", f"{what}, speed-up over eager PyTorch on one device"
@@ -260,7 +259,7 @@ def _gain(
     target: float | None = None,
     peers: Mapping[str, float | None] | None = None,
 ) -> Iterator[Row]:
-    """How many times as fast its steps are as what took so long before, where both are known."""
+    """Yield the speed-up over ``before``, where both times are known."""
     if sample is None or before is None:
         return
     times = sample.values["step_ms"]

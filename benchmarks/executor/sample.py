@@ -1,4 +1,4 @@
-"""What one run of a benchmark gave, as it passes between processes: one line of JSON."""
+"""The result of one run of a benchmark, which processes exchange as one line of JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ class Sample:
     """One run.
 
     Attributes:
-        case: what was run.
-        engine: by whom: ``ours``, ``eager`` or a peer.
-        devices: how many it had.
-        chunks: micro-batches, or what else was swept.
-        values: measure -> what was measured, once a repetition; ``step_ms`` of a run that timed
-            steps.
-        failed: why there are no values; empty where there are.
+        case: the case that ran.
+        engine: ``ours``, ``eager`` or the name of a peer.
+        devices: the number of devices.
+        chunks: the number of micro-batches, or another swept number.
+        values: measure -> one value per repetition; ``step_ms`` for a run that timed steps.
+        failed: the reason for missing values; empty if there are values.
         beside: the number of devices in whose contest it was measured, where a case has several;
-            else 0.
+            otherwise 0.
     """
 
     case: str
@@ -40,7 +39,7 @@ class Sample:
 
     @property
     def was_not_run(self) -> bool:
-        """Whether nothing was even tried."""
+        """Return whether the run was not even tried."""
         return self.failed.startswith(NOT_RUN)
 
     def __str__(self) -> str:
@@ -54,13 +53,13 @@ class Sample:
 
 
 class Told(RuntimeError):
-    """An error whose message is a reason already, from another process."""
+    """An error from another process, whose message is already a short reason."""
 
 
 def attempt(
     case: str, engine: str, devices: int, chunks: int, run: Callable[[], dict[str, list[float]]]
 ) -> Sample:
-    """Run it, and keep the reason where that fails; the memory is free again afterwards."""
+    """Run a case and return its sample, with the reason if it fails; free memory afterwards."""
     try:
         sample = Sample(case, engine, devices, chunks, run())
     except torch.OutOfMemoryError:
@@ -72,7 +71,7 @@ def attempt(
 
 
 def reason(error: BaseException) -> str:
-    """An error in one short line."""
+    """Return an error as one short line."""
     if isinstance(error, Told):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError) or "OutOfMemoryError" in str(error):
@@ -82,7 +81,7 @@ def reason(error: BaseException) -> str:
 
 
 def release() -> None:
-    """Give back all device memory that nobody holds."""
+    """Free all cached device memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -95,7 +94,7 @@ def append(sample: Sample, path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[Sample]:
-    """The samples of a file; one that was cut off in the middle of a line is left out."""
+    """Yield the samples of a file, without a last line that was cut off."""
     if not path.exists():
         return
     for line in path.read_text().splitlines(keepends=True):

@@ -1,9 +1,13 @@
-"""The samples of every job, kept beside the results: rows are made of all of them, so jobs can be
-run one by one.
+"""The samples of every job, kept next to the results.
 
-    results/executor-4xH100.samples.jsonl    {"machine": ..., "versions": ...}, then {"job": ..., "sample": ...} a line
+Rows are made from all samples, so jobs can run one by one. The first line of a file holds the
+machine, every other line a sample:
 
-Samples of another machine, or of other versions, are not mixed with these: they are left out.
+    results/executor-4xH100.samples.jsonl
+        {"machine": ..., "versions": ...}
+        {"job": ..., "sample": ...}
+
+Samples of another machine or of other versions are left out.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ ENDING = ".samples.jsonl"
 
 
 def file_name() -> str:
-    """The name of the file of this machine."""
+    """Return the name of this machine's file."""
     return record.file_name("executor") + ENDING
 
 
 def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
-    """Machine and versions of a file, and the samples of each job, whatever the machine."""
+    """Return a file's machine and versions, and the samples of each job, whatever the machine."""
     conditions, *entries = map(json.loads, path.read_text().splitlines())
     jobs: dict[str, list[Sample]] = {}
     for entry in entries:
@@ -39,11 +43,10 @@ def read(path: Path) -> tuple[Any, dict[str, list[Sample]]]:
 
 
 class Store:
-    """What the jobs of this machine and these versions gave; several processes may add to it at the
-    same time.
+    """The samples of this machine and these versions; several processes may add samples.
 
     Args:
-        folder: of the results; None keeps nothing.
+        folder: the folder of the results; None keeps nothing.
 
     Attributes:
         jobs: job -> its samples.
@@ -55,13 +58,13 @@ class Store:
         self._mine: dict[str, list[Sample]] = {}
         self.jobs = self._known()
         if not self.jobs and self._path is not None and self._path.exists():
-            print(
-                "the samples that are there come from another machine or other versions: none is kept"
-            )
+            print("the existing samples come from another machine or other versions: none is kept")
 
     def add(self, job: str, sample: Sample) -> None:
-        """Keep a sample; the first one of a job takes the place of all that it had, unless it was
-        not run at all.
+        """Keep a sample.
+
+        The first sample of a job replaces all its earlier samples, unless the job was not run at
+        all.
         """
         if sample.was_not_run and self.jobs.get(job):
             return
@@ -71,11 +74,11 @@ class Store:
             self._write()
 
     def samples(self) -> list[Sample]:
-        """Of all jobs."""
+        """Return the samples of all jobs."""
         return [sample for samples in self.jobs.values() for sample in samples]
 
     def _known(self) -> dict[str, list[Sample]]:
-        """The samples of the file, if they are of this machine and these versions."""
+        """Return the file's samples if they are of this machine and these versions."""
         if self._path is None or not self._path.exists():
             return {}
         conditions, jobs = read(self._path)
@@ -83,7 +86,7 @@ class Store:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other process writes meanwhile."""
+        """Lock the file against other processes."""
         if self._path is None:
             yield
             return

@@ -1,10 +1,9 @@
-"""Inference over a stream of batches: ours, eager PyTorch on one device, and peers, which take
-turns.
+"""Inference over a stream of batches: Placer, eager PyTorch on one device, and peers, in turns.
 
-A stream is the case's batch, cut into so many batches, several times over. They are on the first
-device; results stay where the last layer makes them, but for accelerate, which brings them back.
-Times are of one batch of the case, with no drain before the stream's end; each engine counts at the
-best of its sizes.
+A stream is the case's batch, cut into equal batches, several times over. The batches are on the
+first device. Results stay on the last layer's device, except with accelerate, which returns them to
+the first. A time covers one batch of the case, without the drain at the stream's end. Each engine
+counts at its best batch size.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ Run = Callable[[Sequence[Tensor]], Any]
 
 
 def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Sample]:
-    """The samples of a contest.
+    """Yield the samples of a contest.
 
     Args:
-        case: whose batch is streamed.
-        count: of the devices.
-        engines: who takes part, of ``ENGINES``.
+        case: the case whose batch is streamed.
+        count: the number of devices.
+        engines: the engines that take part, from ``ENGINES``.
     """
     cases.prepare()
     name, model = PREFIX + case.name, _model(case)
@@ -79,12 +78,12 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
 
 
 def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
-    """Ours on so many devices without and with the compiler, and one device without and with it.
+    """Yield samples with and without the compiler, for Placer and for one device.
 
     Args:
-        case: what is streamed.
-        count: of devices.
-        backend: of ``torch.compile``.
+        case: the streamed case.
+        count: the number of devices.
+        backend: the backend of ``torch.compile``.
     """
     cases.prepare()
     name, model = COMPILED + case.name, _model(case)
@@ -110,7 +109,7 @@ def compiled(case: Training, count: int, backend: str) -> Iterator[Sample]:
 
 
 def _contest(name: str, makers: dict[str, Callable[[], list[Contender]]]) -> Iterator[Sample]:
-    """The samples of engines that take turns, each at the best of its sizes."""
+    """Yield the samples of engines that take turns, each at its best batch size."""
     contenders = []
     for engine, make in makers.items():
         try:
@@ -126,20 +125,20 @@ def _contest(name: str, makers: dict[str, Callable[[], list[Contender]]]) -> Ite
 def _contender(
     engine: str, case: Training, devices: int, pieces: int, run: Run, shortest: int = 1
 ) -> Contender:
-    """An engine that runs streams.
+    """Return an engine that runs streams.
 
     Args:
         engine: its name.
-        case: whose batch is streamed.
-        devices: how many it has.
-        pieces: batches that the batch of the case is cut into.
-        run: runs over batches.
-        shortest: batches of the case in a stream, at the least.
+        case: the case whose batch is streamed.
+        devices: the number of devices.
+        pieces: the number of batches into which the case's batch is cut.
+        run: runs the model over batches.
+        shortest: the smallest number of the case's batches in a stream.
     """
     places, batch, rounds = cases.places(devices), _pieces(case, pieces), []
 
     def once(count: int) -> float:
-        """Time of one batch of the case, in ms, in a stream of so many."""
+        """Return the time of one of ``count`` batches of the case in a stream, in ms."""
         batches = list(chain.from_iterable(repeat(batch, count)))
         return timing.row(lambda: run(batches), partial(timing.wait, places), 1) / count
 
@@ -154,13 +153,13 @@ def _contender(
 
 
 def _ours(case: Training, model: nn.Module, count: int) -> list[Contender]:
-    """At the sizes that are predicted to be fastest, each with a flow of its own."""
+    """Return Placer at the batch sizes predicted to be fastest, each with a flow of its own."""
     placements = _fastest(case, _profiles(case, model, count), count)
     return [_streamed(ours.ENGINE, case, model, placement, count) for placement in placements]
 
 
 def _profiles(case: Training, model: nn.Module, count: int) -> list[Profile]:
-    """Of every size of batch, on the devices, of a model that is on the host, as a user's is."""
+    """Return the profile of every batch size, for a model on the host, as a user's model is."""
     inputs = case.batch(cases.home())[0].cpu()
     return profile(
         copy.deepcopy(model).cpu(),
@@ -174,14 +173,14 @@ def _profiles(case: Training, model: nn.Module, count: int) -> list[Profile]:
 
 
 def _fastest(case: Training, profiles: Sequence[Profile], count: int) -> list[Placement]:
-    """A placement for each of the sizes at which so many devices are predicted to be fastest."""
+    """Return a placement for each batch size that is predicted to be among the fastest."""
     size = len(case.batch(torch.device("cpu"))[0])
     placements = [ours.placed(found, count, size // found.batch_size) for found in profiles]
     return sorted(placements, key=_predicted_ms)[:TRIED]
 
 
 def _predicted_ms(placement: Placement) -> float:
-    """Of a batch of the case, once the stream is on its way."""
+    """Return the predicted time of a batch of the case in the steady state."""
     return placement.chunks * max(load.load_ms for load in placement.devices)
 
 
@@ -193,7 +192,7 @@ def _streamed(
     count: int,
     backend: str | bool = False,
 ) -> Contender:
-    """Ours; its first stream is held against the unsplit model."""
+    """Return Placer's engine; its first stream is compared with the unsplit model."""
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in cases.places(count)])
 
     def run(inputs: Sequence[Tensor]) -> None:
@@ -225,7 +224,7 @@ def _streamed(
 
 
 def _dispatched(case: Training, count: int, pieces: int) -> Contender:
-    """Peer: accelerate's ``dispatch_model``, its own map for balanced memory."""
+    """Return a peer: accelerate's ``dispatch_model`` with its own map for balanced memory."""
     accelerate, helpers = import_module("accelerate"), import_module("accelerate.utils")
     model = _model(case).cpu()
     options = {"no_split_module_classes": _WHOLE_BLOCKS}
@@ -242,7 +241,7 @@ def _dispatched(case: Training, count: int, pieces: int) -> Contender:
 
 
 def _split(case: Training, count: int, pieces: int) -> Contender:
-    """Peer: the tutorial's pipeline, batch after batch."""
+    """Return a peer: the tutorial's pipeline, batch after batch."""
     batch = case.batch(cases.home())[0]
     units = parts.units(_model(case))
     times = parts.unit_ms(units, batch[: len(batch) // pieces], training=False)
@@ -268,7 +267,7 @@ def _one_by_one(model: Callable[[Tensor], Any]) -> Run:
 
 
 def _difference(given: Any, expected: Any) -> float:
-    """The largest difference, over the largest value."""
+    """Return the largest difference relative to the largest value."""
     pairs = zip(flatten(given)[0], flatten(expected)[0], strict=True)
     return max(
         float((a.float() - b.to(a.device).float()).abs().max()) / float(b.float().abs().max())

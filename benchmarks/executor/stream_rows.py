@@ -26,7 +26,7 @@ STREAMS = {("resnet101", 4): 3.3, ("gpt", 4): 3.8}
 
 
 def streamed(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Of one case, by number of devices: ours beside all peers, and who has no value."""
+    """Yield the rows of a case by number of devices: Placer, all peers, and failures."""
     label = f"inference stream, {cases.training(name).label}"
     return by_devices(label, "a batch", samples, partial(_streamed, name))
 

@@ -1,6 +1,4 @@
-"""What a new map costs: with the weights on every device already, and with a gigabyte of them to be
-moved.
-"""
+"""The cost of a new map: weights already on every device, and a gigabyte of weights to move."""
 
 from __future__ import annotations
 
@@ -21,16 +19,14 @@ REPEATS = 3 if cases.is_small() else 21
 
 
 def measure() -> Iterator[Sample]:
-    """Both kinds of ``update_flow``."""
+    """Yield samples of both kinds of ``update_flow``."""
     count = len(cases.places())
     yield attempt(CASE, "clones", count, 1, lambda: clones(100, 32 if cases.is_small() else 256))
     yield attempt(CASE, "moves", count, 1, lambda: moves(60, 64 if cases.is_small() else 2048))
 
 
 def clones(layers: int, width: int) -> dict[str, list[float]]:
-    """``update_flow`` with ``enable_clone``, and what the first call after it takes longer than the
-    next one.
-    """
+    """Time ``update_flow`` with ``enable_clone``, and the extra time of the first call after it."""
     model, x = _chain(layers, width), torch.randn(8, width, device=cases.home())
     flow = DataFlow(model, _names(), inference_only=True, enable_clone=True).eval()
     maps = _maps(layers, len(cases.places()))
@@ -53,7 +49,7 @@ def clones(layers: int, width: int) -> dict[str, list[float]]:
 
 
 def moves(layers: int, width: int) -> dict[str, list[float]]:
-    """``update_flow`` to a map under which every layer changes its device."""
+    """Time ``update_flow`` to a map under which every layer changes its device."""
     model = _chain(layers, width)
     flow = DataFlow(model, _names())
     places = len(cases.places())
@@ -82,9 +78,7 @@ def _names() -> list[str]:
 
 
 def _maps(layers: int, places: int) -> list[Sequence[int]]:
-    """Stages of equal length in the order of the devices, and shorter and longer ones in the other
-    order.
-    """
+    """Return two maps: equal stages in device order, and unequal stages in reverse order."""
     forwards = [layer * places // layers for layer in range(layers)]
     backwards = [places - 1 - int(places * (layer / layers) ** 2) for layer in range(layers)]
     return [forwards, backwards]

@@ -1,7 +1,7 @@
-"""How steps are timed: after some to warm up, each alone, from idle devices to idle devices, or
-many in a row.
+"""The timing of steps after a warm-up.
 
-At tiny sizes the times tell nothing, and few are taken.
+Steps run isolated, from idle devices to idle devices, or many of them consecutively. At tiny sizes
+the times mean nothing, and few are taken.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ second; rows are repeated over that. """
 def steps(
     step: Callable[[], Any], places: Sequence[torch.device], repeats: int = REPEATS
 ) -> dict[str, list[float]]:
-    """Times of a step, in ms: ``step_ms`` until the devices are idle, ``host_ms`` until the call
-    returned.
+    """Return the times of a step in ms.
+
+    ``step_ms`` lasts until the devices are idle, ``host_ms`` until the call returned.
     """
     for _ in range(WARM_UPS):
         step()
@@ -48,12 +49,12 @@ def steps(
 
 
 def row(step: Callable[[], Any], meet: Callable[[], None], count: int) -> float:
-    """Time of one of many steps in a row, in ms, as in a training loop: nobody waits between them.
+    """Return the time of one of many consecutive steps in ms, without waits as in a loop.
 
     Args:
-        step: what is timed; it is warm.
+        step: the step, already warm.
         meet: waits until all devices are idle.
-        count: of the steps.
+        count: the number of steps.
     """
     meet()
     began = perf_counter()
@@ -64,11 +65,11 @@ def row(step: Callable[[], Any], meet: Callable[[], None], count: int) -> float:
 
 
 def row_of(alone_ms: Sequence[float]) -> int:
-    """How many steps make a row, by the times of some that were alone."""
+    """Return how many steps to time together, given the times of some isolated steps."""
     return max(SHORTEST_ROW, math.ceil(1e3 * ROW_S / median(alone_ms)))
 
 
 def wait(places: Sequence[torch.device]) -> None:
-    """Until the devices are idle."""
+    """Wait until the devices are idle."""
     for place in places:
         devices.synchronise(place)

@@ -1,6 +1,4 @@
-"""A training case: every engine that could run it takes turns, on the same number of devices, with
-the same batch.
-"""
+"""A training case: all engines take turns on the same devices with the same batch."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ ENGINES = (
 
 
 def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Sample]:
-    """The samples of a contest.
+    """Yield the samples of a contest.
 
     Args:
-        case: what is trained.
-        count: of the devices.
-        engines: who takes part, of ``ENGINES``.
+        case: the training case.
+        count: the number of devices.
+        engines: the engines that take part, from ``ENGINES``.
     """
     cases.prepare()
     engines, missing = contest.installed(case.name, count, engines)
@@ -49,7 +47,7 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
                 one = None
             else:
                 yield sample
-        if one is None:  # memory may not hold it beside the others
+        if one is None:  # it may not fit in memory together with the others
             peers.close()
             contenders.clear()
             release()
@@ -60,7 +58,7 @@ def measure(case: Training, count: int, engines: Sequence[str]) -> Iterator[Samp
 
 
 def _alone(case: Training, alone: Peers) -> Iterator[Sample]:
-    """Eager PyTorch after the others, with all memory to itself."""
+    """Yield eager PyTorch's sample after the other engines, with all memory to itself."""
     one, failed = alone.contender([Turn(EAGER)])
     yield from failed
     if one is not None:
@@ -74,7 +72,7 @@ Candidates = Callable[[], tuple[Contender | None, list[Sample]]]
 def _candidates(
     case: Training, count: int, engines: Sequence[str], peers: Peers
 ) -> Iterator[Candidates]:
-    """By engine, what makes it ready: the fastest of its variants, and those that failed."""
+    """Yield, by engine, a function that returns its fastest variant and the failed ones."""
     swept = case.tried(count)
     for engine in ENGINES:
         if engine not in engines:
@@ -101,7 +99,7 @@ def _candidates(
 def _made(
     name: str, engine: str, count: int, make: Callable[[], list[Contender]]
 ) -> tuple[Contender | None, list[Sample]]:
-    """The fastest of contenders that are made here, or why they cannot be made."""
+    """Return the fastest of the contenders made here, or why they cannot be made."""
     try:
         return contest.fastest(name, make())
     except Exception as error:
@@ -109,7 +107,7 @@ def _made(
 
 
 def _placed(case: Training, count: int, peers: Peers) -> tuple[Contender | None, list[Sample]]:
-    """``placer.distributed``, on placements that are made here."""
+    """Return ``placer.distributed`` with placements that are solved here."""
     try:
         model, (inputs, _) = case.model(cases.home()).cpu(), case.batch(cases.home())
         turns = []

@@ -31,7 +31,7 @@ OVER_PEERS = 1.3
 
 
 def training(name: str, samples: Sequence[Sample]) -> Iterator[Row]:
-    """Of one case, by number of devices: ours beside all peers, and who has no value."""
+    """Yield the rows of a case by number of devices: Placer, all peers, and failures."""
     return by_devices(
         cases.training(name).label, "training step", samples, partial(_pipelined, name)
     )
@@ -73,7 +73,7 @@ def _pipelined(name: str, case: str, samples: Sequence[Sample], count: int) -> I
 
 
 def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
-    """What stands behind our step."""
+    """Yield details of our step."""
     values = ours.values
     yield row(case, "micro-batches of the fastest step", "", ours.chunks)
     yield row_of(
@@ -97,7 +97,7 @@ def _details(case: str, ours: Sample, step_ms: float) -> Iterator[Row]:
 
 
 def _by_processes(case: str, samples: Sequence[Sample], count: int) -> Iterator[Row]:
-    """The step of ``placer.distributed``, where it was run."""
+    """Yield the step time of ``placer.distributed`` where it ran."""
     found = best(samples, distributed.PLACED, count)
     if found is not None:
         times = found.values["step_ms"]

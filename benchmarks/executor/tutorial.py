@@ -1,5 +1,4 @@
-"""Peer: the pipeline of PyTorch's model-parallel tutorial: parts on devices, one thread, autograd
-for the way back.
+"""Peer: the pipeline of PyTorch's model-parallel tutorial, with one thread and plain autograd.
 
 Source: "Single-Machine Model Parallel Best Practices", PyTorch tutorials, "Speed Up by Pipelining
 Inputs".
@@ -21,7 +20,10 @@ ENGINE = "tutorial"
 
 
 class Pipeline(nn.Module):
-    """Micro-batch i runs through part p in turn i + p; the last part goes first in each turn."""
+    """A pipeline in which micro-batch i runs through part p in turn i + p.
+
+    The last part goes first in each turn.
+    """
 
     def __init__(
         self, stages: Sequence[nn.Module], places: Sequence[torch.device], split_size: int
@@ -46,7 +48,7 @@ class Pipeline(nn.Module):
 
 
 def contender(case: Training, count: int, chunks: int) -> Contender:
-    """It, at a number of devices and micro-batches."""
+    """Return the pipeline at a number of devices and micro-batches."""
 
     def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
         batch = case.batch(cases.home())
@@ -62,7 +64,7 @@ def contender(case: Training, count: int, chunks: int) -> Contender:
 def step_of(
     model: Pipeline, batch: tuple[Tensor, Tensor], loss: Loss
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A training step, and what frees its gradients."""
+    """Return a training step, and a function that frees its gradients."""
     optimizer = cases.sgd(model.parameters())
     inputs, target = batch
 

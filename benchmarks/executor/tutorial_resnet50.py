@@ -1,7 +1,7 @@
-"""The experiment of PyTorch's model-parallel tutorial: ResNet-50, 128 px, batch 120, SGD, MSE, 2
-devices.
+"""The experiment of PyTorch's model-parallel tutorial on two devices.
 
-The batch is split into micro-batches of several sizes; the tutorial's own cut is behind layer2.
+It trains ResNet-50 on 120 images of 128 px with SGD and a mean squared error. The batch is split
+into micro-batches of several sizes; the tutorial cuts the model behind layer2.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ TRAINING = Training(
 
 
 def measure() -> Iterator[Sample]:
-    """One GPU, then the tutorial's pipeline and ours at each split size (the sample's ``chunks``),
-    which take turns.
+    """Yield samples of one GPU, then of the tutorial's pipeline and Placer in turns at each size.
 
-    The tutorial's with the whole batch as one split is its model that is split, but no pipeline.
+    The split size is the sample's ``chunks``. With the whole batch as one split, the tutorial's
+    model is split but not pipelined.
     """
     cases.prepare()
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def measure() -> Iterator[Sample]:
 
 
 def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Profile]:
-    """Of every split size, of a model that is on the host, as a user's is."""
+    """Return the profile of every split size, for a model on the host, as a user's model is."""
     return profile(
         copy.deepcopy(model).cpu(),
         data[0][: max(SPLITS)].cpu(),
@@ -94,7 +94,7 @@ def _profiles(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list
 
 
 def _ours(model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss) -> list[Contender]:
-    """At each split size, by the flow of one model, which gets each placement in turn."""
+    """Return Placer at each split size; one flow gets each placement in turn."""
     profiles, places = _profiles(model, data, loss), cases.places(DEVICES)
     flow = DataFlow(copy.deepcopy(model), [str(place) for place in places])
     made = []

@@ -1,9 +1,8 @@
-"""Tokens by ``model.generate`` of a language model whose layers lie on two devices, beside the same
-model on one.
+"""Tokens from ``model.generate`` of a language model split over two devices, and of one device.
 
-``flow.applied()`` and accelerate's ``dispatch_model`` have the same map, half of the layers each;
-all of them run equal models of transformers on the same prompts and take turns, and a row says
-whether they make the same tokens. Without GPUs a tiny model on CPU stand-ins: that shows that it
+``flow.applied()`` and accelerate's ``dispatch_model`` use the same map, half of the layers each.
+All of them run equal models of transformers on the same prompts and take turns. A row says whether
+they make the same tokens. Without GPUs, a tiny model on CPU stand-ins only shows that the benchmark
 runs.
 """
 
@@ -25,17 +24,18 @@ ONE = "eager on one device"
 
 
 def run() -> list[dict[str, Any]]:
-    """Time of a token in the loop, of the prompt with the first, and of the first call of all."""
+    """Return the time of a token in the loop, of the prompt, and of the first call."""
     import torch
 
     from ..executor import cases
 
     cases.prepare()
     model = _model(cases.is_small())
+    parameters = sum(p.numel() for p in model.parameters())
     label = (
         "tiny Llama"
         if cases.is_small()
-        else f"Llama of {sum(p.numel() for p in model.parameters()) / 1e9:.2g} billion parameters, bf16"
+        else f"Llama of {parameters / 1e9:.2g} billion parameters, bf16"
     )
     batch, length, new = (2, 8, 6) if cases.is_small() else (1, 512, 64)
     ids = torch.randint(2, 100, (batch, length), generator=torch.Generator().manual_seed(0)).to(
@@ -53,7 +53,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def _model(is_small: bool) -> Any:
-    """On the device where models are made, its values at random."""
+    """Return a model with random values on the device where models are made."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -76,7 +76,7 @@ def _model(is_small: bool) -> Any:
 
 
 def _map(model: Any) -> dict[str, int]:
-    """Half of the layers each."""
+    """Return a map that puts half of the layers on each device."""
     layers = len(model.model.layers)
     return {
         "model.embed_tokens": 0,
@@ -88,7 +88,7 @@ def _map(model: Any) -> dict[str, int]:
 
 
 def _ways(model: Any) -> dict[str, AbstractContextManager[Any]]:
-    """Each with a model of its own, as they stay while they take turns."""
+    """Return the ways to run the model; each keeps a model of its own between turns."""
     return {
         ONE: nullcontext(copy.deepcopy(model)),
         "ours": _ours(copy.deepcopy(model)),
@@ -119,7 +119,7 @@ def _ours(model: Any) -> Iterator[Any]:
 def _dispatched(model: Any) -> Iterator[Any]:
     from ..executor import cases
 
-    # it knows no stand-ins
+    # accelerate does not support CPU stand-ins
     if not cases.on_gpus() or find_spec("accelerate") is None:
         yield None
         return
@@ -129,34 +129,34 @@ def _dispatched(model: Any) -> Iterator[Any]:
 
 
 class _Engine:
-    """Times of a model that generates, in ms.
+    """The times of a model that generates, in ms.
 
     Args:
-        model: is ready.
+        model: the model, ready to generate.
         ids: the prompts.
 
     Attributes:
-        first_ms: of the first call of all, four tokens.
-        prompt_ms: of the prompt with the first token, by turn.
-        whole_ms: of the whole text, by turn.
-        tokens: of the latest text.
+        first_ms: the time of the very first call, which makes four tokens.
+        prompt_ms: the time of the prompt with the first token, by turn.
+        whole_ms: the time of the whole text, by turn.
+        tokens: the latest text.
     """
 
     def __init__(self, model: Any, ids: Any) -> None:
         self._model, self._ids = model, ids
         self.first_ms, self.tokens = self._once(4)
-        self._once(4)  # a second call may record what the first has seen
+        self._once(4)  # a second call may record passes that the first has met
         self.prompt_ms: list[float] = []
         self.whole_ms: list[float] = []
 
     def turn(self, new: int) -> None:
-        """Generate the prompt's first token, and a whole text."""
+        """Generate the prompt's first token, then a whole text."""
         self.prompt_ms.append(self._once(1)[0])
         ms, self.tokens = self._once(new)
         self.whole_ms.append(ms)
 
     def token_ms(self, new: int) -> list[float]:
-        """Time of a token in the loop, by turn."""
+        """Return the time of a token in the loop, by turn."""
         pairs = zip(self.whole_ms, self.prompt_ms, strict=True)
         return [(whole - prompt) / (new - 1) for whole, prompt in pairs]
 
@@ -168,7 +168,7 @@ class _Engine:
             "pad_token_id": 0,
         }
         began = perf_counter()
-        # which waits for the devices
+        # copying to the host waits for the devices
         tokens = self._model.generate(self._ids, **options).tolist()
         return 1e3 * (perf_counter() - began), tokens
 

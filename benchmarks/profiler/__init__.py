@@ -1,18 +1,17 @@
-"""Whether what the profiler predicts is what happens: times of stages and steps, and peaks of
-memory, in 24 cases.
+"""The error of the profiler's predictions of stage times, step times and peak memory in 24 cases.
 
-Six models, each in four ways: precision, training or inference, 2 or 4 devices, and the size of the
-micro-batch. Beside it, in the same run, what else one would go by: torchgpipe's ``balance_by_time``
-(in training alone, as it times both passes together), PyTorch's FLOP counts with a roofline, and
+Six models run in four ways each, which differ in precision, training or inference, 2 or 4 devices,
+and the micro-batch size. The same run measures the alternatives: torchgpipe's ``balance_by_time``
+(only in training, as it times both passes together), PyTorch's FLOP counts with a roofline, and
 accelerate's estimate of sizes. Then a Llama of 70 billion parameters is profiled on one device.
-Without GPUs, tiny sizes on CPU stand-ins: those show that it runs.
+Without GPUs, tiny sizes run on CPU stand-ins; they only show that the code runs.
 
-``PLACER_PROFILER_CASES=resnet101,gpt`` runs these models alone (of ``resnet101``, ``gpt``,
-``unet``, ``inception``, ``llama``, ``t5``, ``llama-70b``). Rows that the results of the same
-machine and versions have of other cases are kept, so that all can be run in parts; also in parts at
-the same time, each on GPUs of its own (``CUDA_VISIBLE_DEVICES``). ``PLACER_PROFILER_BUDGET_S`` is
-the time that all may take, 460 if left out; what it leaves undone is named in a row. Results are
-written after each case: whatever ends a run, what it found until then stays.
+``PLACER_PROFILER_CASES=resnet101,gpt`` runs only these models (of ``resnet101``, ``gpt``, ``unet``,
+``inception``, ``llama``, ``t5``, ``llama-70b``). Rows of other cases stay if machine and versions
+are the same, so the benchmark can run in parts, also at the same time on different GPUs
+(``CUDA_VISIBLE_DEVICES``). ``PLACER_PROFILER_BUDGET_S`` limits the total time (default: 460); a row
+names what was left out. Results are written after each case, so an aborted run keeps what it
+measured.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ Row = dict[str, Any]
 
 
 def run(chosen: Sequence[str] = ()) -> list[Row]:
-    """Measure every row; no file is touched.
+    """Return all measured rows without touching a file.
 
     Args:
-        chosen: models; those of the environment, or all, if empty.
+        chosen: models; if empty, the ones that the environment names, or all.
     """
     *_, made = progress(chosen)
     return made
 
 
 def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator[list[Row]]:
-    """All rows, again after every case.
+    """Yield all rows, again after every case.
 
     Args:
         chosen: as for ``run``.
-        folder: of the results whose rows of other cases are kept; None for none.
+        folder: the folder of the results, whose rows of other cases are kept; None keeps none.
     """
     from . import jobs, rows
 
@@ -59,13 +58,12 @@ def progress(chosen: Sequence[str] = (), folder: Path | None = None) -> Iterator
 
 
 def _with_known(made: Sequence[Row], ended: Sequence[str], folder: Path | None) -> list[Row]:
-    """The rows that were made, those of other cases as the results now have them, and those over
-    all of them.
+    """Return the new rows, the stored rows of other cases, and the rows over all cases.
 
     Args:
-        made: in this run.
-        ended: models whose end, if they had none, is another one now.
-        folder: of the results, or None.
+        made: the rows of this run.
+        ended: the models for which this run replaces stored failures.
+        folder: the folder of the results, or None.
     """
     from . import rows
 

@@ -1,5 +1,6 @@
-"""``python -m benchmarks.profiler MODEL PATH``: one job, its samples written to a file (``-``:
-printed).
+"""The command line of one job: ``python -m benchmarks.profiler MODEL PATH``.
+
+It writes the job's samples to the file, or prints them if the path is ``-``.
 """
 
 from __future__ import annotations

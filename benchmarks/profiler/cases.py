@@ -1,5 +1,6 @@
-"""The 24 cases: six models, each in four ways that differ in precision, mode, devices and
-micro-batch.
+"""The 24 cases: six models in four ways each.
+
+The ways differ in precision, mode, devices and micro-batch.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Model:
     """A model with its data.
 
     Attributes:
-        name: that selects it.
-        label: for people.
-        make: the model.
-        inputs: of so many samples.
-        target: of so many samples.
-        loss: of output and target, a mean over samples.
+        name: the name that selects it.
+        label: the name in tables.
+        make: makes the model.
+        inputs: makes the inputs of a number of samples.
+        target: makes the target of a number of samples.
+        loss: a function of output and target, a mean over samples.
         micro_batches: a small and a large one.
     """
 
@@ -49,7 +50,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is run in one way."""
+    """A model in one of its four ways."""
 
     model: Model
     half: bool
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def devices(self) -> int:
-        """As many as are wanted, or all if there are fewer."""
+        """Return the wanted number of devices, or all if there are fewer."""
         return min(self.wanted, len(places()))
 
     @property
@@ -71,10 +72,13 @@ class Case:
         precision = "bf16" if self.half else "fp32" if is_small() else "TF32"
         mode = "training" if self.training else "inference"
         fewer = "" if self.devices == self.wanted else f" for want of {self.wanted}"
-        return f"{self.model.label}, {precision}, {mode}, micro-batch {self.micro_batch}, {self.devices} devices{fewer}"
+        return (
+            f"{self.model.label}, {precision}, {mode}, micro-batch {self.micro_batch}, "
+            f"{self.devices} devices{fewer}"
+        )
 
     def make(self, place: torch.device) -> nn.Module:
-        """The model on a device, its initial values always the same."""
+        """Return the model on a device; its initial values are always the same."""
         torch.manual_seed(0)
         with place:
             model = self.model.make()
@@ -82,7 +86,7 @@ class Case:
         return model.train(self.training)
 
     def batch(self, place: torch.device, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and target on a device, always the same."""
+        """Return inputs and target on a device; they are always the same."""
         torch.manual_seed(1)
         with place:
             inputs, target = self.model.inputs(size), self.model.target(size)
@@ -91,12 +95,12 @@ class Case:
         ), target
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss, in float32."""
+        """Return the loss in float32."""
         return self.model.loss(output.float(), target)
 
 
 def of(model: Model) -> list[Case]:
-    """The four ways of a model."""
+    """Return the four ways of a model."""
     small, large = model.micro_batches
     return [
         Case(model, half=False, training=True, wanted=2, micro_batch=large),
@@ -107,7 +111,7 @@ def of(model: Model) -> list[Case]:
 
 
 def known() -> dict[str, Model]:
-    """The models by name, the most important first; tiny without GPUs."""
+    """Return the models by name, the most important first; they are tiny without GPUs."""
     return {model.name: model for model in (SMALL if is_small() else FULL)}
 
 

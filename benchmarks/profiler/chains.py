@@ -1,5 +1,6 @@
-"""The models of the cases as chains, which torchgpipe needs: what later modules read is carried
-along in tuples.
+"""The models of the cases as chains, which torchgpipe needs.
+
+Tuples carry the tensors that later modules read.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ Values = tuple[Tensor, ...]
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """A model as a chain of modules; each takes what the one before returns.
+    """Return a model as a chain of modules; each takes the previous module's result.
 
     Raises:
-        TypeError: nobody has split it by hand.
+        TypeError: the model has no chain here.
     """
     if isinstance(model, Llama):
         return [
@@ -36,8 +37,9 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def _t5(model: models.T5) -> Iterator[nn.Module]:
-    """The encoder, the tokens beside its values; then the decoder, the encoder's last value beside
-    its own.
+    """Yield the encoder, then the decoder.
+
+    The encoder carries the tokens along with its values, the decoder the encoder's last value.
     """
     yield Begin(model.embedding)
     yield from map(Encode, model.encoder)
@@ -47,7 +49,7 @@ def _t5(model: models.T5) -> Iterator[nn.Module]:
 
 
 class Rotated(nn.Module):
-    """Tokens to their embedding, and the rotation of their positions."""
+    """An embedding of tokens, with the rotation of their positions."""
 
     def __init__(self, model: Llama) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Turn(nn.Module):
 
 
 class Begin(nn.Module):
-    """Tokens to themselves and their embedding."""
+    """An embedding of tokens that also returns the tokens."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class Encode(nn.Module):
 
 
 class Between(nn.Module):
-    """From the encoder to the decoder, which embeds the tokens anew."""
+    """The transition from the encoder to the decoder, which embeds the tokens again."""
 
     def __init__(self, norm: nn.Module, embedding: nn.Module) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Decode(nn.Module):
 
 
 class Last(nn.Module):
-    """The head, on one of the values."""
+    """The head, applied to one of the values."""
 
     def __init__(self, head: nn.Module, index: int) -> None:
         super().__init__()

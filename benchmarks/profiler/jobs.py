@@ -1,5 +1,6 @@
-"""What is run, the most important first; on GPUs each model has a process of its own, which may die
-or hang alone.
+"""The jobs, the most important first.
+
+On GPUs each model has a process of its own, so that a crash or a hang loses only that job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LARGE_S = 240.0
 
 
 def every() -> list[Job]:
-    """A job for each model, and one for the model that no device could hold."""
+    """Return a job for each model, and a job for the model that no device could hold."""
     return [
         *map(_job, cases.known().values()),
         Job(large.CASE, 0, (large.ENGINE,), LARGE_S, lambda _: large.measure()),
@@ -29,7 +30,7 @@ def every() -> list[Job]:
 
 
 def names() -> list[str]:
-    """What selects the jobs."""
+    """Return the names that select the jobs."""
     return [job.case for job in every()]
 
 
@@ -38,17 +39,17 @@ def _job(model: cases.Model) -> Job:
 
 
 def run(chosen: Sequence[str] = (), budget_s: float = BUDGET_S) -> Iterator[Sample]:
-    """Run jobs; what they find comes, and is printed, as they go.
+    """Run jobs, and yield and print their samples as they come.
 
     Args:
         chosen: names of jobs; all if empty.
-        budget_s: no job begins after so many seconds, and none lasts longer.
+        budget_s: the time in seconds after which no job starts and every job ends.
 
     Raises:
-        ValueError: a name is no model.
+        ValueError: a name is not a model.
     """
     if wrong := [name for name in chosen if name not in names()]:
-        raise ValueError(f"{wrong[0]!r} is no case; there are {', '.join(names())}")
+        raise ValueError(f"{wrong[0]!r} is not a case; there are {', '.join(names())}")
     began = perf_counter()
     for job in every():
         if chosen and job.case not in chosen:
@@ -68,9 +69,7 @@ def _samples(job: Job, left_s: float) -> Iterator[Sample]:
 
 
 def work(name: str, path: Path) -> None:
-    """Run one job and write its samples to a file, or print them for ``-``: what a process of its
-    own does.
-    """
+    """Run one job in this process, and write its samples to a file or print them for ``-``."""
     job = next(job for job in every() if name in (job.case, job.name))
     for sample in guarded(job):
         if str(path) == "-":

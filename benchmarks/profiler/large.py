@@ -1,8 +1,8 @@
-"""A model that no device could hold: a Llama of 70 billion parameters on ``meta``, profiled for
-training on one device.
+"""A model that no device could hold, profiled for training on one device.
 
-It is to hold no more at any time than the largest layer with what training adds to it, and that
-layer's activations. Without GPUs a tiny one, whose time and memory say nothing.
+It is a Llama of 70 billion parameters on ``meta``. Profiling must never hold more than the largest
+layer with its gradients, optimizer state and activations. Without GPUs a tiny model runs; its time
+and memory mean nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ENGINE = "ours"
 
 
 def label() -> str:
-    """The case, for people."""
+    """Return the case's name for tables."""
     name = "tiny: Llama-like, 3 layers, fp32" if cases.is_small() else "Llama 2 70B, bf16"
     return f"{name}, on meta, training, micro-batch 1, one device"
 
 
 def measure() -> Iterator[Sample]:
-    """How long it takes, with nothing in the cache, and the most that it holds."""
+    """Yield the profiling time with an empty cache, and the peak memory."""
     cases.prepare()
     yield attempt(label(), ENGINE, 1, 1, _profiled)
 
@@ -39,7 +39,7 @@ def _profiled() -> dict[str, list[float]]:
     place = cases.home()
     tokens = torch.zeros(1, length, dtype=torch.long)
     if place.type == "cuda":
-        torch.cuda.init()  # which resetting does not do by itself
+        torch.cuda.init()  # resetting the peak does not initialise CUDA
         torch.cuda.reset_peak_memory_stats(place)
     before, began = _held(place), perf_counter()
     found = profile(model, tokens, [str(place)], optimizer="adam", progress=False, cache=False)
@@ -55,7 +55,7 @@ def _profiled() -> dict[str, list[float]]:
 
 
 def _model() -> tuple[nn.Module, int]:
-    """The model on ``meta``, and how many tokens its samples have."""
+    """Return the model on ``meta``, and the number of tokens in its samples."""
     with torch.device("meta"):
         if cases.is_small():
             return zoo.llama(3, 32, 2, 1, 48, 64), 16
@@ -63,8 +63,9 @@ def _model() -> tuple[nn.Module, int]:
 
 
 def largest_bytes(found: Profile) -> int:
-    """The most that a layer takes in training: its state, what it keeps, its workspace, and what
-    crosses its border.
+    """Return the most bytes that a layer takes in training.
+
+    They are its state, the tensors that it saves, its workspace, and its inputs and outputs.
     """
     crossing = dict.fromkeys((layer.name for layer in found.layers), 0)
     for edge in found.edges:

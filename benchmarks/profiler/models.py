@@ -1,6 +1,4 @@
-"""Two models of the cases that ``placer.zoo`` does not have: the shapes of Inception-v3 and of T5,
-written plainly.
-"""
+"""Two models that ``placer.zoo`` does not have: the shapes of Inception-v3 and of T5."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from torch.nn import functional
 
 
 class Unit(nn.Sequential):
-    """Convolution, batch normalisation, ReLU."""
+    """A convolution, batch normalisation and a ReLU."""
 
     def __init__(
         self, inside: int, outside: int, kernel: int | tuple[int, int] = 1, stride: int = 1
@@ -33,7 +31,7 @@ class Mixed(nn.Module):
 
 
 def _row(inside: int, *widths: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
-    """Convolutions one after another, each given by its channels and kernel."""
+    """Return convolutions one after another, each given by its channels and kernel."""
     units, here = [], inside
     for outside, kernel in widths:
         units.append(Unit(here, outside, kernel))
@@ -75,7 +73,7 @@ def _mixed_e(inside: int) -> Mixed:
 
 
 def inception(num_classes: int = 1000) -> nn.Sequential:
-    """The layers of Inception-v3 without its auxiliary head; images of at least 75 pixels.
+    """Return the layers of Inception-v3 without its auxiliary head, for at least 75 pixels.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", CVPR 2016,
     table 1.
@@ -115,7 +113,7 @@ def inception(num_classes: int = 1000) -> nn.Sequential:
 
 
 class Attention(nn.Module):
-    """Attention of ``x`` to ``memory``, itself if left out."""
+    """Attention of ``x`` to ``memory``, or to itself without a memory."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of the encoder, or, with a memory, of the decoder."""
+    """A block of the encoder, or of the decoder if it gets a memory."""
 
     def __init__(self, width: int, heads: int, hidden: int, decodes: bool) -> None:
         super().__init__()
@@ -158,8 +156,9 @@ class Block(nn.Module):
 
 
 class T5(nn.Module):
-    """An encoder and a decoder that reads it in every block: (N, T) tokens in and out; no relative
-    positions.
+    """An encoder, and a decoder that reads the encoder's result in every block.
+
+    It maps (N, T) tokens to tokens and has no relative positions.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", JMLR 2020, section 2.1.
     """

@@ -1,4 +1,4 @@
-"""A case as Placer predicts it, and as it then is."""
+"""The predicted and the measured results of a case."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ LAST = "peers"
 
 
 def measure(model: Model) -> Iterator[Sample]:
-    """All four ways of a model, each in parts that may fail alone."""
+    """Yield samples of a model in all four ways, in parts that may fail independently."""
     cases.prepare()
     capture_graph(
         nn.Linear(1, 1), torch.zeros(1, 1)
-    )  # what torch.export imports on its first use is no time of profiling
+    )  # the first use of torch.export imports modules, which is not profiling time
     with tempfile.TemporaryDirectory() as folder:
         for case in cases.of(model):
             try:
@@ -94,9 +94,7 @@ def _case(case: Case, folder: Path) -> Iterator[Sample]:
 
 
 def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
-    """A part of a case; where it fails the whole story goes to stderr, and a line of it to the
-    results.
-    """
+    """Return a part of a case; a failure prints its traceback and is one line in the results."""
 
     def told() -> Values:
         try:
@@ -110,14 +108,14 @@ def _part(case: Case, name: str, run: Callable[[], Values]) -> Sample:
 
 
 def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tuple[Values, Profile]:
-    """How long profiling takes, without layers in the cache and with all of them, and the profile.
+    """Return how long profiling takes with an empty and with a full cache, and the profile.
 
     Args:
-        case: what is run.
-        model: on its first device.
-        inputs: one micro-batch, there too.
-        folder: of the cache. Links that an earlier case measured stay in it, as they would for a
-            user.
+        case: the case.
+        model: the model, on its first device.
+        inputs: one micro-batch on the same device.
+        folder: the folder of the cache. Links that an earlier case measured stay in it, as they
+            would for a user.
     """
     shutil.rmtree(folder / "layers", ignore_errors=True)
     times: list[float] = []
@@ -139,7 +137,7 @@ def profiled(case: Case, model: nn.Module, inputs: Tensor, folder: Path) -> tupl
 def _with_loss(
     case: Case, model: nn.Module, inputs: Tensor, target: Tensor, folder: Path
 ) -> Profile:
-    """The profile with the loss; its layers are in the cache."""
+    """Return the profile with the loss; its layers are in the cache."""
     places = [str(place) for place in cases.places(case.devices)]
     return profile(
         model,
@@ -154,7 +152,7 @@ def _with_loss(
 
 
 def request(case: Case, found: Profile, **changes: Any) -> PlacementRequest:
-    """The question that is asked of a profile."""
+    """Return the request for a profile."""
     asked: dict[str, Any] = {
         "profile": found,
         "constraints": Constraints(contiguous=True),
@@ -175,17 +173,18 @@ def staged(
     inputs: Tensor,
     target: Tensor,
 ) -> Values:
-    """Each stage's pass as predicted, and as measured, with the loss in the last; and the step as
-    corrected by that.
+    """Return predicted and measured stage passes, and the step predicted from measured passes.
+
+    The last stage includes the loss.
 
     Args:
-        case: what is run.
-        model: on its first device.
-        alone: the profile without the loss, which others do not tell either.
-        whole: the profile with it.
-        placement: what is measured.
+        case: the case.
+        model: the model, on its first device.
+        alone: the profile without the loss, which the peers do not predict either.
+        whole: the profile with the loss.
+        placement: the placement to measure.
         inputs: one micro-batch.
-        target: of it.
+        target: its target.
     """
     asked = request(case, whole)
     refined = refine(
@@ -202,7 +201,7 @@ def staged(
 
 
 def _pass_ms(found: Profile, placement: Placement) -> float:
-    """A micro-batch through all layers, and back in training."""
+    """Return the time of a micro-batch through all layers, in training also backwards."""
     assert found.cluster is not None
     types = {device.name: device.type for device in found.cluster.devices}
     kinds = [(layer, types[placement.layer_devices[layer.name]]) for layer in found.layers]
@@ -210,12 +209,11 @@ def _pass_ms(found: Profile, placement: Placement) -> float:
 
 
 def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """By device, the peak that is predicted for one micro-batch, and the one that the allocator
-    counted.
+    """Return each device's predicted and allocated peak for one micro-batch.
 
-    It runs forwards and backwards as a loop by hand does: autograd frees as it goes, and no pass is
-    recorded, which is how the memory of placements is counted that need not be contiguous. The loss
-    is no layer, so it is a mean here, which holds next to nothing.
+    The run goes forwards and backwards as a manual loop does: autograd frees memory as it goes, and
+    no pass is recorded. The memory model counts placements in this way if they need not be
+    contiguous. The loss is not a layer, so it is a mean here, which holds next to nothing.
     """
     by_hand = _pinned(placement, contiguous=False)
     alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=by_hand))
@@ -233,11 +231,11 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
 
 
 def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int, int]]:
-    """By device, the most bytes of tensors in a step over one micro-batch from the host, and the
-    most held for them.
+    """Return each device's peak of tensor bytes, and the peak of bytes reserved for them.
 
-    What is held has rounding and fragments in it. What libraries keep is in neither: the device's
-    reserve has it. What stood empty before is not in it either. Without GPUs nothing is counted.
+    The step covers one micro-batch that comes from the host. Reserved bytes include rounding and
+    fragments. Neither number includes what libraries keep, which the device's reserve covers, nor
+    memory that was free before. Without GPUs nothing is counted.
     """
     places = cases.places(case.devices)
     if cases.is_small():
@@ -259,7 +257,7 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
             torch.cuda.synchronize(place)
 
     try:
-        run()  # libraries take what they keep, and the optimizer makes its state
+        run()  # libraries allocate workspaces, the optimizer makes its state
         release()
         beside = [allocated(place) - _held(model, optimizer, place) for place in places]
         empty = [int(torch.cuda.memory_reserved(place)) - allocated(place) for place in places]
@@ -280,18 +278,17 @@ def _peaks(case: Case, model: nn.Module, placement: Placement) -> list[tuple[int
 
 
 def _pinned(placement: Placement, contiguous: bool = True) -> Constraints:
-    """The same map again."""
+    """Return constraints that fix the same map."""
     return Constraints(contiguous=contiguous, pinned=dict(placement.layer_devices))
 
 
 def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) -> Values:
-    """Times of a whole batch through the executor, the bytes of state behind it, and what it
-    reserves of each device.
+    """Return predicted and measured step times, state bytes, and each device's reserved bytes.
 
-    All of it as predicted, too.
+    The times cover a whole batch in the executor.
     """
     batch = case.batch(cases.home(), case.micro_batch * case.chunks)
-    model.cpu()  # so that all of it counts where it is put
+    model.cpu()  # so that all of it is counted on the device that gets it
     used = Meter(cases.places(case.devices))
     flow = DataFlow(model, [str(place) for place in cases.places(case.devices)])
     flow.update_flow(placement)
@@ -326,8 +323,9 @@ def stepped(case: Case, model: nn.Module, found: Profile, placement: Placement) 
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """What a model needs beside activations: parameters and buffers; with an optimizer also
-    gradients and its state.
+    """Return the bytes that a model needs in addition to activations.
+
+    They are parameters and buffers, with an optimizer also gradients and its state.
     """
     return sum(tensor.nbytes for tensor in _state(model, optimizer))
 
@@ -335,7 +333,7 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     held = [*model.parameters(), *model.buffers()]
     if optimizer is not None:
-        # a gradient for each
+        # each parameter has a gradient
         held += [parameter for parameter in model.parameters() if parameter.requires_grad]
         held += [
             leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
@@ -344,13 +342,14 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Te
 
 
 def _state_bytes(memory: MemoryUse) -> int:
-    """The same as a placement has it for a device."""
+    """Return the same bytes as a placement predicts them for a device."""
     return memory.param_bytes + memory.grad_bytes + memory.optimizer_bytes + memory.buffer_bytes
 
 
 def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float:
-    """The step that a profile promises: its stages' times and transfers, simulated, and the
-    optimizer behind them.
+    """Return the step that a profile predicts.
+
+    Stage times and transfers are simulated; the optimizer's step follows.
     """
     stages = list(dict.fromkeys(placement.layer_devices.values()))
     assert found.cluster is not None
@@ -387,7 +386,7 @@ def predicted_step_ms(case: Case, found: Profile, placement: Placement) -> float
 def _transfers(
     found: Profile, placement: Placement, stages: list[str], training: bool
 ) -> tuple[Transfer, ...]:
-    """What passes between stages, all values of a pair together."""
+    """Return the transfers between stages; all values of a pair form one transfer."""
     assert found.cluster is not None
     times: dict[tuple[int, int], list[float]] = {}
     for edge in found.edges:
@@ -406,21 +405,23 @@ def _transfers(
 
 
 def allocated(place: torch.device) -> int:
-    """The bytes of tensors on a device; 0 on a stand-in, where nobody counts."""
+    """Return the bytes of tensors on a device; 0 on a stand-in, where they are not counted."""
     return int(torch.cuda.memory_allocated(place)) if place.type == "cuda" else 0
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: torch.device) -> int:
-    """The bytes that the allocator counts for what stays on a device between steps: each a multiple
-    of 512.
+    """Return the bytes that the allocator counts for tensors that stay on a device between steps.
+
+    Each tensor is a multiple of 512 bytes.
     """
     here = [tensor for tensor in _state(model, optimizer) if tensor.device == place]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in here)
 
 
 def _warm_libraries(place: torch.device) -> None:
-    """Let libraries take what they keep for good, both ways: a device's reserve holds it, not a
-    placement.
+    """Run both passes once, so that libraries take the memory that they keep.
+
+    A device's reserve covers this memory; a placement does not.
     """
     if place.type != "cuda":
         return

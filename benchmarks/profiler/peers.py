@@ -1,6 +1,4 @@
-"""What else would have told the time and memory of the same case: torchgpipe, a roofline,
-accelerate.
-"""
+"""The alternatives' predictions of the same case: torchgpipe, a roofline, and accelerate."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _TIMED_S = 1.0
 
 
 class Counted(nn.Identity):
-    """Counts how often a chain that begins with it was run."""
+    """A count of the runs of a chain that begins with this module."""
 
     runs = 0
 
@@ -35,12 +33,12 @@ class Counted(nn.Identity):
 def estimates(
     case: Case, model: nn.Module, inputs: Tensor
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """By measure, what each peer says of it; and of those that say nothing, why.
+    """Return each peer's prediction by measure, and the reason of each peer without one.
 
     Args:
-        case: what is run.
-        model: on the device where it is measured.
-        inputs: one micro-batch, there too.
+        case: the case.
+        model: the model, on the device where it is measured.
+        inputs: one micro-batch on the same device.
 
     Returns:
         ``pass_ms NAME``: a micro-batch through all layers, and back in training; ``state_bytes
@@ -95,4 +93,4 @@ def _accelerate_bytes(case: Case, model: nn.Module) -> float:
     size, _ = import_module("accelerate.utils").calculate_maximum_sizes(model)
     return float(size) * (
         4 if case.training else 1
-    )  # as its command estimate-memory does: Adam is four times the model
+    )  # as in accelerate's estimate-memory: Adam takes four times the model

@@ -1,8 +1,8 @@
-"""Peer: an operation takes the longer of its arithmetic at the device's best rate and its bytes at
-its best bandwidth.
+"""Peer: a roofline, by which an operation is bound by its arithmetic or by its bytes.
 
-The counts are those of PyTorch's ``FlopCounterMode``; the two rates are measured by a large product
-of matrices and a large copy, so that the estimate is as good as this method can be.
+An operation takes the longer of its arithmetic at the device's best rate and its bytes at the best
+bandwidth. PyTorch's ``FlopCounterMode`` gives the counts. The two rates are measured by a large
+matrix product and a large copy, so that the estimate is as good as this method can be.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIZE = 8192 if torch.cuda.is_available() else 256
 
 
 def rates(place: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations and bytes that the device does in a millisecond, at best."""
+    """Return the operations and the bytes that the device does in a millisecond at best."""
     square = torch.randn(_SIZE, _SIZE, device=place).to(dtype)
     target = torch.empty_like(square)
     passes: list[Callable[[], Any]] = [
@@ -36,7 +36,7 @@ def rates(place: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the time of every operation that runs inside, in milliseconds."""
+    """The summed time of every operation that runs inside, in milliseconds."""
 
     def __init__(self, flops_per_ms: float, bytes_per_ms: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,10 +58,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def flops_of(counter: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
-    """What PyTorch counts of an operation.
+    """Return PyTorch's count of an operation.
 
-    Its counters of attention refuse, in some versions, queries with more heads than keys and
-    values: as much is computed as if those were there for each.
+    In some versions its counters of attention reject queries with more heads than keys and values.
+    Then keys and values are counted as if each query head had its own.
     """
     try:
         return counter(*args, **kwargs, out_val=result)
@@ -77,7 +77,7 @@ def _repeated(item: Any, heads: int) -> Any:
 
 
 def estimate_ms(run: Callable[[], Any], place: torch.device, dtype: torch.dtype) -> float:
-    """The time of everything that runs inside, by this method."""
+    """Return the roofline time of everything that runs inside."""
     with Roofline(*rates(place, dtype)) as roofline:
         run()
     total_ms: float = roofline.total_ms

@@ -1,6 +1,4 @@
-"""Samples as rows: how far what was predicted is from what was measured, by case and over all
-cases.
-"""
+"""Samples as rows: the errors of predictions, by case and over all cases."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _LIMITS_S = {"resnet101": 20.0, "gpt": 10.0}
 
 
 def rows(samples: Sequence[Sample]) -> list[Row]:
-    """The rows of each case, without those over all of them; targets count at full size alone."""
+    """Return the rows of each case, without the rows over all cases; targets need full size."""
     made: list[Row] = []
     for model in cases.known().values():
         for case in cases.of(model):
@@ -49,7 +47,7 @@ def rows(samples: Sequence[Sample]) -> list[Row]:
 
 
 def _readable(case: cases.Case, samples: Sequence[Sample]) -> list[Row]:
-    """A case's rows; samples that make no sense cost that case alone."""
+    """Return a case's rows; malformed samples lose only that case."""
     try:
         return list(_case(case, samples))
     except (ArithmeticError, LookupError, ValueError) as error:
@@ -64,9 +62,7 @@ def _broken(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def cases_in_order() -> list[str]:
-    """What the rows of all cases are called, and those of models that broke down behind their
-    cases.
-    """
+    """Return the names of all cases in order, each model's failures after its cases."""
     models = cases.known().values()
     names = [
         name for model in models for name in (*(case.label for case in cases.of(model)), model.name)
@@ -75,7 +71,7 @@ def cases_in_order() -> list[str]:
 
 
 def over_all(made: Sequence[Row]) -> list[Row]:
-    """The rows over all cases: medians and worst, from the cases' own."""
+    """Return the rows over all cases: medians and worst values of the cases' rows."""
     found: list[Row] = []
     judged = ((STAGE, 6.0, 2.0), (STEP, 8.0, None), (REFINED_STEP, None, None))
     for measure, worst, middle in judged:
@@ -105,7 +101,7 @@ def over_all(made: Sequence[Row]) -> list[Row]:
 
 
 def _peers_over_all(made: Sequence[Row]) -> Iterator[Row]:
-    """The errors of all who predict a whole pass, or bytes, where they do."""
+    """Yield the errors of all peers that predict a whole pass or bytes."""
     for measure in (PASS, STATE, PEAK):
         errors: dict[str, list[float]] = {}
         for one in made:
@@ -174,7 +170,7 @@ def _stages(
         target=_target(6.0),
         met=_met(worst, 6.0),
     )
-    # The loss is in none of the others' predictions.
+    # No peer's prediction includes the loss.
     predicted_loss_ms, loss_ms = (
         values.get(name, [0.0])[0] for name in ("predicted_loss_ms", "loss_ms")
     )
@@ -233,7 +229,7 @@ def _memory(
         _rounded(max(0.0, *(-error for error in errors))),
         target=_target(2.0),
     )
-    # accelerate says of its estimate for training that it is the peak
+    # accelerate documents its estimate for training as the peak
     told = {"Placer": sum(values["predicted_bytes"])} | _of_peers(others, "state_bytes")
     used, reserved = sum(values["measured_bytes"]), sum(values["reserved_bytes"])
     yield row(case.label, PEAK, "MiB", _mib(used), peers=_all_mib(told))
@@ -246,7 +242,7 @@ def _too_large(sample: Sample) -> Iterator[Row]:
         return
     yield row(sample.case, COLD, "s", _rounded(sample.values["seconds"][0]), target=_target(180.0))
     held, largest = sample.values["held_bytes"][0], sample.values["largest_bytes"][0]
-    if held:  # on GPUs, where somebody counts
+    if held:  # on GPUs, where memory is counted
         yield row(sample.case, HELD, "%", _rounded(100 * held / largest), target=_target(100.0))
         yield row(sample.case, "memory held at most", "MiB", _mib(held))
 
@@ -264,7 +260,7 @@ def _of_peers(others: Mapping[str, Sequence[float]], measure: str) -> dict[str, 
 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    """How far above what was measured, in percent; negative below."""
+    """Return the errors relative to the measured values in percent; negative is below."""
     return [
         100 * (said / was - 1) for said, was in zip(predicted, measured, strict=True) if was > 0
     ]

@@ -1,11 +1,10 @@
-"""The service under load, on loopback: what a request, a start and a stop cost; and what becomes of
-it under attack.
+"""The service on loopback: the cost of a request, a start and a stop, and its robustness.
 
-``PLACER_SERVICE_CASES=rates,soak`` runs these parts alone (of ``rates``, ``postgres``, ``faults``,
-``network``, ``hostile``, ``fuzz``, ``contract``, ``soak``) and keeps the others' rows, if they come
-from the same machine and versions. Results are written after each part. ``PLACER_SERVICE_SOAK_S``,
-``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` make the soak, the hostile bodies of
-both kinds, and the run of schemathesis longer.
+``PLACER_SERVICE_CASES=rates,soak`` runs only these parts (of ``rates``, ``postgres``, ``faults``,
+``network``, ``hostile``, ``fuzz``, ``contract``, ``soak``) and keeps the rows of the others if
+machine and versions are the same. Results are written after each part. ``PLACER_SERVICE_SOAK_S``,
+``PLACER_SERVICE_BODIES`` and ``PLACER_SERVICE_CONTRACT_S`` extend the soak, the hostile bodies of
+both kinds, and the run of schemathesis.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from . import faults, hostile, measure, network, postgres, soak
 
 
 class Asked(NamedTuple):
-    """One row to be measured."""
+    """One row to measure."""
 
     case: str
     measure: str
@@ -68,7 +67,7 @@ ROWS = [
 
 
 def run() -> list[dict[str, Any]]:
-    """Measure every part, or those that the environment names."""
+    """Return the rows of every part, or of the parts that the environment names."""
     made: list[dict[str, Any]] = []
     for rows in progress():
         made = rows
@@ -76,13 +75,13 @@ def run() -> list[dict[str, Any]]:
 
 
 def progress(folder: Path | None = None) -> Iterator[list[dict[str, Any]]]:
-    """All rows, again after each part.
+    """Yield all rows, again after each part.
 
     Args:
-        folder: of the results, where the rows are that are kept; None keeps none.
+        folder: the folder of the results, whose other rows are kept; None keeps none.
 
     Raises:
-        ValueError: there is no such part.
+        ValueError: a part does not exist.
     """
     chosen = [
         name for name in os.environ.get("PLACER_SERVICE_CASES", "").split(",") if name
@@ -99,7 +98,7 @@ def progress(folder: Path | None = None) -> Iterator[list[dict[str, Any]]]:
 
 
 def part_of(case: str) -> str:
-    """The part that a row belongs to, by its case."""
+    """Return the part that a row belongs to, by its case."""
     return next((part for mark, part in MARKS.items() if mark in case), "rates")
 
 
@@ -162,7 +161,10 @@ def _fault_rows() -> list[dict[str, Any]]:
 
 def _network_rows() -> list[dict[str, Any]]:
     found = network.through_faults()
-    case = f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 and half answers"
+    case = (
+        f"{found.calls} calls of the client through timeouts, resets, 429, 502, 503, 504 "
+        "and half answers"
+    )
     return [
         row(
             case,

@@ -1,5 +1,6 @@
-"""``python -m benchmarks.service SOLVER`` serves with one of the solvers of this package, as
-PLACER_ settings say.
+"""The service with a test solver: ``python -m benchmarks.service SOLVER``.
+
+The solver is from ``benchmarks.service.solvers``; PLACER_ settings configure the service.
 """
 
 from __future__ import annotations

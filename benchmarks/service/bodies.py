@@ -1,6 +1,4 @@
-"""Bodies that nobody who means well would send: near misses of valid ones, and what a fuzzer would
-try.
-"""
+"""Hostile request bodies: near misses of valid ones, and typical inputs of a fuzzer."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ HOSTILE_TEXTS = (
 
 
 def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
-    """Paths and bodies for ever, the same for the same seed."""
+    """Yield paths and bodies forever, the same for the same seed."""
     random = Random(seed)
     valid = [
         ("/v1/placements", examples.requests()),
@@ -64,7 +62,7 @@ def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
         ("/v1/placements:compare", examples.comparisons()),
         ("/v1/placements:batch", examples.batches()),
     ]
-    # evaluations cost a process each, and read their bodies by the same code
+    # each evaluation costs a process, and the same code reads its body
     weights = [20, 1, 1, 4]
     changes: list[Callable[[Any, Random], bytes]] = [
         _other_value,
@@ -81,7 +79,7 @@ def bodies(seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _other_value(content: Any, random: Random) -> bytes:
-    """Some values, somewhere, are others; some fields are gone, misspelt or new."""
+    """Change some values at random places; remove, misspell or add some fields."""
     for _ in range(random.randrange(1, 4)):
         holder, key = random.choice(list(_places(content)))
         change = random.randrange(4)

@@ -14,12 +14,12 @@ CONFIGURATION = Path(__file__).resolve().parent / "schemathesis.toml"
 
 
 class Contract(NamedTuple):
-    """What schemathesis found.
+    """The findings of schemathesis.
 
     Attributes:
-        cases: how many requests it made.
-        findings: how many of them broke a check, each kind once.
-        log: all that it said.
+        cases: the number of requests that it made.
+        findings: the number of failed checks, each kind once.
+        log: its whole output.
     """
 
     cases: int
@@ -30,13 +30,13 @@ class Contract(NamedTuple):
 def check(
     url: str, seconds: float, examples: int, phases: str = "examples,coverage,fuzzing,stateful"
 ) -> Contract:
-    """Let schemathesis make up requests to every path, valid ones and others.
+    """Let schemathesis generate valid and invalid requests to every path.
 
     Args:
-        url: of the service.
-        seconds: for how long at most.
-        examples: for each path and phase, at most.
-        phases: of schemathesis.
+        url: the URL of the service.
+        seconds: the time limit.
+        examples: the maximum number of examples for each path and phase.
+        phases: the phases of schemathesis.
 
     Raises:
         RuntimeError: it did not run.
@@ -44,7 +44,10 @@ def check(
     program = shutil.which("st", path=str(Path(sys.executable).parent)) or shutil.which("st")
     if program is None:
         raise RuntimeError("schemathesis is not installed: pip install 'torch-placer[test]'")
-    asked = f"run {url}/openapi.json --checks all --continue-on-failure --generation-deterministic --no-color"
+    asked = (
+        f"run {url}/openapi.json --checks all --continue-on-failure "
+        "--generation-deterministic --no-color"
+    )
     limits = [
         "--max-time",
         str(round(seconds)),
@@ -53,7 +56,7 @@ def check(
         "--phases",
         phases,
     ]
-    with TemporaryDirectory() as notes:  # it keeps some, where it runs
+    with TemporaryDirectory() as notes:  # schemathesis keeps notes in its working directory
         done = subprocess.run(
             [program, "--config-file", str(CONFIGURATION), *asked.split(), *limits],
             capture_output=True,

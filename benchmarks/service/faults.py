@@ -1,8 +1,7 @@
-"""What becomes of accepted jobs when something is killed in the midst of them, or the disk is full.
+"""The fate of accepted jobs when a process is killed meanwhile, or the disk is full.
 
-Each fault is made from outside, as an operator or the kernel would: with ``kill -9``, with a limit
-on how large the service's files may grow, or with ``libfaketime`` between the service and its
-clock.
+Each fault comes from outside, as an operator or the kernel would cause it: ``kill -9``, a limit on
+the size of the service's files, or ``libfaketime`` between the service and its clock.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ QUIET = {"log_level": "critical"}
 
 
 class Survived(NamedTuple):
-    """What became of the jobs.
+    """The fate of the jobs.
 
     Attributes:
-        accepted: how many the service took.
-        unanswered: of those, the ones with no placement at the end, or more than one.
-        seconds: from the fault until all were answered.
+        accepted: the number of jobs that the service accepted.
+        unanswered: the number of accepted jobs with no placement at the end, or with several.
+        seconds: the time from the fault until all were answered.
     """
 
     accepted: int
@@ -48,8 +47,9 @@ class Survived(NamedTuple):
 
 
 def worker_killed() -> Survived:
-    """Two workers are killed while they solve; a third would take its job for one that kills
-    workers.
+    """Kill two workers while they solve.
+
+    A third death would count the job as one that kills workers.
     """
     with serving(workers=1, queue=JOBS, **QUIET) as server:
         accepted = accept(
@@ -68,7 +68,7 @@ def worker_killed() -> Survived:
 
 
 def server_killed() -> Survived:
-    """The service is killed twice, and started again on its file."""
+    """Kill the service twice, and start it again on its file."""
     with TemporaryDirectory() as folder:
         accepted: set[str] = set()
         for turn in range(2):
@@ -87,7 +87,7 @@ def server_killed() -> Survived:
 
 
 def postgres_killed() -> Survived:
-    """PostgreSQL is killed with all its processes, is away for a second, and is started again."""
+    """Kill PostgreSQL with all its processes, wait a second, and start it again."""
     with postgres() as database:
         with serving(database=database.new_database(), workers=1, queue=JOBS, **QUIET) as server:
             accepted = accept(server.connect(), range(JOBS))
@@ -100,8 +100,10 @@ def postgres_killed() -> Survived:
 
 
 def replica_killed() -> tuple[Survived, int]:
-    """One of two replicas on a PostgreSQL is killed; the other answers. With it, how many jobs were
-    solved twice.
+    """Kill one of two replicas on a PostgreSQL; the other answers.
+
+    Returns:
+        The fate of the jobs, and how many jobs were solved twice.
     """
     with postgres() as database, TemporaryDirectory() as folder:
         url = database.new_database()
@@ -120,7 +122,7 @@ def replica_killed() -> tuple[Survived, int]:
 
 
 def _solved_twice(database: Postgres) -> int:
-    """Two replicas that share their jobs and live: how many more solves than jobs there were."""
+    """Return how many more solves than jobs two live replicas with shared jobs made."""
     url = database.new_database()
     shared = {"database": url, "workers": 1, "queue": JOBS, "lease_s": LEASE_S, **QUIET}
     with serving(**shared) as one, serving(**shared) as other:
@@ -130,9 +132,7 @@ def _solved_twice(database: Postgres) -> int:
 
 
 def disk_full() -> Survived:
-    """The service's files can grow no more for a while; what it says to have accepted then counts
-    too.
-    """
+    """Stop the growth of the service's files for a while; all jobs that it then accepts count."""
     with serving(workers=1, queue=4 * JOBS, **QUIET) as server:
         connection = server.connect()
         accepted = accept(connection, range(JOBS))
@@ -143,13 +143,13 @@ def disk_full() -> Survived:
         began = time.monotonic()
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (most, most))
         accepted |= accept(connection, range(2 * JOBS, 3 * JOBS))
-        # until then what could not be written is answered, but not found
+        # until a retry, answers that could not be written are not found
         time.sleep(2 * RETRY_S)
         return survived(connection, accepted, began)
 
 
 def clock_jumped() -> Survived:
-    """The service's clock jumps a day ahead, and then two back, while jobs wait and are solved.
+    """Move the service's clock a day ahead, then two back, while jobs wait and are solved.
 
     Raises:
         RuntimeError: libfaketime is not installed, or did not reach the service.
@@ -163,7 +163,7 @@ def clock_jumped() -> Survived:
             for turn, offset in enumerate(("+0", "+1d", "-1d")):
                 clock.write_text(offset)
                 accepted |= accept(connection, range(turn * JOBS, (turn + 1) * JOBS))
-                time.sleep(CLOCK_S + 0.5)  # some are answered in each
+                time.sleep(CLOCK_S + 0.5)  # some jobs are answered on each day
             found = survived(connection, accepted, began)
             written = [
                 one["created_s"]
@@ -175,7 +175,7 @@ def clock_jumped() -> Survived:
 
 
 def _faked(clock: Path) -> dict[str, str]:
-    """Variables that let a process take the offset of its wall clock from a file."""
+    """Return variables that let a process read its wall clock's offset from a file."""
     library = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
     if library is None:
         raise RuntimeError("libfaketime is not installed: apt-get install libfaketime")
@@ -191,7 +191,7 @@ def _faked(clock: Path) -> dict[str, str]:
 def accept(
     connection: Connection, seeds: Iterable[int], layers: int = LAYERS, **fields: object
 ) -> set[str]:
-    """Ask questions without waiting for their answers: the ids of those that were accepted."""
+    """Send requests without waiting for answers, and return the ids of the accepted ones."""
     replies = [
         connection.post(
             "/v1/placements?wait=0", request_body(layers, seed=seed, workers=1, **fields)
@@ -202,14 +202,15 @@ def accept(
 
 
 def survived(connection: Connection, accepted: set[str], began: float) -> Survived:
-    """Wait for every answer."""
+    """Wait for every answer, and return the fate of the jobs."""
     unanswered = not_answered_once(connection, accepted)
     return Survived(len(accepted), unanswered, time.monotonic() - began)
 
 
 def solves(server: Server) -> int:
-    """How many solves this service made, as its metrics tell; those ``elsewhere`` another one had
-    answered.
+    """Return how many solves this service made according to its metrics.
+
+    Solves with the label ``elsewhere`` were answered by another replica.
     """
     told = server.connect().get("/metrics").body.decode()
     counts = re.findall(
@@ -219,9 +220,9 @@ def solves(server: Server) -> int:
 
 
 def _kill_worker(server: Server, killed: set[int]) -> int:
-    """Kill the process that solves: a child of the one that the service forks them from."""
+    """Kill the process that solves: a child of the process from which workers are forked."""
     pid = wait_for(lambda: next(iter(_workers(server) - killed), 0))
-    time.sleep(0.2)  # in the midst of its solve
+    time.sleep(0.2)  # so that it is in the middle of its solve
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -243,7 +244,7 @@ def _children(parent: int) -> set[int]:
 
 
 def wait_for(find: Callable[[], int], seconds: float = 30.0) -> int:
-    """What is found, once it is there."""
+    """Return the result of ``find`` once it is not zero."""
     end = time.monotonic() + seconds
     while not (found := find()):
         if time.monotonic() > end:

@@ -1,8 +1,7 @@
-"""``python -m benchmarks.service.fuzz RUNS`` lets a coverage-guided fuzzer loose on what reads
-bodies.
+"""A coverage-guided fuzzer for the reading of bodies: ``python -m benchmarks.service.fuzz RUNS``.
 
-Whatever comes, reading ends with a question or a problem of at most 4 KB that is no 5xx; anything
-else ends the fuzzer.
+Reading must end with a request or with a problem of at most 4 KB that is not a 5xx; anything else
+ends the fuzzer.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def target(data: bytes) -> None:
 
 
 def main(runs: int) -> None:
-    """Fuzz so many times, from the service's examples; the process ends with 0 if nothing was
-    found.
-    """
+    """Fuzz ``runs`` times from the service's examples; exit with 0 if nothing was found."""
     import atheris
 
     with atheris.instrument_imports(include=["placer_server", "placer.schema", "difflib"]):

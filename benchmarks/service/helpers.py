@@ -1,4 +1,4 @@
-"""What the benchmark shares with the tests, from ``tests/helpers``."""
+"""Modules that the benchmark shares with the tests, from ``tests/helpers``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HELPERS = Path(__file__).resolve().parents[2] / "tests" / "helpers"
 
 
 def helper(name: str) -> ModuleType:
-    """A module of the tests' helpers."""
+    """Return a module of the tests' helpers."""
     if str(HELPERS) not in sys.path:
         sys.path.append(str(HELPERS))
     return importlib.import_module(name)

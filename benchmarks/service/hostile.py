@@ -1,6 +1,4 @@
-"""The service under bodies that mean it no good, and under a client that makes up requests from its
-document.
-"""
+"""The service under hostile bodies, and under requests generated from its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ CONTRACT_S = float(os.environ.get("PLACER_SERVICE_CONTRACT_S", "60"))
 
 
 class Hostile(NamedTuple):
-    """What became of hostile bodies.
+    """The results of hostile bodies.
 
     Attributes:
-        sent: how many there were.
-        failures: how many were answered with a 5xx.
-        largest_bytes: the largest problem in an answer.
-        growth_percent: memory of the service after all of them, against after the first fifth.
+        sent: the number of bodies.
+        failures: the number of answers with a 5xx.
+        largest_bytes: the size of the largest problem in an answer.
+        growth_percent: the service's memory after all bodies relative to after the first fifth.
     """
 
     sent: int
@@ -38,7 +36,7 @@ class Hostile(NamedTuple):
 
 
 def send(count: int = BODIES, seed: int = 0) -> Hostile:
-    """Send bodies one after another, and look at every answer."""
+    """Send bodies one after another, and check every answer."""
     failures = largest = warm = 0
     with serving("waiting", workers=1, queue=8, default_wait_s=0, keep=1000) as server:
         connection = server.connect()
@@ -54,8 +52,7 @@ def send(count: int = BODIES, seed: int = 0) -> Hostile:
 
 
 def fuzz(count: int = BODIES) -> tuple[int, int]:
-    """So many bodies of a coverage-guided fuzzer for what reads them; how many there were, and
-    findings.
+    """Return how many bodies a coverage-guided fuzzer tried, and its findings.
 
     Raises:
         RuntimeError: the fuzzer did not run.
@@ -69,6 +66,6 @@ def fuzz(count: int = BODIES) -> tuple[int, int]:
 
 
 def contract_findings() -> contract.Contract:
-    """What schemathesis finds with all its checks."""
+    """Return the findings of schemathesis with all its checks."""
     with serving(workers=1, default_wait_s=1) as server:
         return contract.check(f"http://127.0.0.1:{server.port}", CONTRACT_S, examples=100)

@@ -1,6 +1,4 @@
-"""Sends requests as fast as a socket takes them, so that what is measured is the service and not
-its client.
-"""
+"""A client that sends as fast as a socket takes requests, so that the service is the limit."""
 
 from __future__ import annotations
 
@@ -55,14 +53,15 @@ class Connection:
 
 
 def message(method: str, path: str, body: bytes = b"") -> bytes:
-    """One HTTP request as it goes over the wire."""
+    """Return one HTTP request in its wire format."""
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def request_body(layers: int = 200, devices: int = 4, seed: int = 0, **fields: Any) -> bytes:
-    """A training request of so many layers, with skip connections, as a profile of a model would
-    have them.
+    """Return a training request with ``layers`` layers.
+
+    It has skip connections, as a measured model has.
     """
     random = Random(seed)
     names = [f"encoder.block.{index}" for index in range(layers)]

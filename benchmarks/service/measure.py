@@ -1,4 +1,4 @@
-"""What the service is measured by, each a function that returns its samples."""
+"""The measurements of the service, each a function that returns its samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ POST = "/v1/placements?wait=0"
 
 
 def cache_hits_per_s(rounds: int = 5, requests: int = 2000, **settings: object) -> list[float]:
-    """A 200-layer request that the store knows, POSTed again and again: answers per second of its
-    processor.
+    """Return cached answers per second of the service's processor time.
+
+    The same 200-layer request is posted repeatedly, and the store has its answer.
     """
     with serving(**settings) as server:
         connection = server.connect()
@@ -32,8 +33,9 @@ def cache_hits_per_s(rounds: int = 5, requests: int = 2000, **settings: object) 
 
 
 def posts_per_s(rounds: int = 5, requests: int = 400, **settings: object) -> list[float]:
-    """200-layer requests that are all new, checked and queued: accepted per second of the service's
-    processor.
+    """Return accepted requests per second of the service's processor time.
+
+    They are new 200-layer requests, which the service checks and queues.
     """
     template = json.loads(request_body())
     samples = []
@@ -51,7 +53,7 @@ def posts_per_s(rounds: int = 5, requests: int = 400, **settings: object) -> lis
 
 
 def health_ms(rounds: int = 5, requests: int = 400, workers: int = 2) -> list[float]:
-    """The 99th percentile of /healthz, while every worker computes and requests keep coming in."""
+    """Return the 99th percentile of /healthz while every worker computes and requests arrive."""
     samples = []
     with serving("spinning", workers=workers, queue=100_000) as server, posting(server):
         connection = server.connect()
@@ -65,12 +67,12 @@ def health_ms(rounds: int = 5, requests: int = 400, workers: int = 2) -> list[fl
 
 
 def cold_start_s(rounds: int = 5) -> list[float]:
-    """From the command to the first /readyz that answers 200: a worker has run by then."""
+    """Return the time from the command to the first 200 of /readyz; a worker has run by then."""
     return [_cold_start_s() for _ in range(rounds)]
 
 
 def stop_ms(rounds: int = 10) -> list[float]:
-    """From DELETE to the best placement so far, of a solve that the solver is in the midst of."""
+    """Return the time from DELETE to the best placement so far, for a running solve."""
     samples = []
     with serving(workers=1) as server:
         connection = server.connect()
@@ -80,7 +82,7 @@ def stop_ms(rounds: int = 10) -> list[float]:
             )
             where = _running(connection, body)
             if where is None:
-                continue  # it was solved before it could be stopped
+                continue  # the solve ended before it could be stopped
             began = time.perf_counter()
             reply = connection.delete(where)
             samples.append(1e3 * (time.perf_counter() - began))
@@ -90,7 +92,7 @@ def stop_ms(rounds: int = 10) -> list[float]:
 
 
 def solve_overhead_ms(rounds: int = 20) -> list[float]:
-    """A new 200-layer request answered, less the time that the solver itself reports."""
+    """Return the time of a new 200-layer request, minus the time that the solver reports."""
     samples = []
     with serving(workers=1) as server:
         connection = server.connect()
@@ -121,7 +123,7 @@ def _cold_start_s() -> float:
 
 
 def _running(connection: Connection, body: bytes) -> str | None:
-    """The path of a solve that has found something and goes on; None if it ended first."""
+    """Return the path of a solve that has found a placement and goes on; None if it ended."""
     reply = connection.post(POST, body)
     where = f"/v1/placements/{reply.json()['id']}"
     while reply.status == 202 and reply.json()["incumbent"] is None:
@@ -133,9 +135,7 @@ def _running(connection: Connection, body: bytes) -> str | None:
 
 @contextmanager
 def posting(server: Server) -> Iterator[None]:
-    """Beside what is measured, 200-layer requests come in, 20 a second, so that every worker is and
-    stays taken.
-    """
+    """Post 20 requests with 200 layers a second meanwhile, so that every worker stays busy."""
     template = json.loads(request_body())
     stop = threading.Event()
     connection = server.connect()
@@ -159,7 +159,7 @@ def posting(server: Server) -> Iterator[None]:
 
 
 def rate(server: Server, requests: int, send: Callable[[int], Any]) -> float:
-    """Requests per second of the service's processor time."""
+    """Return requests per second of the service's processor time."""
     before = server.cpu_s()
     for number in range(requests):
         send(number)
@@ -167,18 +167,18 @@ def rate(server: Server, requests: int, send: Callable[[int], Any]) -> float:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 def percentile(samples: list[float], share: float) -> float:
-    """The sample below which that share of them lies."""
+    """Return the sample below which ``share`` of all samples lie."""
     return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
 def expect(got: Any, wanted: Any) -> None:
-    """A measurement of what went wrong is none."""
+    """Raise if an answer is wrong: then the measurement is invalid."""
     if got != wanted:
         raise RuntimeError(f"the service answered {got}, not {wanted}")

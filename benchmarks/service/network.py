@@ -1,4 +1,4 @@
-"""The client against a service, through a network that has faults."""
+"""The client and the service with a faulty network between them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_FAULTS = 6
 
 
 class Through(NamedTuple):
-    """What became of calls.
+    """The results of calls.
 
     Attributes:
-        calls: how many there were.
-        answered: of those, the ones that had the right answer.
-        unclear: those that had neither it nor a clear error, or gave up although asking again would
-            have helped.
-        twice: those that reached the service more than once although that is not safe.
+        calls: the number of calls.
+        answered: the number of calls with the right answer.
+        unclear: the number of calls with neither the right answer nor a clear error, or that gave
+            up although a retry would have helped.
+        twice: the number of calls that reached the service twice although that is not safe.
     """
 
     calls: int
@@ -42,7 +42,7 @@ class Through(NamedTuple):
 
 
 class Caller:
-    """Makes calls, each through faults of its own, and looks at what comes of them."""
+    """A caller whose calls each meet their own faults, and who checks the results."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._url = f"http://127.0.0.1:{port}"
@@ -85,7 +85,7 @@ class Caller:
     def _measure(self) -> None:
         cluster = self._request().cluster
         assert cluster is not None
-        # what would take minutes
+        # stands in for a measurement that would take minutes
         answer = httpx.Response(200, json=cluster.model_dump(mode="json"))
         self._through(
             lambda client: client.measure_cluster() == cluster, once="POST ", answer=answer
@@ -109,9 +109,10 @@ class Caller:
         """Make a call.
 
         Args:
-            ask: the call, and whether its answer is right.
-            once: how the line begins of what must not reach the service twice; what may if empty.
-            answer: what is answered in the service's place.
+            ask: makes the call and returns whether its answer is right.
+            once: the start of the request line that must not reach the service twice; if empty,
+                every request may.
+            answer: an answer that replaces the service's answer.
         """
         kinds = [*self._network.BEFORE, *self._network.AFTER]
         faults = self._random.choices(kinds, k=self._random.randrange(MOST_FAULTS + 1))
@@ -120,7 +121,7 @@ class Caller:
             with Client(self._url, retries=RETRIES, transport=self._network.Sync(faulty)) as client:
                 right = ask(client)
         except PlacerError:
-            # asking again would have helped
+            # a retry would have helped
             self.unclear += len(faults) <= RETRIES and not once
         except Exception:
             self.unclear += 1
@@ -132,13 +133,13 @@ class Caller:
 
 @contextmanager
 def calling(seed: int = 0) -> Iterator[Caller]:
-    """A caller of a service of its own."""
+    """Yield a caller with a service of its own."""
     with serving(workers=1, queue=64) as server:
         yield Caller(server.port, seed)
 
 
 def through_faults(calls: int = CALLS) -> Through:
-    """Make so many calls."""
+    """Make ``calls`` calls through faults."""
     with calling() as caller:
         for _ in range(calls):
             caller.call()

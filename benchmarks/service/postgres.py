@@ -1,4 +1,4 @@
-"""A PostgreSQL of the benchmark's own, the one that the tests start."""
+"""A PostgreSQL server of the benchmark's own, which is the one that the tests start."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class Postgres(Protocol):
     """A running server; see ``tests/helpers/postgres_server.py``."""
 
     def new_database(self) -> str:
-        """The URL of a new, empty database."""
+        """Return the URL of a new, empty database."""
 
     def kill(self) -> None:
-        """End it as ``kill -9`` does."""
+        """Kill it as ``kill -9`` does."""
 
     def start(self) -> None:
         """Start it again."""
 
     def stop(self) -> None:
-        """End it, and remove its files."""
+        """Stop it, and remove its files."""
 
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """Start one, and stop it at the end.
+    """Start a server, and stop it at the end.
 
     Raises:
-        RuntimeError: it is not installed.
+        RuntimeError: PostgreSQL is not installed.
     """
     found = helper("postgres_server")
     binaries = found.find_binaries()

@@ -1,4 +1,4 @@
-"""A service in a process of its own, on loopback, and its cost in time and processor time."""
+"""A service in a process of its own on loopback, with its time and processor time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Server:
         return Connection(self.port)
 
     def cpu_s(self) -> float:
-        """Processor time of the service's main process so far: its workers are not counted."""
+        """Return the processor time of the service's main process so far, without its workers."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_bytes(self) -> int:
-        """What the main process has in memory for itself."""
+        """Return the private memory of the main process."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()
         return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
@@ -46,8 +46,8 @@ def serving(
     """Start a service, wait until it is ready, and stop it at the end.
 
     Args:
-        solver: the name of one in ``benchmarks.service.solvers``; Placer's own if empty.
-        environment: variables for its process beside the settings.
+        solver: the name of a solver in ``benchmarks.service.solvers``; Placer's own if empty.
+        environment: variables for its process in addition to the settings.
         settings: see ``placer_server.settings``.
     """
     with TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
-"""Mixed load for a while: what is valid, what is not, what is stopped, and clients that go away in
-the midst of it.
+"""A longer mixed load.
+
+It contains valid and invalid requests, stopped solves, and clients that disconnect during a
+request.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ LAYERS = 12
 
 
 class Soak(NamedTuple):
-    """What became of the load.
+    """The results of the load.
 
     Attributes:
-        requests: how many there were.
-        accepted: jobs that the service took.
-        unanswered: of those, the ones with no placement at the end, or more than one.
-        failures: answers of 500 and more.
-        growth_percent: memory of the service at the end against when it had settled.
+        requests: the number of requests.
+        accepted: the jobs that the service accepted.
+        unanswered: the number of accepted jobs with no placement at the end, or with several.
+        failures: the number of answers with a 5xx.
+        growth_percent: the service's memory at the end relative to its memory after warm-up.
     """
 
     requests: int
@@ -47,7 +49,7 @@ class Soak(NamedTuple):
 
 
 class Client:
-    """One of several that ask at the same time, each in its own thread."""
+    """A client in its own thread; several run at the same time."""
 
     def __init__(self, server: Server, number: int) -> None:
         self._server, self._connection = server, server.connect()
@@ -58,7 +60,7 @@ class Client:
         self.statuses: Counter[int] = Counter()
 
     def run(self, until: float) -> None:
-        """Ask in turn, until it is time."""
+        """Send requests in turn until it is time."""
         deeds: list[Callable[[], None]] = [
             self._new,
             self._new,
@@ -102,7 +104,7 @@ class Client:
             self._note(self._connection.delete(f"/v1/placements/{reply.json()['id']}"))
 
     def _gone(self) -> None:
-        """Leave in the midst of the body, or while the answer is waited for."""
+        """Disconnect in the middle of the body, or before the answer."""
         raw = message("POST", "/v1/placements?wait=5&on_disconnect=stop", self._body())
         with socket.create_connection(("127.0.0.1", self._server.port)) as leaving:
             leaving.sendall(raw if self._random.random() < 0.5 else raw[: len(raw) // 2])
@@ -118,8 +120,8 @@ class Client:
 
 
 def soak(seconds: float = SECONDS) -> Soak:
-    """Load a service with Placer's own solver, and look at what is left."""
-    # full before it has settled
+    """Load a service that uses Placer's own solver, and return what it did."""
+    # the small cache is full before memory has settled
     with serving(workers=1, queue=16, keep=1_000_000, cache_bytes=2**20) as server:
         clients = [Client(server, number) for number in range(CLIENTS)]
         began = time.monotonic()
@@ -141,16 +143,14 @@ def soak(seconds: float = SECONDS) -> Soak:
 
 
 def not_answered_once(connection: Connection, accepted: Collection[str]) -> int:
-    """How many of these ids have no placement once their solves have ended, or are listed more than
-    once.
-    """
+    """Count the ids without a placement after their solves ended, or with several entries."""
     missing = {key for key in accepted if not _answered(connection, key)}
     times = Counter(_listed(connection))
     return sum(key in missing or times[key] != 1 for key in accepted)
 
 
 def _listed(connection: Connection) -> Iterator[str]:
-    """The ids of all placements that the service has, as it lists them."""
+    """Yield the ids of all placements as the service lists them."""
     cursor = ""
     while True:
         page = connection.get(f"/v1/placements?limit=200{cursor}").json()

@@ -1,4 +1,4 @@
-"""Solvers that hold a worker for as long as a measurement lasts; workers import them by name."""
+"""Solvers that occupy a worker during a measurement; workers import them by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from placer.schema import Placement, PlacementRequest
 
 
 def waiting(request: PlacementRequest, *, progress: Any = None, stop: threading.Event) -> Placement:
-    """Takes a worker and no core, until it is stopped."""
+    """Occupy a worker but no core until stopped."""
     stop.wait()
     return _placed(request)
 
@@ -17,7 +17,7 @@ def waiting(request: PlacementRequest, *, progress: Any = None, stop: threading.
 def spinning(
     request: PlacementRequest, *, progress: Any = None, stop: threading.Event
 ) -> Placement:
-    """Takes a worker and a core, until it is stopped."""
+    """Occupy a worker and a core until stopped."""
     while not stop.is_set():
         sum(range(10_000))
     return _placed(request)

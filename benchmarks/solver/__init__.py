@@ -1,13 +1,13 @@
-"""Quality and speed of the solver's answers: published graphs and profiles, and real models.
+"""The quality and speed of the solver on published graphs and profiles, and on real models.
 
 Each case gives a row: value, bound, gap, time and peak memory of a process of its own, next to the
-results of other tools on the same graph, see ``peers.py``. ``asked`` is the requirement beyond the
-target of the value; ``met`` is about both.
+results of other tools on the same graph, see ``peers.py``. ``asked`` is a requirement in addition
+to the target of the value; ``met`` covers both.
 
 ``PLACER_SOLVER_CASES="models,neurips20 layer_bert24"`` runs only the cases of a group
 (``contiguous``, ``free``, ``latency``, ``pipedream``, ``models``, ``memory``, ``steps``,
-``overhead``, ``large``) or whose names begin so. Rows of other cases stay if machine and versions
-are the same.
+``overhead``, ``large``) or whose names start with the given text. Rows of other cases stay if
+machine and versions are the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def run(chosen: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Measure every row.
 
     Args:
-        chosen: groups, or beginnings of cases' names; those of the environment, or all, if empty.
+        chosen: groups, or starts of case names; if empty, the ones that the environment names, or
+            all.
 
     Raises:
-        ValueError: one of them chooses nothing.
+        ValueError: an entry selects nothing.
     """
     from . import jobs
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.solver CASE``: one case in this process, its row printed as JSON."""
+"""One case in this process: ``python -m benchmarks.solver CASE`` prints its row as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run: by name, each a row; the first word of a name is its group."""
+"""The cases by name, each a row; the first word of a name is its group."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Case:
     """One row.
 
     Attributes:
-        group: by which it is chosen.
-        name: what is run.
-        run: measures it.
+        group: the group that selects it.
+        name: the name of the case.
+        run: measures the case.
     """
 
     group: str
@@ -139,9 +139,9 @@ def _way(name: str, wanted: Wanted, case: str) -> dict[str, Any]:
 
 
 def _profiles() -> Iterator[Case]:
-    """Return the PipeDream profiles as training requests over 10 GB/s.
+    """Return the PipeDream profiles as training requests over 10 GB/s links.
 
-    No values are known for this objective.
+    This objective has no published values.
     """
     for name in pipedream.NAMES:
         for devices in (4, 8, 16):
@@ -163,7 +163,7 @@ def _profiles() -> Iterator[Case]:
 
 
 def _models() -> Iterator[Case]:
-    """Real models in leaves, in training, on eight unlike devices of two hosts."""
+    """Return real models split into leaves, in training, on eight unlike devices of two hosts."""
     for name in models.names():
         asked = partial(models.request, name, time_limit_s=MODEL_LIMIT_S)
         wanted = Wanted(gap=2.0, time_s=MODEL_LIMIT_S + 1)
@@ -179,7 +179,7 @@ def _models() -> Iterator[Case]:
 
 
 def _memory() -> Iterator[Case]:
-    """Return the same where memory binds.
+    """Return the same models where memory binds.
 
     The largest stage no longer fits, with recompute or without.
     """
@@ -203,7 +203,7 @@ def _request(asked: Callable[[], PlacementRequest], wanted: Wanted, case: str) -
 
 
 def _steps() -> Iterator[Case]:
-    """Whole batches: schedule and map together, against the best bottleneck's map under 1F1B."""
+    """Return whole batches: joint schedule and map, next to the best bottleneck's map in 1F1B."""
     requests: dict[str, Callable[..., PlacementRequest]] = {
         f"pipedream {name}, 8 devices": partial(pipedream.request, name, 8)
         for name in ("gnmt_large", "resnet101")
@@ -257,7 +257,7 @@ def _chains() -> Iterator[Case]:
 
 
 def _overhead(case: str) -> dict[str, Any]:
-    """From request to checked answer, after import."""
+    """Return the time from request to checked answer, after import."""
     request = chain.request(50, 4)
     solve(request)
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""Chains of made-up layers."""
+"""Chains of synthetic layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def request(
     """Return a training request for a chain on alike devices with links of 10 GB/s.
 
     Args:
-        layers: how many.
-        devices: how many.
-        memory_bytes: of each device.
+        layers: the number of layers.
+        devices: the number of devices.
+        memory_bytes: the memory of each device.
         asked: further fields of the request.
     """
     profile = Profile(

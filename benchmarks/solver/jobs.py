@@ -20,13 +20,13 @@ Row = dict[str, Any]
 
 
 def run(chosen: Sequence[str]) -> list[Row]:
-    """Run the cases that are chosen, or all, one after another.
+    """Run the selected cases, or all, one after another.
 
     Args:
-        chosen: groups, or beginnings of cases' names.
+        chosen: groups, or starts of case names.
 
     Raises:
-        ValueError: one of them chooses nothing.
+        ValueError: an entry selects nothing.
     """
     for line in peers.skipped():
         print(line, file=sys.stderr)
@@ -34,7 +34,7 @@ def run(chosen: Sequence[str]) -> list[Row]:
 
 
 def select(chosen: Sequence[str]) -> list[cases.Case]:
-    """Return the cases of these groups and those whose names begin so; all, if none is given."""
+    """Return the cases of these groups or with these starts of names; all without any."""
     known = list(cases.every().values())
     for part in chosen:
         if not any(_belongs(case, part) for case in known):
@@ -45,7 +45,7 @@ def select(chosen: Sequence[str]) -> list[cases.Case]:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of cases that there are, in the cases' order."""
+    """Return the rows of existing cases, in the cases' order."""
     by_case = {row["case"]: row for row in rows}
     return [by_case[name] for name in cases.every() if name in by_case]
 

@@ -1,14 +1,16 @@
-"""The latency inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft), at their own
-objective.
+"""The latency inputs of Tarnawski et al., NeurIPS 2020, with their own objective.
 
-Each accelerator runs at most one subgraph, of nodes that fit in its memory; no path may leave it
-and come back. It starts when all its inputs are there, and takes its nodes' times one after another
-and the transfer of each value that comes in or goes out; all its values are there at its end. Other
-nodes run on CPU cores, as many as they want, as soon as their inputs are there. The latency is the
-last end.
+The inputs are by Microsoft, under the MIT licence.
 
-A placement request knows no such devices (see ``placer.solver.costs`` for its latency), so these
-inputs have a search of their own here: ``latency_bound.py`` proves, ``latency_search.py`` finds.
+Each accelerator runs at most one subgraph, whose nodes fit in its memory; no path may leave it and
+come back. It starts when all its inputs are there. Then it takes its nodes' times one after another
+and the transfer of each value that enters or leaves; all its values are there at its end. All other
+nodes run on CPU cores, without a limit on their number, as soon as their inputs are there. The
+latency is the last end.
+
+A placement request cannot describe such devices (see ``placer.solver.costs`` for its latency), so
+these inputs have a search of their own: ``latency_bound.py`` proves bounds, ``latency_search.py``
+finds assignments.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ class Graph:
     """An input by index, its nodes in a topological order.
 
     Attributes:
-        ids: as the input has them.
+        ids: the input's node ids.
         cpu_ms: by node, its time on a core.
-        accelerator_ms: by node, its time on an accelerator; infinite where it may not be there.
-        size: by node, in bytes.
-        transfer_ms: by node, the time of its value in or out of an accelerator.
-        readers: by node.
-        sources: by node.
-        classes: nodes that must be together, two or more each.
-        accelerators: how many.
-        memory: of each, in bytes.
+        accelerator_ms: by node, its time on an accelerator; infinite if accelerators cannot run it.
+        size: by node, its bytes.
+        transfer_ms: by node, the time to move its value to or from an accelerator.
+        readers: by node, the nodes that read its value.
+        sources: by node, the nodes that it reads.
+        classes: sets of two or more nodes that must be together.
+        accelerators: the number of accelerators.
+        memory: the memory of each accelerator in bytes.
     """
 
     ids: tuple[int, ...]
@@ -76,7 +78,7 @@ class Graph:
 
     @cached_property
     def siblings(self) -> tuple[tuple[int, ...], ...]:
-        """By node, those of its class, itself among them."""
+        """Return, by node, all nodes of its class."""
         found: list[tuple[int, ...]] = [(node,) for node in range(len(self.ids))]
         for group in self.classes:
             for node in group:
@@ -84,7 +86,7 @@ class Graph:
         return tuple(found)
 
     def duration_ms(self, nodes: frozenset[int]) -> float:
-        """The time that an accelerator takes for a subgraph, transfers included."""
+        """Return an accelerator's time for a subgraph, with transfers."""
         outside = {source for node in nodes for source in self.sources[node]} - nodes
         leaving = [node for node in nodes if not nodes.issuperset(self.readers[node])]
         transfers = sum(self.transfer_ms[node] for node in [*outside, *leaving])
@@ -92,13 +94,13 @@ class Graph:
 
 
 def load(name: str) -> dict[str, Any]:
-    """An input as published."""
+    """Return an input as published."""
     content: dict[str, Any] = json.loads((WORKLOADS / f"{name}.json").read_text())
     return content
 
 
 def graph(given: Mapping[str, Any]) -> Graph:
-    """An input by index."""
+    """Return an input by index."""
     nodes = {node["id"]: node for node in given["nodes"]}
     number = {node: index for index, node in enumerate(nodes)}
     arcs = [(number[edge["sourceId"]], number[edge["destId"]]) for edge in given["edges"]]
@@ -133,14 +135,19 @@ def graph(given: Mapping[str, Any]) -> Graph:
 
 
 def finish_ms(read: Graph, where: Sequence[int]) -> float | None:
-    """The latency of an assignment, by node its accelerator or ``CPU``; None if a rule is broken."""
+    """Return the latency of an assignment, or None if it breaks a rule.
+
+    ``where`` has each node's accelerator or ``CPU``.
+    """
     found = longest_way(read, where)
     return None if found is None else found[0]
 
 
 def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The latency, and what decides it: CPU nodes by index, accelerators as the number of nodes and
-    their own added.
+    """Return the latency and the units that determine it.
+
+    A unit is a CPU node, given by its index, or an accelerator, given by the number of nodes plus
+    its own number.
     """
     blocks: dict[int, list[int]] = defaultdict(list)
     for node, device in enumerate(where):
@@ -161,8 +168,9 @@ def longest_way(read: Graph, where: Sequence[int]) -> tuple[float, list[int]] | 
 def _last_end(
     read: Graph, where: Sequence[int], took: Mapping[int, float]
 ) -> tuple[float, list[int]] | None:
-    """The longest way through the units, a subgraph or a node on the CPU each; None if they go
-    round.
+    """Return the longest path through the units, or None if they form a cycle.
+
+    A unit is a subgraph or a node on the CPU.
     """
     count = len(where)
     unit = [node if device == CPU else count + device for node, device in enumerate(where)]
@@ -199,7 +207,7 @@ def _last_end(
 
 
 def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> float:
-    """The latency of a placement, read from the input; raises if it breaks a rule."""
+    """Return the latency of a placement, computed from the input; raise if it breaks a rule."""
     read = graph(given)
     names = [layer_devices[str(node)] for node in read.ids]
     found = finish_ms(
@@ -213,7 +221,7 @@ def latency_ms(given: Mapping[str, Any], layer_devices: Mapping[str, str]) -> fl
 
 
 def solve(given: Mapping[str, Any], limit_s: float) -> Placement:
-    """The best assignment found in ``limit_s`` seconds, with what is proven."""
+    """Return the best assignment found in ``limit_s`` seconds, with its bound."""
     from .latency_bound import path_bound
     from .latency_search import improved
 

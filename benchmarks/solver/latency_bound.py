@@ -1,20 +1,21 @@
-"""A proven lower bound on the latency: the best that the longest path through the graph could do by
-itself.
+"""A proven lower bound on the latency: the best that the longest path through the graph could do.
 
     path      p0  p1  p2 | p3  p4  p5  p6 | p7 | p8 ...
               CPU CPU CPU|   subgraph     |CPU | subgraph
 
-A subgraph that no path may leave and re-enter meets a path in one run of its nodes, and the path
-waits for all of it. It holds whatever lies between two nodes of the run, its *hull*, and pays for
-what is bound to cross: a value made before the run and read in the hull, and one made in the hull
-and read past it. What lies beside the path is inside and takes time, or is outside and what crosses
-costs: the cheaper, a smallest cut, where the first reckoning used the run. So the smallest sum over
-all ways to cut the path into at most as many runs as there are accelerators, each of which fits in
-memory, and nodes on the CPU between them, is a bound.
+No path may leave and re-enter a subgraph. So a subgraph meets the path in one run of its nodes, and
+the path waits for the whole subgraph. The subgraph contains every node between two nodes of the
+run, the run's *hull*. It pays for each value that must cross: a value made before the run and read
+in the hull, and a value made in the hull and read behind it. A node next to the path is either
+inside and takes time, or outside and its values cross. The cheaper choice is a minimum cut; the
+first estimate uses the run alone.
 
-What is outside may be late: on the CPU it begins when the last node of the path ahead of it is
-done, and no bound for that is known at first. So bounds come in rounds, each with what the one
-before proved of the path's nodes.
+The bound is the smallest sum over all ways to cut the path into at most as many runs as there are
+accelerators, each of which fits in memory, with CPU nodes between them.
+
+Nodes outside may be late: on the CPU a node starts when the last path node ahead of it is done, for
+which no bound is known at first. So bounds come in rounds, each with the times that the round
+before proved for the path's nodes.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ WORTH = 1e-7
 
 @dataclass(frozen=True)
 class Proof:
-    """A bound, and the subgraphs that would attain it if nothing else stood in the way.
+    """A bound, and the subgraphs that would attain it if nothing else delayed them.
 
     Attributes:
-        bound: on the latency, in ms.
+        bound: the bound on the latency, in ms.
         subgraphs: disjoint sets of nodes.
     """
 
@@ -53,11 +54,11 @@ class Proof:
 
 
 def path_bound(read: Graph, until: float = inf) -> Proof:
-    """The bound of the path that is longest on the CPU.
+    """Return the bound from the path that is longest on the CPU.
 
     Args:
         read: the input.
-        until: by the monotonic clock; then it ends with what is proven.
+        until: the time of the monotonic clock at which it stops with the bound so far.
     """
     return _PathBound(read, until).proof()
 
@@ -66,17 +67,16 @@ class _PathBound:
     """The dynamic program over the runs of one path.
 
     Attributes:
-        path: its nodes.
-        ahead: by node, the last place on the path from which it is reached; -1 if there is none.
-        behind: by node, the first place on the path that it reaches; the path's length if there is
-            none.
-        cost: by the first and last place of a run, no more than what the subgraph takes; infinite
-            if it cannot be.
-        exact: the runs that were cut, and their best subgraphs.
-        waiting: by last and first place of those that wait, how long and what they take then, as
-            ``Least.steps``.
-        waited: by first place of those to the end that were cut, what they take with all that waits
-            for them.
+        path: the nodes of the path.
+        ahead: by node, the last position on the path from which it is reachable; -1 if none is.
+        behind: by node, the first position on the path that it reaches; the path's length if none.
+        cost: by the first and last position of a run, a lower bound of the subgraph's time;
+            infinite if the run is impossible.
+        exact: the runs with a minimum cut, and their best subgraphs.
+        waiting: by last and first position of runs that wait, pairs of a wait and the time with it,
+            as in ``Least.steps``.
+        waited: by first position of cut runs that reach the end, their time with all nodes that
+            wait for them.
     """
 
     def __init__(self, read: Graph, until: float) -> None:
@@ -106,8 +106,9 @@ class _PathBound:
         self._made = 0
 
     def proof(self) -> Proof:
-        """Rounds of cuts: with a bound comes when each node of the path is done, and so what other
-        nodes wait for.
+        """Return the bound after rounds of cuts.
+
+        A bound implies when each node of the path is done, and so how long other nodes wait for it.
         """
         known = 0.0
         while True:
@@ -121,7 +122,7 @@ class _PathBound:
             known = bound
 
     def _cut_all(self) -> list[Run]:
-        """Reckon, cut what was used, and reckon again until all that is used was cut."""
+        """Repeat the recurrence and cut the runs that it uses, until all used runs are cut."""
         while True:
             best, runs = self._best()
             new = [run for run in runs if run not in self.exact]
@@ -134,8 +135,8 @@ class _PathBound:
         return self._made > MOST_CUTS or monotonic() > self._until
 
     def _ahead_ms(self, best: Table) -> list[float]:
-        """By node, when the last node of the path from which it is reached is done at the earliest."""
-        # it may be in a run that ends later
+        """Return, by node, the earliest end of the last path node from which it is reachable."""
+        # the node may be in a run that ends later
         done = np.minimum.accumulate(best[-1, -2:0:-1])[::-1]
         return [float(done[place]) if place >= 0 else 0.0 for place in self.ahead]
 
@@ -143,7 +144,7 @@ class _PathBound:
         return self.exact[run] if run in self.exact else self._hull(run)
 
     def _hull(self, run: Run) -> frozenset[int]:
-        """What is between the run's nodes, and what must be with it."""
+        """Return the nodes between the run's nodes, and the nodes that must be with them."""
         first, last = run
         inside = (
             n for n in range(len(self.ahead)) if self.ahead[n] >= first and self.behind[n] <= last
@@ -151,9 +152,7 @@ class _PathBound:
         return frozenset(sibling for node in inside for sibling in self.read.siblings[node])
 
     def _first_costs(self) -> Table:
-        """By run, the hull's time and the transfers that cannot be avoided; infinite where it does
-        not fit.
-        """
+        """Return, by run, the hull's time and certain transfers; infinite if it does not fit."""
         length = len(self.path)
         time, size = np.zeros((2, length, length))
         for node in range(len(self.read.ids)):
@@ -166,7 +165,7 @@ class _PathBound:
         return whole
 
     def _transfers(self) -> Table:
-        """By run, those of values whose source is before it, or whose reader is past it."""
+        """Return, by run, transfers of values made before it, or made in it and read behind it."""
         read, length = self.read, len(self.path)
         found = np.zeros((length, length))
         for node, readers in enumerate(read.readers):
@@ -182,8 +181,10 @@ class _PathBound:
         return found
 
     def _best(self) -> tuple[Table, list[Run]]:
-        """By most runs and place, the earliest that all before it are done, last the last end; and
-        its runs.
+        """Return the earliest ends by most runs and position, and the best runs.
+
+        The entry of a position bounds the time at which all nodes before it are done; the last
+        entry is the last end.
         """
         length, most = len(self.path), self.read.accelerators
         best = np.full((most + 1, length + 2), inf)
@@ -201,8 +202,9 @@ class _PathBound:
         return best, list(self._runs(came))[::-1]
 
     def _through(self, best: Table, end: int, waited: Mapping[int, float]) -> Table:
-        """By runs before and first place, when a run up to a place is done, or all that waits for
-        it.
+        """Return, by number of earlier runs and first position, the end of a run up to ``end``.
+
+        At the path's end, the time includes all nodes that wait for the run.
         """
         through: Table = best[:-1, :end] + self.cost[:end, end - 1]
         for first, steps in self.waiting[end - 1].items():
@@ -226,9 +228,7 @@ class _PathBound:
                 column = end - 1
 
     def _cut(self, run: Run, since: float) -> None:
-        """Find what the run's subgraph takes at least, and what it waits for if it starts at
-        ``since``.
-        """
+        """Find the least time of the run's subgraph, and its waits if it starts at ``since``."""
         first, last = run
         self._made += 1
         barred, hull = (self._behind < first) | (self._ahead > last), self._hull(run)
@@ -257,7 +257,5 @@ def _longest(read: Graph) -> list[int]:
 
 
 def _dominated(table: Table) -> Table:
-    """By run, the sum of what is reached from its first place or a later one, and reaches its last
-    or an earlier.
-    """
+    """Return, by run, the sum of the entries [i, j] with i >= first and j <= last."""
     return np.cumsum(np.cumsum(table[::-1], axis=0)[::-1], axis=1)

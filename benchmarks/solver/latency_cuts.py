@@ -1,5 +1,6 @@
-"""The least that the subgraph of one run can take: smallest cuts, that fit, and the waiting in
-steps.
+"""A lower bound of the time of one run's subgraph.
+
+It comes from minimum cuts that fit in memory, with waits in steps.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Least:
     """The least time of a subgraph.
 
     Attributes:
-        value: no subgraph takes less, in ms; infinite if there is none.
-        nodes: the best that was met on the way, one that fits in memory if there was one.
-        steps: what is waited for at most, and the least time of a subgraph that waits for no more;
-            ascending, complete as far as the least of both together can be among them.
+        value: a lower bound of every subgraph's time in ms; infinite if there is no subgraph.
+        nodes: the best subgraph found, one that fits in memory if there was one.
+        steps: pairs of a longest wait and the least time of a subgraph that waits no longer, in
+            ascending order. Pairs that cannot minimise the sum of both may be missing.
     """
 
     value: float
@@ -48,7 +49,7 @@ class Least:
 
 @dataclass(frozen=True)
 class Cuts:
-    """The smallest cuts of one input.
+    """The minimum cuts of one input.
 
     Attributes:
         read: the input.
@@ -63,18 +64,18 @@ class Cuts:
         waits: Sequence[Wait] = (),
         since: float = 0.0,
     ) -> Least:
-        """The least time of a subgraph that holds the hull and no barred node.
+        """Return the least time of a subgraph that contains the hull and no barred node.
 
         Args:
-            hull: what is inside.
+            hull: the nodes inside.
             barred: by node, whether it is outside.
-            waits: what the subgraph waits for, or what waits for it, where nothing else does. A
-                wait of t lets all those be outside that take no longer than t.
-            since: waits up to here cost nothing.
+            waits: the waits of the subgraph for outside nodes, or of outside nodes for it. A wait
+                of t allows all nodes outside that need no more than t.
+            since: waits up to this time cost nothing.
         """
         if barred[list(hull)].any():
             return Least(inf, hull)
-        # with no regard to waits: nothing takes less
+        # without waits, no subgraph takes less
         best = self._fitting(hull, barred, [])
         times = sorted({wait[0] for wait in waits if wait[0] > since + SLACK})
         if not times:
@@ -82,7 +83,7 @@ class Cuts:
         floor, best, steps = best.value, Least(inf, hull), []
         for time in [since, *times]:
             if time - since + floor >= best.value:
-                # whatever waits longer takes no less than that
+                # a subgraph with longer waits takes at least as long
                 steps.append((time, floor))
                 break
             found = self._fitting(hull, barred, [wait for wait in waits if wait[0] > time])
@@ -94,18 +95,19 @@ class Cuts:
         return Least(best.value, best.nodes, tuple(steps))
 
     def with_sources(self) -> dict[Arc, float]:
-        """By arc, what a subgraph takes at the least that has its source and not its reader."""
+        """Return, by arc, the least time of a subgraph with its source and without its reader."""
         return self._apart(self.read.readers, lambda source, reader: (source, reader))
 
     def with_readers(self) -> dict[Arc, float]:
-        """By arc, what a subgraph takes at the least that has its reader and not its source."""
+        """Return, by arc, the least time of a subgraph with its reader and without its source."""
         return self._apart(self.read.sources, lambda reader, source: (source, reader))
 
     def _apart(
         self, near: Sequence[Sequence[int]], arc: Callable[[int, int], Arc]
     ) -> dict[Arc, float]:
-        """By node and one next to it, what a subgraph takes that has the first and not the second,
-        were memory free.
+        """Return, by a node and a neighbour, the least time with the first and without the second.
+
+        Memory is not limited here.
         """
         found: dict[Arc, float] = {}
         for node, others in enumerate(near):
@@ -123,7 +125,7 @@ class Cuts:
     def _fitting(
         self, hull: frozenset[int], barred: NDArray[np.bool_], kept: Sequence[Wait]
     ) -> Least:
-        """The smallest cut; if it does not fit in memory, the least that does."""
+        """Return the minimum cut, or the least cut that fits if the minimum cut does not."""
         memory = self.read.memory * (1 + SLACK)
         hull = self._closed(hull, kept)
         if self._size(hull) > memory:
@@ -138,7 +140,7 @@ class Cuts:
         return Least(value, hull if fitting is None else fitting)
 
     def _closed(self, nodes: frozenset[int], kept: Sequence[Wait]) -> frozenset[int]:
-        """The nodes with all that must be with them."""
+        """Return the nodes with all nodes that must be with them."""
         bound: dict[int, list[int]] = defaultdict(list)
         for _, inside, drawn in kept:
             bound[inside].append(drawn)
@@ -185,8 +187,10 @@ class Cuts:
 
     @cached_property
     def _crossings(self) -> tuple[Arcs, Arcs, Arcs]:
-        """A value costs once if its source is inside and a reader is not, and once if it is the
-        other way round.
+        """Return the arcs of the cut network for values that cross the border.
+
+        A value costs once if its source is inside and a reader is outside, and once in the other
+        direction.
         """
         arcs: list[tuple[int, int, int]] = []
         count = len(self.read.ids)
@@ -204,13 +208,14 @@ class Cuts:
 
 
 def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """By value and reader, when the value is there at the earliest if another subgraph or the CPU
-    makes it.
+    """Return, by value and reader, the earliest time of the value if it comes from outside.
+
+    It is made by another subgraph or by the CPU.
 
     Args:
         read: the input.
-        ahead_ms: by node, when it is there at the earliest, as far as is known.
-        alone_ms: by arc, what a subgraph takes at the least that has its source and not its reader.
+        ahead_ms: by node, a lower bound of the time when its value is there.
+        alone_ms: by arc, the least time of a subgraph with its source and without its reader.
     """
     quick = [min(pair) for pair in zip(read.cpu_ms, read.accelerator_ms, strict=True)]
     chain: list[float] = []
@@ -229,12 +234,13 @@ def heads(read: Graph, ahead_ms: Sequence[float], alone_ms: Mapping[Arc, float])
 
 
 def tails(read: Graph, alone_ms: Mapping[Arc, float]) -> list[Wait]:
-    """By value and reader, how long the last end is after the value, at least, if the reader is not
-    with its source.
+    """Return, by value and reader, the least time from the value to the last end.
+
+    The reader is not in the same subgraph as its source.
 
     Args:
         read: the input.
-        alone_ms: by arc, what a subgraph takes at the least that has its reader and not its source.
+        alone_ms: by arc, the least time of a subgraph with its reader and without its source.
     """
     count = len(read.ids)
     quick = [min(pair) for pair in zip(read.cpu_ms, read.accelerator_ms, strict=True)]

@@ -1,4 +1,4 @@
-"""Assignments of small latency: cuts of linear orders, and nodes moved one by one."""
+"""Assignments of small latency: cuts of linear orders, and moves of single nodes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ without gain."""
 
 
 def improved(read: Graph, proof: Proof, until: float, seed: int = 0) -> tuple[list[int], float]:
-    """The best assignment found, by node, and its latency.
+    """Return the best assignment found, by node, and its latency.
 
     Args:
         read: the input.
-        proof: its subgraphs are tried first; its bound ends the search.
-        until: by the monotonic clock.
-        seed: of the random orders and moves.
+        proof: a proof whose subgraphs are tried first, and whose bound ends the search.
+        until: the time limit on the monotonic clock.
+        seed: the seed of the random orders and moves.
     """
     began, random = monotonic(), Random(seed)
     enough = proof.bound * (1 + PROVEN_GAP / 2)
@@ -80,8 +80,9 @@ def _numbered(read: Graph, subgraphs: Sequence[frozenset[int]]) -> list[int]:
 
 
 def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
-    """The best cuts of orders, each made from the best one before with some ranks drawn anew; from
-    time to time all.
+    """Yield the best cuts of orders.
+
+    Each order redraws some ranks of the best order so far, from time to time all of them.
     """
     count = len(read.ids)
     while True:
@@ -99,14 +100,15 @@ def _climbs(read: Graph, random: Random) -> Iterator[list[int]]:
 
 
 def _order(read: Graph, rank: Sequence[float]) -> list[int]:
-    """A topological order by rank in which nodes come right before their first reader, as classes
-    of constants do.
+    """Return a topological order by rank with each source right before its first reader.
+
+    Nodes without sources, such as constants, would otherwise come first.
     """
     order: list[int] = []
     seen = [False] * len(read.ids)
     ends = [node for node, readers in enumerate(read.readers) if not readers]
-    # The main output, which most depends on, goes last: what hangs beside the way to it comes where
-    # it is made.
+    # The main output depends on most nodes and goes last, so that a side branch comes right
+    # where it is made.
     stack = [(node, False) for node in sorted(ends, reverse=True)]
     while stack:
         node, entered = stack.pop()
@@ -122,15 +124,16 @@ def _order(read: Graph, rank: Sequence[float]) -> list[int]:
 
 
 def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
-    """The best way to cut an order into subgraphs and parts on the CPU, each of which waits for the
-    one before.
+    """Return the best way to cut an order into subgraphs and CPU parts.
+
+    Each part waits for the part before it.
     """
     place = {node: index for index, node in enumerate(order)}
     count, most = len(order), read.accelerators
     block, chain = _blocks(read, order, place), _chains(read, order, place)
     best = np.full((most + 1, count + 1), inf)
     best[:, 0] = 0.0
-    ended = best.copy()  # those whose last part is a subgraph, or nothing
+    ended = best.copy()  # orders whose last part is a subgraph, or empty
     came = np.full((2, most + 1, count + 1), -1)
     for end in range(1, count + 1):
         through = best[:-1, :end] + block[:end, end - 1]
@@ -152,7 +155,7 @@ def _best_cut(read: Graph, order: Sequence[int]) -> list[int]:
 
 
 def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
-    """By first and last place, the time of a subgraph; infinite where it does not fit."""
+    """Return, by first and last position, a subgraph's time; infinite where it does not fit."""
     count = len(order)
     able = np.array([read.accelerator_ms[node] < inf for node in order])
     time = np.cumsum(
@@ -185,7 +188,7 @@ def _blocks(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
 
 
 def _chains(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
-    """By first and last place, the longest chain on the CPU."""
+    """Return, by first and last position, the longest chain on the CPU."""
     ends = np.zeros((len(order), len(order)))
     for index, node in enumerate(order):
         longest = np.zeros(index + 1)
@@ -199,7 +202,7 @@ def _chains(read: Graph, order: Sequence[int], place: dict[int, int]) -> Table:
 def _moved(
     read: Graph, best: list[int], value: float, enough: float, until: float, random: Random
 ) -> tuple[list[int], float]:
-    """Move nodes on the longest way over the border of a subgraph, a chain of them at a time."""
+    """Move chains of nodes on the longest path across the borders of subgraphs."""
     here, at, idle = best, value, 0
     way = _on_longest_way(read, here)
     while value > enough and monotonic() < until:
@@ -222,7 +225,7 @@ def _moved(
 
 
 def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
-    """The nodes on the CPU and those in subgraphs that decide the latency."""
+    """Return the nodes on the CPU and in subgraphs that determine the latency."""
     found = longest_way(read, where)
     units = set(found[1]) if found is not None else set()
     count = len(where)
@@ -232,8 +235,9 @@ def _on_longest_way(read: Graph, where: Sequence[int]) -> list[int]:
 
 
 def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Random) -> list[int]:
-    """Some nodes, each next to the last, on the device of another next to them, or one that holds
-    none, or the CPU.
+    """Return an assignment with some nodes moved, each next to the node before.
+
+    They move to the device of a neighbour, to an empty device, or to the CPU.
     """
     tried = list(where)
     node = random.choice(some)
@@ -265,7 +269,7 @@ def _neighbour(read: Graph, where: list[int], some: Sequence[int], random: Rando
 
 
 def _together(read: Graph, where: Sequence[int], node: int) -> set[int]:
-    """What is connected with a node on its device, with all of their classes."""
+    """Return the nodes connected with a node on its device, with all of their classes."""
     found, stack = {node}, [node]
     while stack:
         one = stack.pop()

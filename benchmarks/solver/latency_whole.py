@@ -1,6 +1,4 @@
-"""The least that a subgraph can take where memory binds: a smallest cut of which the nodes inside
-fit.
-"""
+"""The least time of a subgraph where memory binds: a minimum cut whose inside fits."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ def least_that_fits(
     together: Iterable[Together],
     known: float,
 ) -> tuple[float, frozenset[int] | None]:
-    """The least time of a subgraph that fits in memory, in ms.
+    """Return the least time of a subgraph that fits in memory, in ms.
 
     Args:
         read: the input.
-        inside: nodes that it holds.
-        outside: nodes that it does not hold.
-        together: what must be with what.
-        known: no subgraph takes less.
+        inside: nodes that the subgraph contains.
+        outside: nodes that it does not contain.
+        together: pairs of nodes that must be together.
+        known: a known lower bound.
 
     Returns:
         A bound, infinite if there is no such subgraph, and the best subgraph that was found.
@@ -48,7 +46,7 @@ def least_that_fits(
 
 
 class _Program:
-    """A literal a node, whether it is inside."""
+    """An integer program with a literal per node, which says whether the node is inside."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class _Program:
         self._time = self._time_of_nodes() + self._transfers()
 
     def _keep(self, together: Iterable[Together]) -> None:
-        """Classes are inside together, and so is what the subgraph would wait for."""
+        """Keep each class, and each node for which the subgraph would wait, inside together."""
         for group in self.read.classes:
             for node in group[1:]:
                 self.cp.add(self.inside[group[0]] == self.inside[node])
@@ -79,7 +77,7 @@ class _Program:
             self.cp.add(self.inside[first] <= self.inside[second])
 
     def _fit(self) -> None:
-        """All that is inside fits in memory."""
+        """Limit the inside to the memory."""
         size = [floor(UNITS_OF_MEMORY * min(2.0, one / self.read.memory)) for one in self.read.size]
         self.cp.add(cp_model.LinearExpr.weighted_sum(self.inside, size) <= UNITS_OF_MEMORY)
 
@@ -88,8 +86,9 @@ class _Program:
         return cp_model.LinearExpr.weighted_sum(self.inside, times)
 
     def _transfers(self) -> cp_model.LinearExprT:
-        """A value costs if its source is inside and a reader is not, and if it is the other way
-        round.
+        """Return the transfers' cost.
+
+        A value costs if its source is inside and a reader is outside, or the other way round.
         """
         costs: list[cp_model.LinearExprT] = []
         for node, readers in enumerate(self.read.readers):
@@ -103,7 +102,7 @@ class _Program:
     def _any(
         self, pairs: Sequence[tuple[cp_model.IntVar | int, cp_model.IntVar | int]], units: int
     ) -> list[cp_model.LinearExprT]:
-        """The cost, if the first of any pair is inside and the second is not."""
+        """Return the cost of pairs whose first node is inside and whose second node is outside."""
         able = [
             (one, other)
             for one, other in pairs
@@ -117,7 +116,7 @@ class _Program:
         return [units * crosses]
 
     def solve(self, known: float) -> tuple[float, frozenset[int] | None]:
-        """The bound and the subgraph."""
+        """Return the bound and the subgraph."""
         if self.impossible:
             return inf, None
         if known > 0:

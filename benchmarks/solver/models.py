@@ -1,10 +1,10 @@
 """Profiles of real models, made by this project's profiler, and a cluster of unlike devices.
 
 ``python -m benchmarks.solver.models [NAME ...]`` measures them again and writes
-``benchmarks/workloads/models``. Depths, channels and branches are those of the models. Widths of
-the transformers and sizes of images are smaller, so that a CPU can run one training step of each
-layer. Each model is split into its leaves and measured twice: with one thread and with two, which
-speeds up some layers more than others. These are the two types of devices.
+``benchmarks/workloads/models``. The profiles keep the models' depths, channels and branches. Widths
+of the transformers and sizes of images are smaller, so that a CPU can run one training step of each
+layer. Each model is split into its leaves and measured with one thread and with two. Two threads
+speed up some layers more than others, so the measurements stand for two types of devices.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TIMES = ("forward_ms", "backward_ms", "optimizer_ms")
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is profiled.
+    """A model to profile.
 
     Attributes:
-        label: with its sizes.
-        make: makes it, on the current default device.
-        inputs: of one micro-batch.
+        label: its name with its sizes.
+        make: makes the model on the current default device.
+        inputs: makes the inputs of one micro-batch.
     """
 
     label: str
@@ -58,7 +58,10 @@ class Model:
 
 
 def _models() -> dict[str, Model]:
-    """Return the models by name; only for who measures, as the others need no torch."""
+    """Return the models by name.
+
+    Only measuring calls this function, because everything else here needs no torch.
+    """
     import torch
 
     from placer import zoo
@@ -92,9 +95,9 @@ def _models() -> dict[str, Model]:
 
 
 def _mixtral() -> nn.Module:
-    """Mixtral 8x7B's depth, experts and heads at a sixteenth of its width.
+    """Return Mixtral 8x7B's depth, experts and heads at a sixteenth of its width.
 
-    Its experts as one captured operation.
+    Its experts are one captured operation.
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -111,7 +114,7 @@ def _mixtral() -> nn.Module:
 
 
 def names() -> list[str]:
-    """Return the models that there are profiles of."""
+    """Return the names of the models with a profile."""
     return sorted(path.stem for path in WORKLOADS.glob("*.json"))
 
 
@@ -124,7 +127,7 @@ def request(name: str, **asked: object) -> PlacementRequest:
     """Return a training request for a model on ``cluster``.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         asked: further fields of the request.
     """
     measured = profile(name)
@@ -142,7 +145,7 @@ def alike(name: str, **asked: object) -> PlacementRequest:
     """Return the same on eight slow devices of one host, where memory never binds.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         asked: further fields of the request.
     """
     names = [f"device:{index}" for index in range(2 * PER_HOST)]
@@ -152,10 +155,10 @@ def alike(name: str, **asked: object) -> PlacementRequest:
 
 
 def split(name: str, **asked: object) -> PlacementRequest:
-    """Return the same where tied embeddings may be on two devices, with a copy on one of them.
+    """Return the same where tied embeddings may be on two devices, each with a copy.
 
     Args:
-        name: of a model that has some.
+        name: the name of a model with tied embeddings.
         asked: further fields of the request.
     """
     together = alike(name, **asked)
@@ -175,7 +178,7 @@ def roomy(name: str, **asked: object) -> PlacementRequest:
     """Return the same where memory never binds.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         asked: further fields of the request.
     """
     limited = request(name, **asked)
@@ -193,8 +196,8 @@ def tight(name: str, share: float, recompute: str, **asked: object) -> Placement
     """Return the same on devices that hold only a share of the largest stage's memory.
 
     Args:
-        name: of the model.
-        share: of that stage's memory.
+        name: the name of the model.
+        share: the available part of the largest stage's memory.
         recompute: whether devices may recompute, as ``Constraints`` takes it.
         asked: further fields of the request.
     """
@@ -211,12 +214,13 @@ def tight(name: str, share: float, recompute: str, **asked: object) -> Placement
 
 
 def cluster(measured: Profile) -> Cluster:
-    """Eight unlike devices on two hosts, four a host.
+    """Return eight unlike devices on two hosts, four on each host.
 
-    The first host has the fast type, the second the slow one, which holds half as much more. Inside
-    a host links have 8 GB/s and 10 us, between hosts 1 GB/s and 50 us. A fast device holds an
-    eighth of what the model would take with all micro-batches in flight everywhere, and its largest
-    group of layers that must be together: under 1F1B memory binds, mostly at the first stages.
+    The devices of the first host have the fast type, the devices of the second the slow type and
+    1.5 times the memory. Links inside a host have 8 GB/s and 10 us, links between hosts 1 GB/s and
+    50 us. A fast device holds an eighth of the model's memory with all micro-batches in flight
+    everywhere, plus the largest group of layers that must be together. Under 1F1B memory binds,
+    mostly at the first stages.
     """
     needs = _needs(measured)
     room = sum(needs.values()) // (2 * PER_HOST) + _largest(measured, needs)
@@ -236,7 +240,7 @@ def cluster(measured: Profile) -> Cluster:
 
 
 def _needs(measured: Profile) -> dict[str, int]:
-    """Return, by layer, its state and what all micro-batches keep of it, in bytes."""
+    """Return, by layer, its state and the activations of all micro-batches, in bytes."""
     needs = {
         layer.name: layer.param_bytes
         + layer.grad_bytes
@@ -267,7 +271,7 @@ def _link(source: str, target: str, inside: bool) -> Link:
 
 
 def measure(name: str) -> Profile:
-    """Measure a model anew, with one thread and with two."""
+    """Measure a model again, with one thread and with two."""
     import torch
 
     from placer import profile as profiled
@@ -323,7 +327,7 @@ def _merged(found: list[Profile], label: str) -> Profile:
 
 
 def main() -> None:
-    """Measure and write the models that are named, or all."""
+    """Measure and write the named models, or all."""
     WORKLOADS.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[1:] or _models():
         text = measure(name).to_json()

@@ -1,11 +1,11 @@
 """The throughput inputs of Tarnawski et al., NeurIPS 2020 (MIT licence, Microsoft).
 
-Their objective differs from a placement request in two ways. A value that is cut costs every
-accelerator that it touches once: its source too, however many others read it
-(``Problem.multicast``). And contiguity orders forward nodes alone (``Value.ordered``); backward
-nodes follow their colour class. So these inputs are solved below the request, by the same search.
-The CPU that the inputs allow besides the accelerators pays for no transfer (``Problem.untaxed``),
-and has room for everything. ``bottleneck`` is an independent referee.
+Their objective differs from a placement request in two ways. A value that is cut costs each
+accelerator that it touches once, and its source too, however many others read it
+(``Problem.multicast``). Contiguity orders only forward nodes (``Value.ordered``); backward nodes
+follow their colour class. So the search gets these inputs as a ``Problem`` instead of a request.
+The CPU that the inputs allow in addition to the accelerators pays for no transfer
+(``Problem.untaxed``), and has room for everything. ``bottleneck`` is an independent referee.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def on_16(given: Mapping[str, Any]) -> dict[str, Any]:
 def tight(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the input with little memory.
 
-    1.1 shares of all for each accelerator, or what the largest colour class needs.
+    Each accelerator gets 1.1 times an equal share, or the memory of the largest colour class.
     """
     sizes: dict[Any, float] = defaultdict(float)
     for node in given["nodes"]:
@@ -179,7 +179,7 @@ def problem(given: Mapping[str, Any], time_limit_s: float) -> Problem:
 
 
 def _cluster(given: Mapping[str, Any]) -> Cluster:
-    """Accelerators, which have a memory limit, and processors; any two are linked."""
+    """Return accelerators with a memory limit, and processors; all pairs have a link."""
     names = [f"accelerator:{index}" for index in range(int(given["maxFPGAs"]))]
     cpus = [f"cpu:{index}" for index in range(int(given["maxCPUs"]))]
     return Cluster(
@@ -207,7 +207,7 @@ def _with_published_rules(
             reader for reader in value.readers if value.source in forward and reader in forward
         )
         values.append(replace(value, ordered=False, weightless=True))
-        # orders, and costs nothing: an edge of no bytes over links without latency
+        # a control edge: it has no bytes, and links have no latency, so it costs nothing
         if ahead:
             values.append(replace(value, readers=ahead, bytes=0))
     cpus = frozenset(index for index, device in enumerate(indexed.devices) if device.type == "cpu")
@@ -231,9 +231,9 @@ def _execution_order(given: Mapping[str, Any], ids: list[int]) -> list[int]:
 def bottleneck(
     given: Mapping[str, Any], where: Mapping[str, str], *, contiguous: bool = True
 ) -> float:
-    """Return the largest load of an assignment, read from the input alone.
+    """Return the largest load of an assignment, computed from the input alone.
 
-    Raises if it breaks a rule.
+    It raises if the assignment breaks a rule.
     """
     load: dict[str, float] = defaultdict(float)
     size: dict[str, float] = defaultdict(float)

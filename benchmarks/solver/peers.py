@@ -1,7 +1,7 @@
-"""What one would use instead, on the same problem: each peer's placement at our cost model.
+"""The alternatives on the same problem: each peer's placement under our cost model.
 
 Peers that need a package count only where it can be imported: ``torchgpipe`` and ``accelerate``. A
-placement that does not fit in memory, or is not allowed, is no answer.
+placement that does not fit in memory, or is not allowed, counts as no answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def missing() -> list[str]:
 def values(problem: Problem) -> dict[str, float | None]:
     """Return, by peer, the objective of its placement.
 
-    The result is None if it found none, or one that may not be.
+    It is None if the peer found no placement, or a placement that is not allowed.
     """
     if len(problem.layers) > MOST_LAYERS:
         return {}
@@ -55,9 +55,9 @@ def _value(problem: Problem, devices: list[int] | None) -> float | None:
 
 
 def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
-    """Blocks of nodes in topological order, one a device, by the times on the first device.
+    """Return blocks of nodes in topological order, one per device, by times on the first device.
 
-    torchgpipe partitions a sequence: so are the nodes of a graph one after another, without their
+    torchgpipe partitions a sequence, so the nodes of a graph come one after another, without their
     transfers.
     """
     times = [sum(problem.compute_ms(layer, 0) for layer in node) for node in nodes.nodes]
@@ -70,7 +70,7 @@ def _torchgpipe(problem: Problem, nodes: Reduction) -> list[int]:
 def _accelerate(problem: Problem, nodes: Reduction) -> list[int] | None:
     """Return the map for the balanced memory of ``device_map="auto"``.
 
-    A stand-in module a node, with as many parameters.
+    Each node is a stand-in module with as many parameters.
     """
     torch, accelerate = import_module("torch"), import_module("accelerate")
     sizes = [sum(problem.layers[layer].param_bytes for layer in node) for node in nodes.nodes]
@@ -99,9 +99,9 @@ def _spread(nodes: Reduction, by_node: list[int] | None) -> list[int] | None:
 
 
 def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
-    """With what must be together where the first of it is.
+    """Return the devices with nodes that must be together on their first node's device.
 
-    Peers place a sequence, and know of no groups.
+    Peers place a sequence and do not know groups.
     """
     if devices is None:
         return None
@@ -113,6 +113,6 @@ def _joined(problem: Problem, devices: list[int] | None) -> list[int] | None:
 
 
 def skipped() -> Iterator[str]:
-    """Return the peers that are left out, as lines of text."""
+    """Yield the peers that are left out, as lines of text."""
     for package in missing():
         yield f"{package} is not installed: its column is left out"

@@ -1,8 +1,8 @@
 """Measured profiles of PipeDream (MIT licence, Microsoft), as placement requests.
 
-A line is a layer, ``node4 -- Conv2d(...) -- forward_compute_time=ms, backward_compute_time=ms,
-activation_size=bytes or [bytes; bytes], parameter_size=bytes``, or, after a tab, an edge, ``node4
--- node5``.
+A line is a layer or, after a tab, an edge. ``node4 -- Conv2d(...) -- forward_compute_time=ms,
+backward_compute_time=ms, activation_size=bytes or [bytes; bytes], parameter_size=bytes`` is a
+layer, ``node4 -- node5`` an edge.
 """
 
 import re
@@ -23,7 +23,7 @@ _LAYER = re.compile(
 
 
 class _Line(NamedTuple):
-    """What a line says of a layer, as it is written."""
+    """The fields of a layer's line."""
 
     text: str
     forward_ms: str = "0"
@@ -38,9 +38,9 @@ def request(
     """Return a training request for a published profile on alike devices with links of 10 GB/s.
 
     Args:
-        name: of the profile.
-        devices: how many.
-        memory_bytes: of each device.
+        name: the name of the profile.
+        devices: the number of devices.
+        memory_bytes: the memory of each device.
         asked: further fields of the request.
     """
     names = [f"device:{index}" for index in range(devices)]
@@ -58,7 +58,7 @@ def request(
 def profile(name: str) -> Profile:
     """Return a published profile.
 
-    Its graph's value is read by all of a layer's successors, and its gradient is as large.
+    All successors of a layer read the one value that it makes; its gradient is as large.
     """
     layers, edges = _read(WORKLOADS / f"{name}.txt")
     numbers = {label: index for index, label in enumerate(layers)}

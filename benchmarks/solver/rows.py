@@ -1,4 +1,4 @@
-"""One case as one row: value, bound, gap, time and peak memory of our answer, beside the peers'."""
+"""A case as a row: our value, bound, gap, time and peak memory, and the peers' values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROUNDED = 2e-6
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a case; a field that is None is not.
+    """The targets of a case; a field that is None is not a target.
 
     Attributes:
-        value: no more than this, but for rounding.
-        proven_s: the answer is proven in so many seconds.
-        gap: no more than this, in percent; a proven answer has one of 0.
-        time_s: the answer is there in so many seconds.
-        peak_mib: the process never held more.
+        value: the largest allowed value, up to rounding.
+        proven_s: the seconds in which the answer must be proven.
+        gap: the largest allowed gap in percent; a proven answer has a gap of 0.
+        time_s: the seconds in which the answer must be there.
+        peak_mib: the largest allowed memory of the process.
     """
 
     value: float | None = None
@@ -44,7 +44,7 @@ class Wanted:
         )
 
     def met(self, value: float | None, figures: Mapping[str, Any], proven: bool) -> bool | None:
-        """Return whether all of it holds; None if nothing is asked."""
+        """Return whether all targets are met; None if there is no target."""
         if self == Wanted():
             return None
         limits = [
@@ -70,16 +70,16 @@ def measured(
     value: Callable[[Placement], float | None] | None = None,
     peers: Callable[[], Mapping[str, float | None]] | None = None,
 ) -> dict[str, Any]:
-    """Solve a case once and write down what came of it.
+    """Solve a case once and record the result.
 
     Args:
-        case: what is run.
+        case: the name of the case.
         measure: its objective, in milliseconds.
         solve: from the input to the checked answer; its time counts.
-        wanted: of the answer.
-        value: reads the value from the answer by other means than the solver's; the solver's own if
-            left out.
-        peers: what others reach; run after the answer, its memory does not count.
+        wanted: the targets of the answer.
+        value: computes the value from the answer independently of the solver; the solver's own
+            value if left out.
+        peers: computes the peers' values after the answer; its memory does not count.
     """
     began = perf_counter()
     placement = solve()
@@ -112,5 +112,5 @@ def peak_mib() -> float:
     except OSError:
         unit = 2**20 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    # Not getrusage: across exec it keeps the figure of the process that started this one.
+    # getrusage is unsuitable: across exec it keeps the peak of the parent process.
     return int(text.partition("VmHWM:")[2].split()[0]) / 2**10

@@ -1,6 +1,6 @@
-"""What a new map costs the host where the weights are on every device already; it needs no GPU.
+"""The host's cost of a new map where the weights are on every device already; it needs no GPU.
 
-The executor's benchmark measures the same on GPUs, beside what moving the weights costs.
+The executor's benchmark measures the same on GPUs, and what moving the weights costs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LAYERS, WIDTH, TARGET_MS = 100, 32, 1.0
 
 
 def run() -> list[dict[str, Any]]:
-    """``update_flow`` of a 100-layer model with ``enable_clone``, on CPU stand-ins or GPUs."""
+    """Time ``update_flow`` of a 100-layer model with ``enable_clone``, on stand-ins or GPUs."""
     from ..executor import cases, switching
 
     values = switching.clones(LAYERS, WIDTH)

@@ -1,9 +1,8 @@
-"""What it costs that ``train_step`` verifies how a batch is cut: 1,000 steps of a GPT over
-sequences of many lengths.
+"""The cost of verifying how a batch is cut: 1,000 GPT training steps over many sequence lengths.
 
-A batch is verified the first time that one of its kind comes, whatever its sizes. So the steps that
-take longer are the first ones. Flows with verification and without take turns; each trains a fresh
-copy of the model from its first step.
+``train_step`` verifies the first batch of each kind, whatever its sizes, so the first steps take
+longer. Flows with verification and without take turns; each trains a fresh copy of the model from
+its first step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ BATCH, CHUNKS, LENGTHS, VOCABULARY = 8, 2, range(16, 65), 256
 
 
 def run() -> list[dict[str, Any]]:
-    """1,000 training steps with verification over the same steps without, on two devices."""
+    """Compare 1,000 training steps with verification and without, on two devices."""
     from ..executor import cases
 
     cases.prepare()
@@ -32,7 +31,10 @@ def run() -> list[dict[str, Any]]:
     ]
     costs = [100 * (sum(one[True]) / sum(one[False]) - 1) for one in times]
     firsts = [1e3 * (one[True][0] - one[False][0]) for one in times]
-    case = f"GPT, 2 layers, d=64, {BATCH} x {LENGTHS[0]} to {LENGTHS[-1]} tokens, {CHUNKS} micro-batches, 2 devices"
+    case = (
+        f"GPT, 2 layers, d=64, {BATCH} x {LENGTHS[0]} to {LENGTHS[-1]} tokens, "
+        f"{CHUNKS} micro-batches, 2 devices"
+    )
     return [
         _row(
             case,

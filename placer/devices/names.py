@@ -80,7 +80,7 @@ def default_kind() -> str:
 def available() -> list[torch.device]:
     """Return every CUDA device, or the CPU stand-ins of a machine without GPUs.
 
-    There is one stand-in; inside ``logical_devices``, as many as it was given.
+    There is one stand-in, or the number given to an enclosing ``logical_devices``.
     """
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -17,7 +17,7 @@ training its gradient, if it has bytes, comes back from each.
 
 Objective ``throughput``: the largest load.
 
-**Memory**, in bytes, at a device's worst moment: the formulas are those of ``memory.py``.
+**Memory**, in bytes, at a device's worst moment: see the formulas of ``memory.py``.
 
 A device that recomputes runs forwards once more before each backward pass: its layers' backward
 times are backward(l) + forward(l) everywhere above and below. With ``recompute = "always"`` all
@@ -303,7 +303,7 @@ def _memory(
     """Return the memory of each device at its worst moment."""
     chunks = problem.request.chunks
     flights = dict.fromkeys(range(len(problem.devices)), (chunks, problem.backwards(chunks)))
-    # of placements that need not be contiguous there are none
+    # placements that need not be contiguous have no stages' rooms
     for stage, room in enumerate(rooms()):
         flights[stages[stage]] = room, _backwards(problem, len(stages), stage, room)
     return tuple(

@@ -4,7 +4,7 @@ Layers are numbered in that order; m(l) is the device of layer l. ``costs.py`` s
 there are and which devices recompute.
 
 **Memory in inference**, in bytes. Value v, made by layer s, is live on d at step l if s <= l and
-some reader is l or later, on d, or anywhere if m(s) = d. It is received as soon as it is made, and
+some reader is l or later, on d, or anywhere if m(s) = d. It is received when it is made, and
 freed after its last reader::
 
     use(d) = params(d) + buffers(d) + max over steps l of
@@ -85,7 +85,7 @@ nothing, share one::
     landing(d)   = as above, with those gradients, if in_flight(d) > backwards(d)
     deferred(d)  = sum of deferred(l) over l on d
 
-With as many micro-batches in flight as under 1F1B, backwards(d) is 1. The memory is that of 1F1B,
+With as many micro-batches in flight as under 1F1B, backwards(d) is 1. The memory equals 1F1B's,
 except for the tensors that one backward pass leaves and the workspace of one weight-gradient pass.
 
 Under objective ``step``, a device of an interleaved placement that need not be contiguous holds

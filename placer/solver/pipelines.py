@@ -24,7 +24,7 @@ def step_ms(problem: Problem, pipeline: Pipeline, plan: Plan) -> float:
     """Return the time of a batch and the optimizer's step in ms, isolated or steady-state.
 
     Args:
-        problem: the placement problem; its chunks are those of the batch.
+        problem: the placement problem, with the batch's chunks.
         pipeline: its stages.
         plan: the order of their passes.
     """

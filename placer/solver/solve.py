@@ -2,7 +2,7 @@
 
     reduce ─▶ plain reasons ─▶ bounds ─▶ best cuts of ─▶ free: pairs of ─▶ integer program ─▶ check
               against it       (work,    linear orders   devices divide    (in rounds; stages
-                │              min cut)                  anew, prices      are redivided between)
+                │              min cut)                  again, prices     are redivided between)
                 ▼                          │                                 │
             infeasible                     ▼                                 ▼
                                         optimal        infeasible: why, by lifting requirements

@@ -77,8 +77,8 @@ def broken(
         return ties_of(_costs(problem, best), proven=False)
     model = _TieModel(problem, nodes, most, rank(_costs(problem, best))[0])
     best, spread_proven = _least(model, problem, best, limits, offer, 1)
-    # Of a device that may recompute the program knows too little time: its smallest spread is none
-    # that is proven.
+    # For a device that may recompute, the program underestimates the time, so its smallest spread
+    # is not proven.
     known = "auto" not in problem.recompute
     return ties_of(_costs(problem, best), proven=transfer_proven and spread_proven and known)
 

@@ -390,7 +390,7 @@ def steps(part):
 
 @pytest.fixture
 def ran(part, monkeypatch, tmp_path):
-    """``ran(NAME, samples)``: the rows that are in the results once a job has given these samples."""
+    """Return ``ran(NAME, samples)``: the rows in the results after a job with these samples."""
     package, jobs = importlib.import_module("benchmarks.executor"), part("jobs")
     record = importlib.import_module("benchmarks.record")
 
@@ -503,7 +503,7 @@ def test_engines_of_a_case_are_chosen_together_and_the_order_is_that_of_the_name
 
 @pytest.mark.parametrize("name", ["vgg", "gpt@3", "gpt:horovod", "switching@2"])
 def test_a_case_or_an_engine_that_does_not_exist_is_refused(part, name):
-    with pytest.raises(ValueError, match=f"'{name}' is no case; there are resnet101, gpt"):
+    with pytest.raises(ValueError, match=f"'{name}' is not a case; there are resnet101, gpt"):
         part("jobs")._chosen([name])
 
 
@@ -576,7 +576,7 @@ def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
 
 
 def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
-    part("cases").start_fork_server()
+    part("cases").prepare()
     samples = list(part("compiling").measure(part("compiling").training("gpt")))
     assert [sample.failed for sample in samples] == [""] * 5
     rows = part("rows").rows(samples)
@@ -584,7 +584,7 @@ def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
 
 
 def test_a_compiled_stream_at_its_tiny_size_gives_values_and_rows(part):
-    part("cases").start_fork_server()
+    part("cases").prepare()
     samples = list(part("compiling").measure_stream(part("compiling").training("gpt")))
     assert [sample.failed for sample in samples] == [""] * len(samples)
     assert {sample.engine for sample in samples} == {"eager", "ours", "compiled", "torch.compile"}
@@ -594,7 +594,7 @@ def test_a_compiled_stream_at_its_tiny_size_gives_values_and_rows(part):
 
 @pytest.mark.parametrize("name", ["switching", "overhead", "tutorial_resnet50"])
 def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
-    part("cases").start_fork_server()
+    part("cases").prepare()
     samples = list(part(name).measure())
     assert [sample.failed for sample in samples] == [""] * len(samples)
     assert all(row["value"] is not None for row in part("rows").rows(samples))

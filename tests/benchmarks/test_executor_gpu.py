@@ -37,7 +37,10 @@ JOBS = [
 def test_every_kind_of_job_gives_values_on_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    program = f"import json, benchmarks.executor as e\nif __name__ == '__main__': print('ROWS' + json.dumps(e.run({JOBS!r})))"
+    program = (
+        "import json, benchmarks.executor as e\n"
+        f"if __name__ == '__main__': print('ROWS' + json.dumps(e.run({JOBS!r})))"
+    )
     environment = os.environ | {
         "PLACER_EXECUTOR_TINY": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),

@@ -71,7 +71,7 @@ def test_every_model_as_a_chain_gives_what_the_model_gives(part, name):
 def test_a_case_runs_from_end_to_end(part, tmp_path):
     cases, ours = part("cases"), part("ours")
     threads = torch.get_num_threads()
-    cases.start_fork_server()
+    cases.prepare()
     try:
         samples = list(ours._case(cases.of(cases.known()["gpt"])[0], tmp_path))
     finally:
@@ -354,5 +354,5 @@ def test_what_a_model_holds_that_no_device_could_hold_is_set_against_its_largest
 
 
 def test_a_model_that_does_not_exist_is_refused_by_name(part):
-    with pytest.raises(ValueError, match="'vgg' is no case; there are resnet101, gpt"):
+    with pytest.raises(ValueError, match="'vgg' is not a case; there are resnet101, gpt"):
         list(part("jobs").run(["vgg"]))

@@ -1,4 +1,4 @@
-"""The solver's benchmark: its own referees and searches, its peers, and how its cases are chosen."""
+"""The solver's benchmark: its referees, searches and peers, and how its cases are selected."""
 
 import importlib
 import itertools

@@ -327,7 +327,8 @@ def test_constraints_may_be_given_as_what_their_json_holds():
 def test_what_is_no_profile_is_refused_with_how_to_make_one_of_json(given):
     with pytest.raises(
         InputError,
-        match=r"model is an? \w+; give an nn.Module, or a Profile, which Profile.model_validate_json",
+        match=r"model is an? \w+; give an nn.Module, or a Profile, "
+        r"which Profile.model_validate_json",
     ):
         suggest(given)
 

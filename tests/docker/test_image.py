@@ -29,7 +29,8 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
         "from placer.schema import PlacementRequest\n"
         "from placer.solver.solve import solve\n"
         "from placer_server.openapi import examples\n"
-        "requests = [PlacementRequest.model_validate(one['value']) for one in examples.requests().values()]\n"
+        "given = [one['value'] for one in examples.requests().values()]\n"
+        "requests = [PlacementRequest.model_validate(value) for value in given]\n"
         "print(pandas.__file__, *(solve(request).status for request in requests))"
     )
     given = {**os.environ, "PYTHONPATH": str(DOCKER / "without")}
@@ -46,7 +47,7 @@ def test_placements_are_solved_with_what_stands_in_for_pandas():
 
 @pytest.fixture
 def health():
-    """``health(url, **environment)`` is the exit code of the image's health check on that service."""
+    """Return ``health(url, **environment)``: the exit code of the image's health check."""
     text = (DOCKER / "Dockerfile").read_text().partition("HEALTHCHECK")[2]
     words = json.loads(text.partition("CMD ")[2].splitlines()[0])
     assert words[0] == "python3"
@@ -106,7 +107,7 @@ def test_the_health_check_asks_at_the_services_host(health, host):
 def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(
     health, tmp_path, host
 ):
-    """Docker gives the check the environment of the container, and not the options of its command."""
+    """Docker gives the check the container's environment, not the options of its command."""
     keys = tmp_path / "keys"
     keys.write_text(make("someone")[1])
     environment = {

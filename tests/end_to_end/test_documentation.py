@@ -1,7 +1,7 @@
 """Every Python block and every command of README and the documentation runs.
 
-A comment above a block may say why it does not. Blocks of one page run one after another. A block of
-kind ``text`` is compared with what the blocks before it print.
+A comment above a block may say why it does not. Blocks of one page run one after another. A block
+of kind ``text`` is compared with what the blocks before it print.
 """
 
 from __future__ import annotations

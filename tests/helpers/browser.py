@@ -1,4 +1,4 @@
-"""Headless Chromium through chromedriver, spoken to in plain HTTP as the WebDriver standard has it."""
+"""Headless Chromium through chromedriver, with the WebDriver standard's plain HTTP requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CHROMIUM = (
 DRIVER = shutil.which("chromedriver")
 
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
+    " --disable-background-networking"
     " --disable-component-update --disable-sync --disable-dev-shm-usage --no-proxy-server"
 ).split()
 

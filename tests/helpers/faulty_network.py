@@ -12,7 +12,7 @@ AFTER = ("lost", "read timeout", "half", "reset", "502", "504")
 
 
 class Faulty:
-    """A network that has faults in turn, and then none; it notes what came through to the service."""
+    """A network with faults in turn, then none; it records what reached the service."""
 
     def __init__(self, *faults: str, answer: httpx.Response | None = None) -> None:
         self.faults = list(faults)

@@ -164,7 +164,7 @@ def _small_efficientnet() -> nn.Module:
 
 
 def _small_shufflenet() -> nn.Module:
-    """shufflenet_v2_x1_0's class and stages, each with one block that halves and one that does not."""
+    """Return shufflenet_v2_x1_0's stages, each with a block that halves and one that does not."""
     model: nn.Module = torchvision_models().ShuffleNetV2(
         [2, 2, 2], [24, 48, 96, 192, 64], num_classes=10
     )

@@ -266,7 +266,7 @@ class Sources:
         return self._edges[path]
 
     def _imported(self, name: str) -> Iterator[Path]:
-        """The files that run when a dotted name is imported: the packages around it, then its own."""
+        """Yield the files that an import of a dotted name runs: its packages', then its own."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             found = self._path(".".join(parts[:end]))
@@ -284,7 +284,7 @@ class Sources:
 
     @cached_property
     def text_hash(self) -> str:
-        """One hash of the text of all source files: while it stays the same, every other hash does."""
+        """Return one hash of all source files: while it stays, every other hash stays."""
         places = [*self._packages.values(), self.root / "benchmarks", self.root / "tests"]
         paths = sorted({path for place in places for path in place.rglob("*.py")})
         lines = [

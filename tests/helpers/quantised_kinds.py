@@ -1,4 +1,4 @@
-"""Layers that torchao and bitsandbytes quantise, and what each stores; both have builds for CPUs."""
+"""Layers quantised by torchao and bitsandbytes, and what each stores; both support CPUs."""
 
 from __future__ import annotations
 

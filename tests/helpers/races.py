@@ -1,7 +1,8 @@
 """Finds accesses to one tensor that nothing keeps in order, as on devices whose queues of work run
 at their own pace.
 
-    with watched(monkeypatch) as races:      # lanes become queues with vector clocks, copies and passes are noted
+    # lanes become queues with vector clocks; copies and passes are recorded
+    with watched(monkeypatch) as races:
         ... a stream on stand-ins ...
     assert races.found == []
 
@@ -98,7 +99,7 @@ class Races:
     def own(
         self, slot: Any, made: Mapping[str, Any], given: Iterable[Any], kind: str = ""
     ) -> list[Tensor]:
-        """Those of what a pass made that are no views of what it was given, named after their slot."""
+        """Return the results of a pass that are not views of its inputs, named after their slot."""
         taken = {tensor.untyped_storage()._cdata for tensor in given if isinstance(tensor, Tensor)}
         found = []
         for name, tensor in made.items():

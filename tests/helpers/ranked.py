@@ -107,7 +107,7 @@ def split_step(
 
 
 def split_step_held_to_its_layout(*args: Any) -> dict[str, Any] | None:
-    """The same, while the library looks at the strides of all that passes; some versions always do."""
+    """Do the same while the library checks strides of all transfers, as some versions always do."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         return split_step(*args)
@@ -428,7 +428,7 @@ def outside_of_the_group(make: Make, places: Mapping[str, str]) -> str:
 
 
 def different_chunks(make: Make, places: Mapping[str, str]) -> str:
-    """The error of processes that do not cut a batch alike, and would wait for each other for ever."""
+    """Return the error of processes that cut a batch differently, which would wait forever."""
     try:
         built(make, places, 2 if dist.get_rank() else 4)
     except InputError as error:

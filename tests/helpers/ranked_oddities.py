@@ -123,7 +123,7 @@ def written_in() -> Case:
 
 
 class WrittenAndDetached(Linears):
-    """What was written in place is taken without its gradient, stages after the one that made it."""
+    """A tensor written in place is read without its gradient, in stages after its producer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def targets_of(target: Tensor, steps: int) -> list[Tensor]:
 
 
 def unsplit_steps(make: Make, chunks: int, kind: str, steps: int) -> dict[str, Any]:
-    """Losses, the first step's gradients and the parameters after all steps of the unsplit model."""
+    """Return the unsplit model's losses, first gradients and parameters after all steps."""
     torch.manual_seed(0)
     model, inputs, target, loss_fn = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -339,7 +339,7 @@ def hooked(make: Make, places: Mapping[str, str], schedule: str) -> Any:
 
 
 def cut_off(gradient: Tensor) -> Tensor:
-    """A hook that is not linear: of parts of a gradient it makes something else than of the whole."""
+    """Clamp a gradient: not linear, so parts give another result than the whole."""
     return gradient.clamp(-0.001, 0.001)
 
 

@@ -1,4 +1,4 @@
-"""Questions for objective ``step`` over layers in a row, whose answers can be told in closed form."""
+"""Requests for objective ``step`` over chains, whose answers have a closed form."""
 
 from __future__ import annotations
 

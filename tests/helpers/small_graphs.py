@@ -73,7 +73,7 @@ def drawn(seed):
 
 
 def best_of(problem, nodes):
-    """The smallest bottleneck of all assignments of the nodes; None if none meets the requirements."""
+    """Return the smallest bottleneck of all assignments, or None if no assignment is feasible."""
     every = itertools.product(range(len(problem.devices)), repeat=len(nodes.nodes))
     return least_bottleneck(problem, (nodes.spread(list(choice)) for choice in every))
 

@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class DiffusionUNet(nn.Module):
-    """Noise of an image at a time: a U-Net whose skips are appended to a list and popped from it."""
+    """Predicts an image's noise: a U-Net with skips appended to and popped from a list."""
 
     def __init__(self, channels: int = 8, levels: int = 2) -> None:
         super().__init__()

@@ -197,7 +197,7 @@ class DrawnRequest:
         )
 
     def edges(self, training):
-        """Values in a random graph; some are read by several layers, some layers make two values."""
+        """Values in a random graph; some have several readers, some layers make two values."""
         edges = []
         for index, name in enumerate(self.layers[:-1]):
             later = self.layers[index + 1 :]

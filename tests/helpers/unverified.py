@@ -7,7 +7,7 @@ from placer import BatchOptions, DataFlow
 
 
 def unverified(flow: DataFlow) -> DataFlow:
-    """The flow, which compares neither batches with their micro-batches nor graphs with the model."""
+    """Return the flow, which verifies neither micro-batches nor captured graphs."""
     flow.batch_options = BatchOptions(verify=False)
     flow._program.compare = lambda capture, part: ""
     return flow

@@ -1,9 +1,8 @@
 """Programs in processes of their own, without the seconds that importing torch takes each.
 
-    test ──▶ shim (a client, no imports) ──socket: what to run, and stdin, stdout, stderr──▶ server,
-    torch imported
-                     ▲                                                                         │ fork
-                     └───────────────── exit status ◀── waits ◀── fork: runs the program ◀─────┘
+    test ──▶ shim (a client, no imports) ──socket: program, stdio──▶ server (torch imported)
+                     ▲                                                        │ fork
+                     └──── exit status ◀── waits ◀── fork: runs the program ◀─┘
 
 The server imports what others wrote, and nothing of Placer: what a program forgets to import of
 that it still misses."""

@@ -59,7 +59,8 @@ def test_a_missing_package_is_told_with_the_pip_command(monkeypatch: pytest.Monk
     report = doctor.examine()
     assert report.cluster is None
     assert report.problems == [
-        "cannot profile models and apply placements: torch is not installed: pip install 'torch-placer[torch]'"
+        "cannot profile models and apply placements: torch is not installed: "
+        "pip install 'torch-placer[torch]'"
     ]
     assert report.notes == [
         "to serve placements: uvicorn is not installed: pip install 'torch-placer[server]'"

@@ -38,6 +38,7 @@ def test_an_error_can_be_imported_from_placer(kind: type[Exception]) -> None:
 
 def test_the_errors_can_be_imported_where_torch_is_not_installed() -> None:
     names = ", ".join(kind.__name__ for kind in _every_error())
-    code = f"import sys; sys.modules['torch'] = None; from placer import {names}; print(StageError.__module__)"
+    code = "import sys; sys.modules['torch'] = None; "
+    code += f"from placer import {names}; print(StageError.__module__)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "placer.errors"

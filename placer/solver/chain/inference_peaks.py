@@ -9,9 +9,9 @@ anywhere::
         |------|-------|      r2 joins: there until r2, from r1 on, and from s in the stages
                               without r1
 
-Steps are those of the profile, whatever the order, so the peak is that of the placement. Held bytes
-only grow. So a run of steps that a value spans keeps two numbers: how much was added throughout,
-and the run's maximum.
+Steps follow the profile's order, whatever the linear order, so the peak equals the placement's
+peak. Held bytes only grow. So a run of steps that a value spans keeps two numbers: how much was
+added throughout, and the run's maximum.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Intervals:
         exchanged: the result of ``nets.exchanges``, where it is known.
 
     Attributes:
-        exact: whether memory is exactly that of the cost model.
+        exact: whether memory is exactly the cost model's.
     """
 
     exact = True

@@ -42,7 +42,7 @@ FREE = Link(source="-", target="=", bandwidth_bytes_per_s=1e18)
 
 Numbers = frozenset[int]
 IMPOSSIBLE: Numbers = frozenset({-1})
-"""In place of what a placement meets: there is none."""
+"""Stands for the requirements that a placement meets where no placement exists."""
 Search = Callable[[PlacementModel], Answer]
 
 
@@ -70,7 +70,7 @@ def explained(
     """Return the reason with the smallest conflicting set of requirements, if time allows.
 
     Args:
-        ways: the infeasible questions; a placement for any of them would be one.
+        ways: the infeasible problems; a placement for any of them would answer the request.
         reason: the reason as far as it is known.
         search: looks for a placement.
         over: whether the time is over.

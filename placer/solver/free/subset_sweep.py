@@ -102,8 +102,8 @@ class Subsets:
         """Look for sets whose prices come to ``enough``.
 
         Args:
-            prices: by node; about 1 or less in all for a set of full load, as they are rounded to
-                2**-30.
+            prices: by node; their sum is about 1 or less for a set of full load. They are rounded
+                to 2**-30.
             enough: the least worth.
             most_labels: the most labels at a step; above it, neighbours become one.
             real: drop all neighbours but the most worthy instead, so that sets are real. The result

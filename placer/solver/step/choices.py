@@ -25,8 +25,8 @@ TRAINING: tuple[Schedule, ...] = ("1f1b", "zero-bubble", "fill-drain")
 """The schedules of contiguous placements."""
 
 LIKELY: tuple[Schedule, ...] = ("1f1b", "interleaved", "zero-bubble", "fill-drain")
-"""All of them, what holds least and what is mostly shortest first: the others may then be told soon
-to be longer."""
+"""All schedules, first the one with the least memory and then the one that is usually fastest: the
+search can then reject the others early."""
 
 INSTANT_BYTES_PER_S = 1e18
 """The highest bandwidth of a link: transfers over it take no time."""

@@ -15,13 +15,13 @@ begins in block k satisfies::
     way(k) + n * work  <=  step      way(k): one micro-batch's way there and back, through what
                                      comes before block k
 
-If gradients come back the same way, it also waits for what is behind the last block that it holds
-any nodes of::
+If gradients come back the same way, it also waits for all passes behind the last block that it
+holds any nodes of::
 
     way(k) + n * work + wait  <=  step                                         see ``wait_ms``
 
 So the step is at least the smallest X for which K stages, each with work (X - way - wait) / n, can
-hold all work, one after the other. Times are those of the fastest devices, and transfers are left
+hold all work, one after the other. Times assume the fastest devices, and transfers are left
 out. Passes of its own shorten a stage's wait: as many are counted as its blocks have, at their
 slowest.
 """

@@ -32,7 +32,7 @@ SEGMENTS_FACTOR = 2
 """Factor of this time where a device has several segments: several orders are simulated."""
 
 LATENESS_S = 1.0
-"""Seconds after the time limit by which a better answer may still be reported."""
+"""The seconds that a better answer may be reported after the time limit."""
 
 
 class Share(NamedTuple):

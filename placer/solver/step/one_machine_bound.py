@@ -27,8 +27,8 @@ from placer.solver.step.fill_bound import gradient_arcs
 Matrix = Sequence[Sequence[float]]
 
 MOST_TAILS = 64
-"""Tails that are combined with all heads. Of more, the two shortest count, those of all passes and
-of all but separate weight-gradient passes, and a sample of this size of the others."""
+"""The most tails that are combined with all heads. Of more tails, the two shortest count (of all
+passes, and of all but separate weight-gradient passes), and a sample of this size of the others."""
 
 
 class Ways(NamedTuple):

@@ -1,6 +1,6 @@
 """Ties under objective ``step``: the least transfer, then the best balance, with an equal step.
 
-The micro-batches and the schedule are those of the best placement. If stages form a row, every cut
+The micro-batches and the schedule of the best placement stay. If stages form a row, every cut
 whose bound is not above the step is simulated, which proves the rank. Otherwise small changes that
 keep the step are tried while they lower the rank.
 """

@@ -56,7 +56,8 @@ def test_it_does_while_what_a_command_needs_is_imported() -> None:
     code = """
 import os, signal, sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background of a shell ignores it
+# a program in the background of a shell ignores the signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Interrupting:
     def find_spec(self, name, *_):

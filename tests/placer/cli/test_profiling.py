@@ -99,8 +99,8 @@ OWN_CODE = {
     ),
     "no_attribute": (
         "import torch\nmodel = torch.nn.NoSuchLayer()",
-        "cannot import 'no_attribute': AttributeError: module 'torch.nn' has no attribute 'NoSuchLayer' "
-        "(no_attribute.py, line 2)",
+        "cannot import 'no_attribute': AttributeError: module 'torch.nn' has no attribute "
+        "'NoSuchLayer' (no_attribute.py, line 2)",
     ),
     "no_syntax": (
         "def model( return",
@@ -115,9 +115,10 @@ OWN_CODE = {
         "module 'a_program' is a program, which ends when it is imported",
     ),
     "a_net": (
-        "import torch\nclass model(torch.nn.Module):\n    def forward(self, x):\n        return x @ x",
-        "the model fails on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3) "
-        "(a_net.py, line 4)",
+        "import torch\nclass model(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return x @ x",
+        "the model fails on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be "
+        "multiplied (2x3 and 2x3) (a_net.py, line 4)",
     ),
 }
 
@@ -142,7 +143,8 @@ def test_what_fails_in_the_users_own_code_is_told_with_its_line(
     [
         (
             ["--objective", "speed"],
-            "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', not 'speed'",
+            "objective: should be 'throughput', 'step', 'latency', 'memory' or 'devices', "
+            "not 'speed'",
         ),
         (
             ["--objective", "devices"],

@@ -140,7 +140,8 @@ def test_a_profile_that_nothing_is_made_of_is_refused(run: Run, chain_file: Path
 def test_placements_are_compared_by_the_names_of_their_files_in_the_units_of_their_objective(
     run: Run, chain_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It was "objective   3 | 3", of "first" and "second". Names are whole in a terminal that is narrower than they are.
+    # It was "objective   3 | 3", of "first" and "second". Names stay whole in a terminal that is
+    # narrower than they are.
     monkeypatch.setenv("COLUMNS", "60")
     here, there = tmp_path / "here.json", tmp_path / "there.json"
     for file, objective in ((here, "throughput"), (there, "memory")):

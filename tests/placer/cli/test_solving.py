@@ -513,7 +513,8 @@ def test_an_unexpected_error_is_one_line_and_exit_code_1(
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(chain_file: Path) -> None:
-    command = f"{sys.executable} -P -m placer show --json {chain_file} | head -c 1; exit ${{PIPESTATUS[0]}}"
+    show = f"{sys.executable} -P -m placer show --json {chain_file}"
+    command = f"{show} | head -c 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stdout == "{"
     assert result.stderr == ""

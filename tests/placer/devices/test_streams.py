@@ -1,4 +1,4 @@
-"""torch hands out the 32 streams of a device repeatedly: lanes and recordings share none of them."""
+"""torch returns a device's 32 streams repeatedly: lanes and recordings share no stream."""
 
 from __future__ import annotations
 

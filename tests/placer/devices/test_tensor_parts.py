@@ -160,7 +160,7 @@ def test_a_device_in_an_attached_object_follows_the_tensors_there() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_takes_data_over_and_stays_the_same_object(kind: str) -> None:
-    """``tensor.data = other`` leaves compressed sparse tensors as they are, and what wrappers wrap."""
+    """``tensor.data = other`` does not change compressed sparse tensors or wrapped tensors."""
     for tensor in model_of(KINDS[kind]).state_dict(keep_vars=True).values():
         made = devices.copy(tensor, torch.device("cpu"))
         new, before = [part.data_ptr() for part in devices.parts(made)], tensor.requires_grad

@@ -316,8 +316,8 @@ def test_a_buffer_that_training_changes_elsewhere_is_refused(ranks: RankPool) ->
         training.trained_elsewhere, models.auxiliary, _TRAINED, _TRAINED | {"norm": "cpu:1"}
     )
     assert (
-        "'norm.running_mean' changes while the model runs, and belongs to process 0 since an earlier"
-        in str(told[0])
+        "'norm.running_mean' changes while the model runs, "
+        "and belongs to process 0 since an earlier" in str(told[0])
     )
 
 

@@ -52,8 +52,8 @@ def test_a_checkpoint_of_another_optimizer_is_told_so(ranks: RankPool, tmp_path:
     ):
         assert "the checkpoint has nothing of an optimizer for parameter" in bare
         assert (
-            "the checkpoint is of another kind of optimizer than this AdamW: it has 'dampening' and no"
-            in other
+            "the checkpoint is of another kind of optimizer than this AdamW: "
+            "it has 'dampening' and no" in other
         )
 
 

@@ -263,7 +263,8 @@ def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> Non
         (
             {**dict.fromkeys("01234567", "cpu:0"), "1.0": "cpu:1"},
             {},
-            r"start 1, .*; no layer that runs is on cpu:1 \('1.0'\): its result is not used, or it is one with the",
+            r"start 1, .*; no layer that runs is on cpu:1 \('1.0'\): its result is not used, "
+            r"or it is one with the",
         ),
         ({}, {}, "PlacementError: the map places no layer"),
         (
@@ -361,7 +362,8 @@ def test_batches_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Rank
         ),
         (
             "frozen model",
-            "InputError: no parameter of this Sequential requires a gradient, so there is nothing to train",
+            "InputError: no parameter of this Sequential requires a gradient, "
+            "so there is nothing to train",
         ),
     ],
 )
@@ -379,7 +381,8 @@ def test_what_cannot_be_trained_is_refused_everywhere(
         ("nothing to learn", "InputError: loss_fn returned a loss without a gradient"),
         (
             "failure",
-            r"StageError: micro-batch 0 failed in the forward pass on cpu, layer '\(loss\)': KeyError: 'late'",
+            r"StageError: micro-batch 0 failed in the forward pass on cpu, layer '\(loss\)': "
+            r"KeyError: 'late'",
         ),
     ],
 )
@@ -394,7 +397,8 @@ def test_a_loss_that_is_none_is_named_where_it_is_computed(
     [
         (
             "forward",
-            r"micro-batch 1 failed in the forward pass of segment 0 of 1 on cpu, layer '0': IndexError: index",
+            r"micro-batch 1 failed in the forward pass of segment 0 of 1 on cpu, layer '0': "
+            r"IndexError: index",
         ),
         (
             "backward",
@@ -461,8 +465,8 @@ def test_processes_with_different_models_are_told_so(ranks: RankPool) -> None:
 def test_processes_that_cut_the_batch_in_different_ways_are_told_so(ranks: RankPool) -> None:
     for found in ranks.run(ranked.different_chunks, models.chain, CHAIN):
         assert (
-            "process 1 was asked to build 2 micro-batches, 1f1b, training, and process 0 4 micro-batches"
-            in found
+            "process 1 was asked to build 2 micro-batches, 1f1b, training, "
+            "and process 0 4 micro-batches" in found
         )
 
 

@@ -26,8 +26,9 @@ def test_a_buffer_that_two_stages_of_one_device_change_is_refused_for_several_mi
 ) -> None:
     for found in ranks.run(training.refusal, models.normalised_twice, AROUND)[:2]:
         assert re.match(
-            r"PlacementError: layers 'norm', 'norm@1' use the buffer 'norm\.\w+', which the model changes while it "
-            r"runs, and other devices run layers between them, .*; place those on cpu:0 too, or give chunks=1",
+            r"PlacementError: layers 'norm', 'norm@1' use the buffer 'norm\.\w+', which the model "
+            r"changes while it runs, and other devices run layers between them, .*; "
+            r"place those on cpu:0 too, or give chunks=1",
             found,
         )
 
@@ -36,8 +37,8 @@ def test_a_plain_tensor_that_layers_of_several_devices_change_is_refused(ranks: 
     places = {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:1"}
     for found in ranks.run(training.refusal, ranked_models.written_table, places)[:2]:
         assert re.match(
-            r"PlacementError: layers 'front', 'middle' use the plain tensor 'constant table', which the model changes "
-            r"while it runs; place them on one device",
+            r"PlacementError: layers 'front', 'middle' use the plain tensor 'constant table', "
+            r"which the model changes while it runs; place them on one device",
             found,
         )
 
@@ -54,8 +55,8 @@ def test_one_micro_batch_changes_a_buffer_in_two_stages_as_the_unsplit_model_doe
 def test_a_buffer_on_meta_that_no_state_has_is_asked_for(ranks: RankPool) -> None:
     parts = ranks.run(training.meta_buffer, models.shifted, {"front": "cpu:0", "back": "cpu:1"})
     assert parts[0][0] == (
-        "InputError: buffer 'shift' was on meta and is part of no state_dict, so that it has no values: give it some "
-        "with pipeline.module.get_buffer('shift').copy_(...) in this process"
+        "InputError: buffer 'shift' was on meta and is part of no state_dict, so that it has no "
+        "values: give it some with pipeline.module.get_buffer('shift').copy_(...) in this process"
     )
     losses, _, _ = ranked.unsplit_step(models.shifted, 2)
     assert parts[1][1] == pytest.approx(losses[0], abs=1e-10)
@@ -118,7 +119,10 @@ def test_hooks_see_the_gradient_of_each_micro_batch(ranks: RankPool, schedule: s
 def test_hooks_on_weights_of_several_processes_are_refused(ranks: RankPool) -> None:
     places = {"embedding": "cpu:0", "mix": "cpu:1", "head": "cpu:2"}
     parts = ranks.run(training.hooked, ranked_models.tied_tokens, places, "1f1b")
-    refused = "InputError: parameter 'embedding.weight' has a hook on its gradient, and layers on several devices use it"
+    refused = (
+        "InputError: parameter 'embedding.weight' has a hook on its gradient, "
+        "and layers on several devices use it"
+    )
     assert all(at_build.startswith(refused) for at_build, _ in parts[:3]) and parts[0][
         1
     ].startswith(refused)

@@ -124,7 +124,7 @@ def test_planted_parameters_go_by_the_first_names_that_the_model_has_for_them() 
 
 
 class Noisy(nn.Module):
-    """Writes in place to what it reads, draws random numbers, and changes a buffer that it reads."""
+    """Writes to its input in place, draws random numbers, and changes a buffer that it reads."""
 
     def __init__(self) -> None:
         super().__init__()

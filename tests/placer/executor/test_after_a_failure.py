@@ -22,7 +22,7 @@ CHUNKS = 2
 
 
 class _Model(nn.Module):
-    """Convolutions, whose weight gradients can wait, dropout, and a head that not every batch uses."""
+    """Convolutions with delayable weight gradients, dropout, and a head that some batches skip."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -200,7 +200,7 @@ def test_parameter_hooks_run_on_the_parameter_itself() -> None:
 
 
 class _WritesBehind(nn.Module):
-    """A layer writes to what an earlier one made, which the caller is given too, by way of a view."""
+    """A layer writes through a view to an earlier result that the model also returns."""
 
     def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -159,7 +159,7 @@ def test_an_operation_runs_again_on_the_device_that_it_ran_on() -> None:
 
 
 class _WithBias(nn.Module):
-    """As a layer of T5, which makes a bias where its activations are, as a leaf, for the next ones."""
+    """Makes a bias next to its activations, as a leaf, for later layers, as a T5 layer does."""
 
     def __init__(self) -> None:
         super().__init__()

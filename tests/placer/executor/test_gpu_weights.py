@@ -1,4 +1,4 @@
-"""On real GPUs: weights that are more than one block of numbers move with all that belongs to them."""
+"""On real GPUs: weights that consist of several tensors move completely."""
 
 from __future__ import annotations
 

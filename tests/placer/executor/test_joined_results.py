@@ -1,4 +1,4 @@
-"""What a model returns for micro-batches is what it returns for the batch, or is refused by name."""
+"""Results for micro-batches equal the results for the batch, or are refused by name."""
 
 from __future__ import annotations
 

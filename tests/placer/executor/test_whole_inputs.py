@@ -91,7 +91,7 @@ class Scattered(nn.Module):
 
 
 class Listed(Scattered):
-    """Goes through the images one by one, so that the graph is for so many; they are not returned."""
+    """Iterates over the images, so that the graph fixes their number; returns none of them."""
 
     def forward(self, tokens: Tensor, images: Tensor) -> Any:
         return super().forward(tokens, torch.stack(list(images)))[0]
@@ -110,7 +110,7 @@ class Ensemble(nn.Module):
 
 
 class Positions(nn.Module):
-    """Numbers of positions, by which rows are looked up, and their ages, of which waves are made."""
+    """Embeds position numbers by lookup, and their ages by sine waves."""
 
     def __init__(self) -> None:
         super().__init__()

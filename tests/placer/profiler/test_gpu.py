@@ -333,7 +333,8 @@ def test_a_llama_of_seventy_billion_parameters_profiles_on_one_gpu() -> None:
         for layer in found.layers
     )
     print(
-        f"Llama 70B: {seconds:.1f} s, at most {most / 2**30:.2f} GiB, largest layer {largest / 2**30:.2f} GiB"
+        f"Llama 70B: {seconds:.1f} s, at most {most / 2**30:.2f} GiB, "
+        f"largest layer {largest / 2**30:.2f} GiB"
     )
     assert sum(layer.param_bytes for layer in found.layers) > 137e9
     # and the buffer that empties the cache, and copies of what crosses its border

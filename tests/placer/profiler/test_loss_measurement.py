@@ -271,7 +271,10 @@ def test_class_weights_are_where_the_loss_is_measured() -> None:
 def test_a_target_that_the_loss_cannot_take_is_told_with_its_shape_and_that_of_the_results() -> (
     None
 ):
-    told = r"failed on cpu:0, for results of shape \(.*\) and a target of shape \(\d+, 2, 3\): RuntimeError: 0D or 1D"
+    told = (
+        r"failed on cpu:0, for results of shape \(.*\) and a target of shape \(\d+, 2, 3\): "
+        r"RuntimeError: 0D or 1D"
+    )
     with pytest.raises(InputError, match=told):
         _profiled(_model(), functional.cross_entropy, torch.zeros(BATCH, 2, 3, dtype=torch.long))
 

@@ -70,7 +70,10 @@ def test_what_is_no_profile_is_named() -> None:
 
 @pytest.mark.parametrize("given", [[], [profile(), profile()], (profile(),)])
 def test_profiles_in_a_list_are_arguments_with_a_star(given: Any) -> None:
-    words = r"was given a (list|tuple); give each profile as an argument of its own: merge_profiles\(\*profiles\)"
+    words = (
+        r"was given a (list|tuple); give each profile as an argument of its own: "
+        r"merge_profiles\(\*profiles\)"
+    )
     with pytest.raises(ProfileError, match=words):
         merge_profiles(given)
 

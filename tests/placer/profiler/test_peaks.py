@@ -1,4 +1,4 @@
-"""The peak memory of whole models, as a profile predicts it and as it really was, tensor by tensor."""
+"""The predicted and the real peak memory of whole models, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_the_layers_of_a_stage_add_up_to_what_it_takes(
     for stage in refined.rounds[0].stages:
         measured = stage.measured_ms - stage.loss_forward_ms - stage.loss_backward_ms
         print(
-            f"{name}, {schedule}, {stage.device}: {stage.predicted_ms:.3f} ms predicted, {measured:.3f} measured"
+            f"{name}, {schedule}, {stage.device}: {stage.predicted_ms:.3f} ms predicted, "
+            f"{measured:.3f} measured"
         )
         assert stage.predicted_ms == pytest.approx(measured, rel=0.15)
     assert all(

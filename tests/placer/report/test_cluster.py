@@ -78,6 +78,6 @@ def test_devices_that_share_a_switch_are_told() -> None:
     ]
     text = explain(cluster(*links, host="node7"))
     assert (
-        "joined by faster links: node7: cuda:0, cuda:1\njoined by faster links: node7: cuda:2, cuda:3"
-        in text
+        "joined by faster links: node7: cuda:0, cuda:1\n"
+        "joined by faster links: node7: cuda:2, cuda:3" in text
     )

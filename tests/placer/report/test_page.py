@@ -86,8 +86,8 @@ def test_times_of_another_micro_batch_size_are_left_out_and_the_report_says_so(
     # A placement chosen among several sizes was drawn with the times of another one.
     text = _Reader(html_report(placed, make_profile({"a": 1.0, "b": 2.0}, batch_size=4))).text
     assert (
-        "the profile that was given has micro-batches of 4, and the placement has micro-batches of 1"
-        in text
+        "the profile that was given has micro-batches of 4, "
+        "and the placement has micro-batches of 1" in text
     )
     assert "by device" not in text
 

@@ -270,7 +270,7 @@ def test_the_timelines_that_the_documentation_draws_are_those_that_are_simulated
 
 
 def _drawn(timeline, stage):
-    """Digits for forward passes, letters for backward passes, capitals for weight-gradient passes."""
+    """Draw digits for forward, letters for backward, capitals for weight-gradient passes."""
     row = ["."] * int(timeline.step_ms)
     for task in timeline.tasks:
         for tick in range(int(task.start_ms), int(task.end_ms)) if task.stage == stage else ():

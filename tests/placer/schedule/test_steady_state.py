@@ -23,7 +23,7 @@ def planned(pipeline, schedule, chunks, **options):
 def test_it_is_what_a_clock_shows_over_many_steps(
     schedule, chunks, training, data, strategies, ends_of
 ):
-    """From the 36th step to the 60th, which are whole rounds of 1, 2, 3, 4, 6, 8, 12 or 24 steps."""
+    """Steps 36 to 60 are whole rounds of 1, 2, 3, 4, 6, 8, 12 or 24 steps."""
     pipeline = data.draw(strategies.pipelines())
     found = planned(pipeline, schedule, chunks, training=training)
     ends = ends_of(pipeline, found, SETTLED + PERIODS)

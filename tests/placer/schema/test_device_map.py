@@ -56,7 +56,7 @@ def test_a_map_of_what_is_no_model_is_refused(model: object) -> None:
 
 
 def _halves(graph: LayerGraph) -> Placement:
-    """The first half of the layers on one device, the second on another; colocated ones together."""
+    """Place the first half of the layers on one device, the rest on another; keep colocation."""
     count = len(graph.layers)
     where = {layer.name: f"cuda:{2 * index // count}" for index, layer in enumerate(graph.layers)}
     for group in graph.colocated:
@@ -161,8 +161,10 @@ def test_a_map_that_cuts_inside_a_block_is_refused_as_accelerate_fails_on_it() -
     model = _llama()
     placement = _cut_in_a_block(model)
     refused = (
-        r"cuts inside 'model.layers.1', a LlamaDecoderLayer, .* \('model.layers.1.mlp.gate_proj' on cuda:1, "
-        r"'model.layers.1.input_layernorm' on cuda:0\): place whole blocks with granularity=\"blocks\""
+        r"cuts inside 'model.layers.1', a LlamaDecoderLayer, .* "
+        r"\('model.layers.1.mlp.gate_proj' on cuda:1, "
+        r"'model.layers.1.input_layernorm' on cuda:0\): "
+        r"place whole blocks with granularity=\"blocks\""
     )
     with pytest.raises(PlacementError, match=refused):
         placement.device_map(model)

@@ -49,7 +49,8 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
         (
             Profile,
             {"layers": LAYERS, "cluster": {"device": DEVICES}},
-            r"Profile.cluster.device: there is no such field; did you mean 'devices'\? \(and 1 more\)",
+            r"Profile.cluster.device: there is no such field; "
+            r"did you mean 'devices'\? \(and 1 more\)",
         ),
         (
             PlacementRequest,
@@ -65,7 +66,8 @@ PROFILE = {"layers": LAYERS, "cluster": {"devices": DEVICES}}
         (
             placer.Constraints,
             {"recompute": "yes"},
-            r"^Constraints.recompute: should be 'never', 'auto' or 'always', not 'yes' \(and 1 more\)$",
+            r"^Constraints.recompute: should be 'never', 'auto' or 'always', not 'yes' "
+            r"\(and 1 more\)$",
         ),
         (
             placer.Constraints,
@@ -98,7 +100,8 @@ def test_what_is_read_is_told_as_a_program_is_and_every_place_is_in_the_cause(re
     with pytest.raises(InputError) as refused:
         read(PlacementRequest, body)
     assert str(refused.value) == (
-        "PlacementRequest.constraints.pined: there is no such field; did you mean 'pinned'? (and 1 more)"
+        "PlacementRequest.constraints.pined: there is no such field; "
+        "did you mean 'pinned'? (and 1 more)"
     )
     assert isinstance(refused.value.__cause__, ValidationError)
     assert {fault["loc"] for fault in refused.value.__cause__.errors()} == {

@@ -67,7 +67,7 @@ def _held(profile: Profile, **constraints: Any) -> dict[str, tuple[int, int, int
     }
 
 
-def test_a_device_without_the_first_layer_has_one_copy_and_its_gradient_and_no_optimizer_state() -> (
+def test_a_device_without_the_first_layer_has_one_copy_its_gradient_and_no_optimizer_state() -> (
     None
 ):
     apart = {"embed": "a", "body": "a", "head": "b", "again": "b"}

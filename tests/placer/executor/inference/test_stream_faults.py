@@ -61,7 +61,8 @@ def test_an_error_in_a_layer_names_device_layer_and_batch_and_results_before_it_
         flow.update_flow()
         with pytest.raises(
             StageError,
-            match=r"batch 4 failed in the forward pass of segment 0 of 2 on cpu:1, layer 'table': IndexError",
+            match=r"batch 4 failed in the forward pass of segment 0 of 2 on cpu:1, layer 'table': "
+            r"IndexError",
         ) as e:
             for result in flow.stream([*batches[:4], torch.full((2, 3), 9), *batches[4:]]):
                 results.append(result)

@@ -218,7 +218,7 @@ def test_what_cannot_be_compiled_so_has_whole_backward_passes_and_says_why(
 
 
 class _Aside(nn.Module):
-    """A result of its own layer, and a value for another stage, that the loss does not depend on."""
+    """A layer's own result and a value for another stage; the loss depends on neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,8 @@ def test_a_compiler_that_fails_leaves_the_segments_as_they_were_and_says_why() -
     [
         (
             "inducter",
-            r"compile='inducter' is not a backend of torch.compile; give one of .*aot_eager.*inductor",
+            r"compile='inducter' is not a backend of torch.compile; "
+            r"give one of .*aot_eager.*inductor",
         ),
         ("", "compile='' is not a backend"),
         (2, "compile=2: give True, False, a hashable function, or the name of a backend"),

@@ -178,7 +178,7 @@ def test_training_goes_on_from_a_checkpoint_of_four_devices_on_two() -> None:
 
 
 class _Spare(nn.Module):
-    """A layer whose result the loss does not see, one that nothing calls, and one that is frozen."""
+    """A layer that the loss ignores, a layer that is never called, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()

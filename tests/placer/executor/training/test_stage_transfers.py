@@ -14,7 +14,7 @@ from placer.testing import logical_devices
 
 
 class Skips(nn.Module):
-    """Four linear layers; the first one's result is read by all others, a mask beside by the last."""
+    """Four linear layers; all others read the first result, and the last also a mask."""
 
     def __init__(self) -> None:
         super().__init__()

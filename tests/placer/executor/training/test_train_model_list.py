@@ -1,4 +1,4 @@
-"""Models of the list train under a random map, their stages interleaved or recomputed, as unsplit."""
+"""Listed models train as unsplit under a random map, interleaved or recomputed."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ IN_TURN = "ignore:buffer .* is changed in one segment and used in another:UserWa
 def _assert_two_steps_equal(
     make: type[nn.Module], schedule: Order, devices: int, recompute: tuple[int, ...]
 ) -> None:
-    """Layers go to the devices in turn; the unsplit model is trained over the same micro-batches."""
+    """Layers go to the devices in turn; the unsplit model trains on the same micro-batches."""
     model, whole = twins(make)
     inputs, target = torch.randn(2, 8, 4, dtype=torch.float64)
     flow = unverified(DataFlow(model))  # micro-batches depend on one another
