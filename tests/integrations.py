@@ -70,8 +70,7 @@ def run(sources: Sources, files: Mapping[str, list[Path]], workers: int) -> int:
         entry: run_record.Entry = {**run_record.code(folder, sources), **versions}
         began = perf_counter()
         outcome = recorded_runs.Outcome()
-        # One thread for each process of torch, and compiled modules for those that tests start.
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        environment = {"OMP_NUM_THREADS": "1"}
         recorded_runs.run_pytest(sources.root, tests, SELECTED, workers, outcome, environment)
         entry |= {name: getattr(outcome, name) for name in recorded_runs.COUNTS}
         entry["seconds"] = round(perf_counter() - began, 1)

@@ -8,7 +8,10 @@
 The cases that run hold every value of each parameter, and every combination of values of the
 parameters that the marker names. They are chosen greedily; among equal ones, those with more new
 pairs of values of any parameters come first, and then the earlier ones. The other cases get the
-marker ``exhaustive``."""
+marker ``exhaustive``.
+
+``covering(every=4)`` lets the first case of each four run instead. It is for tests whose module has
+another test with the same values."""
 
 from __future__ import annotations
 
@@ -34,8 +37,11 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
     for cases in products.values():
         marker = cases[0].get_closest_marker(MARKER)
         assert marker is not None
-        values = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
-        kept = set(choose(values, marker.args))
+        if every := marker.kwargs.get("every"):
+            kept = set(range(0, len(cases), every))
+        else:
+            values = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
+            kept = set(choose(values, marker.args))
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker(REST)

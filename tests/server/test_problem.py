@@ -147,6 +147,7 @@ def test_a_fault_is_not_counted_twice(request_body):
     assert "more" not in caught.value.detail
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "path", [POST, f"{POST}:batch", f"{POST}:evaluate", f"{POST}:compare", "/v1/profiles"]
 )

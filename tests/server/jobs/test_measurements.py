@@ -145,6 +145,7 @@ def test_a_graph_that_takes_more_memory_than_allowed_is_422_and_the_service_goes
     assert client.get("/readyz").status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_takes_too_long_is_killed(serve, graph_body, monkeypatch):
     pids, start = [], CONTEXT.Process.start
 

@@ -147,6 +147,7 @@ def no_detours() -> Iterator[None]:
     devices.set_detours(before)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("clones", [False, True], ids=["moved", "cloned"])
 def test_a_failure_before_any_line_changes_nothing(clones: bool) -> None:
     with logical_devices(3):
