@@ -6,17 +6,17 @@
     @pytest.mark.parametrize("chunks", ...)
 
 The cases that run hold every value of each parameter, and every combination of values of the
-parameters that the marker names. They are chosen greedily; among equal ones, those with more new
-pairs of values of any parameters come first, and then the earlier ones. The other cases get the
-marker ``exhaustive``.
+parameters that the marker names. They are chosen greedily; among equal ones, cases with more new
+pairs of values come first, then those whose values were chosen less often, then the earlier ones.
+The other cases get the marker ``exhaustive``.
 
-``covering(every=4)`` lets the first case of each four run instead. It is for tests whose module has
-another test with the same values."""
+``covering(every=4)`` lets the first case of each four run instead, and ``covering(every=4,
+first=2)`` the third. They are for tests whose module has another test with the same values."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +38,7 @@ def mark_rest(items: Sequence[pytest.Item]) -> None:
         marker = cases[0].get_closest_marker(MARKER)
         assert marker is not None
         if every := marker.kwargs.get("every"):
-            kept = set(range(0, len(cases), every))
+            kept = set(range(marker.kwargs.get("first", 0), len(cases), every))
         else:
             values = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
             kept = set(choose(values, marker.args))
@@ -71,13 +71,20 @@ def choose(cases: Sequence[dict[str, Any]], together: Sequence[str] = ()) -> lis
     ]
     pairs = [set(itertools.combinations(case, 2)) for case in settings]
     missing, new = set().union(*needed), set().union(*pairs)
+    uses: Counter[Setting] = Counter()
     chosen = []
     while missing:
         best = max(
             range(len(cases)),
-            key=lambda place: (len(needed[place] & missing), len(pairs[place] & new), -place),
+            key=lambda place: (
+                len(needed[place] & missing),
+                len(pairs[place] & new),
+                -sum(uses[setting] for setting in settings[place]),
+                -place,
+            ),
         )
         chosen.append(best)
+        uses.update(settings[best])
         missing -= needed[best]
         new -= pairs[best]
     return sorted(chosen)

@@ -297,7 +297,7 @@ def test_several_threads_have_the_results_of_their_own_batches(kind: str) -> Non
             done.result(timeout=120)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.quick])]
 )

@@ -232,8 +232,10 @@ def _generating(name: str) -> tuple[Any, Any]:
     return twins(CASES[name].make, training=False)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", pytest.param("T5ForConditionalGeneration", marks=pytest.mark.exhaustive)],
+)
 def test_generate_gives_what_it_gives_unsplit(name: str) -> None:
     model, reference = _generating(name)
     with logical_devices(3):

@@ -441,7 +441,7 @@ def test_sequence_first_models_are_refused_and_the_error_names_the_declaration(
     torch.testing.assert_close(flow(ids, chunks=1).to("cpu"), want)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PATHS)
 def test_targets_of_sequence_first_models_are_cut_where_their_samples_lie(path: str) -> None:
     def last(y: Tensor, t: Tensor) -> Tensor:
@@ -564,7 +564,7 @@ def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:
 # Lists of samples.
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("frames", [2, 4])
 def test_a_list_of_images_is_cut_by_its_items_once_declared(frames: int) -> None:
     model, images = Detector(), _images(frames)

@@ -195,7 +195,7 @@ def test_a_gradient_that_lands_on_a_parameter_of_another_device_is_caught() -> N
             (elsewhere * elsewhere).sum().backward()
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradients(
     schedule: Any, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None
     assert sum(layer.backward_ms[kind] for layer in found.profile.layers) == pytest.approx(backward)
 
 
-@pytest.mark.covering(every=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) -> None:
     compiled = []

@@ -267,7 +267,7 @@ OPERATIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(OPERATIONS, max_size=3), st.lists(ARGUMENTS, max_size=2))
 def test_whatever_a_graph_holds_its_reader_says_what_is_wrong_or_takes_it(steps, results):
     from placer.errors import InputError
