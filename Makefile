@@ -10,17 +10,20 @@ WORKERS ?= 2
 # Processes that tests start read what the first of them compiled, also where the environment says to keep none of it.
 SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --import-mode=importlib -p no:schemathesis
 
+# Integrations start browsers, databases, services and programs; `exhaustive` are further cases of tests that run.
+QUICK_TESTS := "not integration and not exhaustive"
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types walls tables suite docs pictures dist gpu gpu-check format clean FORCE
+.PHONY: help demo test lint types walls tables suite test-integrations integrations-check docs pictures dist gpu gpu-check format clean FORCE
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed  ## profile, place, split and verify ResNet-50 and U-Net on the devices that are here
 	$(BIN)/placer demo
 
-test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, tables of results, all tests
+test: lint types walls tables suite  ## everything that must hold: lint, types, import walls, tables of results, the test suite
 
 lint: $(VENV)/installed-test  ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -37,10 +40,15 @@ tables: $(VENV)/installed-test  ## the tables of README, docs and benchmarks/REA
 
 # In parts: a process that has run thousands of tests takes a fifth longer for each further one. One worker more where
 # tests wait for processes that they started.
-suite: $(VENV)/linked  ## all tests; WORKERS=4 for more processes
-	$(SUITE) -n $(WORKERS) --dist worksteal tests/placer/executor
-	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests/placer --ignore tests/placer/executor
-	$(SUITE) -n $$(($(WORKERS) + 1)) --dist worksteal tests --ignore tests/placer
+suite: $(VENV)/linked  ## all tests but integrations and further cases; WORKERS=4 for more processes
+	$(SUITE) -m $(QUICK_TESTS) -n $(WORKERS) --dist worksteal tests/placer/executor
+	$(SUITE) -m $(QUICK_TESTS) -n $$(($(WORKERS) + 1)) --dist worksteal tests --ignore tests/placer/executor
+
+test-integrations: $(VENV)/linked  ## the tests that `make test` leaves out, recorded; FOLDERS="tests/docker ..." for a part
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/integrations.py --workers $(WORKERS) $(FOLDERS)
+
+integrations-check:  ## whether tests/integration-record.json speaks for the present code; needs no torch
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -S tests/integrations.py --check
 
 docs: $(VENV)/installed-docs  ## build the documentation into build/docs; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 
+import covering
 import forks
 import hypothesis
 import pytest
@@ -22,7 +23,10 @@ hypothesis.settings.load_profile("placer")
 _TESTS = itertools.count()
 
 
+# before pytest selects tests by their markers
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    covering.mark_rest(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

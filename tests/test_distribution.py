@@ -13,6 +13,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 from project_files import ROOT, WORKFLOWS, project, workflow
 
+pytestmark = pytest.mark.integration
+
 LOCAL_FILES = (
     "docker/keys",
     "docker/metrics_key",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.integration
 def test_it_runs_on_stand_ins_with_a_row_for_each_schedule(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

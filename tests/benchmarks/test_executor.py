@@ -102,6 +102,7 @@ PEERS = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_every_engine_of_a_training_case_takes_its_turns_and_has_a_row(part, started):
     chosen = [
@@ -136,6 +137,7 @@ def _first_step(here, engine):
     return (losses / here.count).tolist()
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_data_parallel_engines_train_on_the_same_global_batch_as_one_device(part, started):
     """Losses after steps agree only if the shards make up the batch and gradients are its mean."""
@@ -150,6 +152,7 @@ def test_data_parallel_engines_train_on_the_same_global_batch_as_one_device(part
         pool.close()
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_an_engine_that_fails_leaves_the_others_in_the_contest(part, started):
     """The batch does not divide by three; the processes end with that, and are started again."""
@@ -173,6 +176,7 @@ def _fails_in_one(here):
     here.meet()  # for ever
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_a_process_that_fails_ends_those_that_wait_for_it_and_says_why(part, started):
     pool = part("ranks").Ranks(2)
@@ -231,6 +235,7 @@ def test_a_contest_whose_time_is_up_begins_no_further_round(part, monkeypatch):
     assert len(sample.values["step_ms"]) == 3  # begun at 0, 4 and 8 s
 
 
+@pytest.mark.integration
 def test_a_job_in_a_process_of_its_own_hands_its_samples_on(part):
     jobs = part("jobs")
     (job,) = jobs._chosen(["switching"])
@@ -575,6 +580,7 @@ def test_the_compilers_gain_is_shown_where_a_segment_was_kept_compiled(part):
         assert all(part("rows").belongs(row["case"], "compile-gpt") for row in rows)
 
 
+@pytest.mark.integration
 def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
     part("cases").prepare()
     samples = list(part("compiling").measure(part("compiling").training("gpt")))
@@ -583,6 +589,7 @@ def test_the_compiler_at_its_tiny_size_gives_values_and_rows(part):
     assert rows and all(row["value"] is not None for row in rows)
 
 
+@pytest.mark.integration
 def test_a_compiled_stream_at_its_tiny_size_gives_values_and_rows(part):
     part("cases").prepare()
     samples = list(part("compiling").measure_stream(part("compiling").training("gpt")))
@@ -592,6 +599,7 @@ def test_a_compiled_stream_at_its_tiny_size_gives_values_and_rows(part):
     assert rows and all(row["value"] is not None for row in rows)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["switching", "overhead", "tutorial_resnet50"])
 def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
     part("cases").prepare()
@@ -600,6 +608,7 @@ def test_a_case_at_its_tiny_size_gives_values_and_rows(part, name):
     assert all(row["value"] is not None for row in part("rows").rows(samples))
 
 
+@pytest.mark.integration
 @pytest.mark.slow
 def test_the_large_model_trains_in_turns_with_fsdp2(part, started):
     samples = [

@@ -9,6 +9,7 @@ import pytest
 from model_list import transformers
 
 
+@pytest.mark.integration
 def test_it_runs_on_stand_ins_and_makes_the_tokens_of_the_unsplit_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

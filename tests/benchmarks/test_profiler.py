@@ -68,6 +68,7 @@ def test_every_model_as_a_chain_gives_what_the_model_gives(part, name):
         )
 
 
+@pytest.mark.integration
 def test_a_case_runs_from_end_to_end(part, tmp_path):
     cases, ours = part("cases"), part("ours")
     threads = torch.get_num_threads()
@@ -90,6 +91,7 @@ def test_a_case_runs_from_end_to_end(part, tmp_path):
     assert state["peers"]["Placer"] == state["value"]
 
 
+@pytest.mark.integration
 def test_a_part_that_breaks_down_costs_neither_the_case_nor_the_other_cases(
     part, monkeypatch, capfd
 ):
@@ -323,6 +325,7 @@ def test_a_run_of_some_models_keeps_the_rows_of_the_others_and_of_cases_that_it_
     assert [row["case"] for row in package.run(["gpt"])] == [first, first, "gpt"]
 
 
+@pytest.mark.integration
 def test_a_model_that_no_device_could_hold_is_profiled_on_one(part):
     threads = torch.get_num_threads()
     (sample,) = part("large").measure()

@@ -16,6 +16,8 @@ from placer_server.serving import serve_in_thread
 from placer_server.settings import Settings
 from placer_server.web.validation import check, split
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 
 

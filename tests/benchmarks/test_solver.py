@@ -159,6 +159,7 @@ def test_the_least_time_of_a_subgraph_with_its_waiting_is_that_of_the_best_of_al
     assert found.value == pytest.approx(best, rel=1e-5)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
     [
@@ -245,6 +246,7 @@ def test_where_memory_is_tight_the_largest_stage_no_longer_fits(part):
     assert tight.constraints.recompute == "auto"
 
 
+@pytest.mark.integration
 def test_a_case_in_a_process_of_its_own_gives_one_row(part):
     case = "neurips20 layer_bert24_inference, contiguous"
     command = [sys.executable, "-m", "benchmarks.solver", case]

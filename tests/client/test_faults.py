@@ -95,6 +95,7 @@ def test_a_placement_comes_through_every_fault(ask, fault):
     assert found.status == "optimal"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", [*BEFORE, *AFTER])
 def test_what_reads_comes_through_every_fault(ask, fault):
     key = ask(Faulty(), "place", request()).id
@@ -133,6 +134,7 @@ def test_what_does_not_end_is_a_clear_error(ask, fault, kind, words):
         ask(Faulty(*[fault] * 9), "place", request(seed=2), retries=2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", AFTER)
 def test_a_solve_is_not_stopped_again_where_the_answer_to_the_first_stop_was_lost(ask, fault):
     asked = long_request(AFTER.index(fault))

@@ -119,6 +119,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
 def test_a_program_that_is_broken_off_stops_its_solve(

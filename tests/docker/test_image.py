@@ -103,6 +103,7 @@ def test_the_health_check_asks_at_the_services_host(health, host):
         pytest.skip(str(error))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("host", ["127.0.0.3", "0.0.0.0", "::"])
 def test_the_health_check_finds_a_service_whose_options_say_where_it_listens(
     health, tmp_path, host

@@ -52,6 +52,7 @@ def test_a_package_of_the_architecture_imports_only_packages_below_it(pictures: 
         assert above <= ({"placer/capture"} if path == "placer/devices" else set()), path
 
 
+@pytest.mark.integration
 def test_the_picture_of_the_placement_has_every_pass_of_the_step(pictures: Any) -> None:
     profile = Profile.model_validate_json((DOCS / "pictures" / "resnet50_profile.json").read_text())
     drawn = pictures.placement_picture(profile)

@@ -29,6 +29,7 @@ def run_demo(folder: Path, *options: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.integration
 def test_the_demo_splits_both_models_on_stand_ins_and_agrees(tmp_path: Path) -> None:
     text = run_demo(tmp_path, "--quick", CUDA_VISIBLE_DEVICES="")
     # Half of what one device needs is not enough, so the model was split.

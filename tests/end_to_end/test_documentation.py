@@ -127,6 +127,7 @@ def check_outputs(page: str, kind: str, printed: str) -> None:
     assert missing_outputs(shown, printed) == [], printed
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_the_python_blocks_of_a_page_run_one_after_another(
     page: str, folder: Path, python: str, request: pytest.FixtureRequest
@@ -142,6 +143,7 @@ def test_the_python_blocks_of_a_page_run_on_gpus(
     run_program(program(PROGRAMS[page]), folder, python, request)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("block", NEEDY, ids=place)
 def test_a_block_that_needs_another_package_runs_where_it_is_installed(
     block: Block, folder: Path, python: str, request: pytest.FixtureRequest
@@ -151,6 +153,7 @@ def test_a_block_that_needs_another_package_runs_where_it_is_installed(
     run_program(program([block]), folder, python, request)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_commands_of_a_page_run_one_after_another(
     page: str, folder: Path, request: pytest.FixtureRequest
@@ -175,12 +178,14 @@ def test_the_commands_of_a_page_run_one_after_another(
     check_outputs(page, "sh", printed)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("block", SHOWN_FILES, ids=place)
 def test_a_command_runs_each_file_that_a_page_shows(block: Block) -> None:
     given = [command for session in SESSIONS.get(block.page, []) for command in commands(session)]
     assert any(block.title.removesuffix(".py") in command for command in given)
 
 
+@pytest.mark.integration
 def test_the_notebook_runs_from_top_to_bottom(folder: Path, python: str) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -209,6 +214,7 @@ def test_a_program_that_is_not_run_is_valid_python(block: Block) -> None:
     compile(block.text, block.place, "exec")
 
 
+@pytest.mark.integration
 def test_the_commands_of_the_quickstart_show_what_they_promise(folder: Path) -> None:
     given = commands(checked("placer compare"))
     assert len(given) == 8
@@ -256,6 +262,7 @@ def server() -> Iterator[str]:
         service.wait(30)
 
 
+@pytest.mark.integration
 def test_the_program_of_the_client_prints_progress_a_value_and_the_history(
     server: str, folder: Path, python: str
 ) -> None:
@@ -266,6 +273,7 @@ def test_the_program_of_the_client_prints_progress_a_value_and_the_history(
     assert len(json.loads(ids.replace("'", '"'))) == 3
 
 
+@pytest.mark.integration
 def test_the_request_of_curl_is_answered_with_a_placement(server: str, folder: Path) -> None:
     if not shutil.which("curl"):
         pytest.skip("needs curl")

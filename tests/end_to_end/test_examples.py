@@ -19,6 +19,8 @@ import pytest
 import torch
 from PIL import Image
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LOSS = re.compile(r"(?:step|epoch) \d+: loss (\d+\.\d+)")

@@ -8,8 +8,8 @@ torch.
 
 A test folder covers
 
-- its own test files that hold the marker ``gpu``, and the modules that these name in strings, as
-  programs that they start do;
+- its own test files that hold one of the markers in question (``gpu``, say), and the modules that
+  these name in strings, as programs that they start do;
 - the subpackage of the same path: ``tests/placer/devices`` covers all of ``placer/devices``. A
   folder that mirrors nothing, as ``tests/end_to_end``, covers every package of the project;
 - whatever these modules import, directly or indirectly, inside the project (test helpers included).
@@ -27,7 +27,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,13 @@ class Module:
             b`` gives ``a.b``.
         type_imports: the names that it imports under ``if TYPE_CHECKING``, each with what it stands
             for.
+        markers: names of pytest's markers that the file uses: ``gpu`` of ``pytest.mark.gpu``.
     """
 
     digest: str
     imports: frozenset[str]
     type_imports: dict[str, str]
+    markers: frozenset[str] = frozenset()
 
 
 def read_module(path: Path, package: str, with_strings: bool = False) -> Module:
@@ -74,9 +76,8 @@ def read_module(path: Path, package: str, with_strings: bool = False) -> Module:
     with _without_collector():
         reader.write(ast.parse(path.read_bytes()), written := [])
     digest = hashlib.sha256(" ".join(written).encode()).hexdigest()
-    return Module(
-        digest, frozenset(reader.imports | reader.attributes_of_imports()), reader.type_imports
-    )
+    imports = frozenset(reader.imports | reader.attributes_of_imports())
+    return Module(digest, imports, reader.type_imports, frozenset(reader.markers))
 
 
 class _Reader:
@@ -89,6 +90,7 @@ class _Reader:
         self._attributes: set[tuple[str, str]] = set()
         self.imports: set[str] = set()
         self.type_imports: dict[str, str] = {}
+        self.markers: set[str] = set()
 
     def attributes_of_imports(self) -> set[str]:
         """Return ``a.b`` for ``import a`` and a use of ``a.b``: packages may resolve b when it is
@@ -120,6 +122,9 @@ class _Reader:
                 self._aliases[alias] = name
         elif kind is ast.Attribute and type(node.value) is ast.Name:
             self._attributes.add((node.value.id, node.attr))
+        elif kind is ast.Attribute and type(node.value) is ast.Attribute:
+            if node.value.attr == "mark":
+                self.markers.add(node.attr)
         elif kind is ast.If and _is_type_checking(node.test):
             found = (
                 self._imported(item)
@@ -135,10 +140,10 @@ class _Reader:
 
     def _write_fields(self, node: Any, kind: type, written: list[str]) -> None:
         written.append(kind.__name__)
-        for field in kind._fields:  # type: ignore[attr-defined]
+        for field in _fields_of(kind):
             value = getattr(node, field, None)
             # Newer versions add fields, and leave out or fill in empty ones.
-            if value is None or value == [] or field in _IGNORED:
+            if value is None or value == []:
                 continue
             written.append(field)
             if isinstance(value, ast.AST):
@@ -192,10 +197,12 @@ class Sources:
 
     Args:
         root: the folder of ``pyproject.toml``, which says where packages and test helpers are.
+        markers: of pytest. A test file matters here if it uses one of them.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, markers: tuple[str, ...] = ("gpu",)) -> None:
         self.root = root
+        self.markers = markers
         settings = tomllib.loads((root / "pyproject.toml").read_text())
         setuptools = settings["tool"]["setuptools"]
         moved: dict[str, str] = setuptools.get("package-dir", {})
@@ -207,21 +214,30 @@ class Sources:
         self._edges: dict[Path, set[Path]] = {}
         self._names: dict[Path, str] = {}
         self._found: dict[str, Path | None] = {}
+        self._imported: dict[str, tuple[Path, ...]] = {}
 
     @cached_property
-    def gpu_tests(self) -> dict[str, list[Path]]:
-        """The test files that hold tests with the marker ``gpu``, by their folder."""
-        return self.tests_with("gpu")
+    def marked_tests(self) -> dict[str, list[Path]]:
+        """The test files that use one of the markers, by their folder."""
+        return self.tests_with(*self.markers)
 
-    def tests_with(self, mark: str) -> dict[str, list[Path]]:
-        """Return the test files that use a marker of pytest, by their folder."""
+    def tests_with(self, *markers: str) -> dict[str, list[Path]]:
+        """Return the test files that use one of some markers, by their folder."""
         found: dict[str, list[Path]] = {}
-        for path in sorted((self.root / "tests").rglob("test_*.py")):
-            source = path.read_bytes()
-            # Most files do not hold the word at all; parsing decides whether it stands in a string
-            # or comment alone.
-            if f"mark.{mark}".encode() in source and _uses_marker(ast.parse(source), mark):
+        # The words may stand in a string or comment alone: the syntax tree decides.
+        for path in self._tests_that_name(markers):
+            if not self._module(path).markers.isdisjoint(markers):
                 found.setdefault(self._name(path.parent), []).append(path)
+        return found
+
+    def _tests_that_name(self, markers: tuple[str, ...]) -> list[Path]:
+        """The test files whose text holds one of the markers. Most hold none and are not parsed."""
+        words = [f"mark.{marker}".encode() for marker in markers]
+        found = []
+        for path in sorted((self.root / "tests").rglob("test_*.py")):
+            text = path.read_bytes()
+            if any(word in text for word in words):
+                found.append(path)
         return found
 
     def covered(self, folder: str) -> set[Path]:
@@ -246,7 +262,7 @@ class Sources:
         else:  # a package as a whole is no more than its tests import
             packages = [mirrored] if mirrored.parent != self.root else []
         return [
-            *self.gpu_tests.get(folder, []),
+            *self.marked_tests.get(folder, []),
             *(path for one in packages for path in one.rglob("*.py")),
         ]
 
@@ -261,12 +277,18 @@ class Sources:
         """The project's files that a file imports itself."""
         if path not in self._edges:
             self._edges[path] = {
-                file for name in self._module(path).imports for file in self._imported(name)
+                file for name in self._module(path).imports for file in self._files_of(name)
             }
         return self._edges[path]
 
-    def _imported(self, name: str) -> Iterator[Path]:
-        """Yield the files that an import of a dotted name runs: its packages', then its own."""
+    def _files_of(self, name: str) -> tuple[Path, ...]:
+        """The files that run when a dotted name is imported. Many modules import the same name."""
+        if name not in self._imported:
+            self._imported[name] = tuple(self._find_files(name))
+        return self._imported[name]
+
+    def _find_files(self, name: str) -> Iterator[Path]:
+        """The packages around a dotted name, then its own file."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             found = self._path(".".join(parts[:end]))
@@ -279,7 +301,7 @@ class Sources:
             if parent is not None and (
                 hidden := self._module(parent).type_imports.get(parts[end - 1])
             ):
-                yield from self._imported(hidden)
+                yield from self._files_of(hidden)
             return
 
     @cached_property
@@ -293,12 +315,15 @@ class Sources:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def load(self) -> None:
-        """Parse all files that a folder with GPU tests covers, in as many processes as there are
+        """Parse all files that a folder with marked tests covers, in as many processes as there are
         processors."""
         count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if count == 1 or "fork" not in multiprocessing.get_all_start_methods():
             return  # each is parsed when it is needed
-        todo = {path for folder in self.gpu_tests for path in self._own(folder)}
+        # The tests are parsed here, not in ``marked_tests`` before the processes start.
+        todo = set(self._tests_that_name(self.markers))
+        todo |= {path for place in self._packages.values() for path in place.rglob("*.py")}
+        todo -= self._known.keys()
         with multiprocessing.get_context("fork").Pool(count) as pool:
             while todo:
                 given = [(path, *self._described(path)) for path in todo]
@@ -349,6 +374,12 @@ class Sources:
         return self._found[name]
 
 
+@cache
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """The fields of a kind of node that say something about behaviour."""
+    return tuple(field for field in kind._fields if field not in _IGNORED)  # type: ignore[attr-defined]
+
+
 def _is_without_effect(statement: ast.stmt) -> bool:
     """Whether a statement is a docstring, another string that nobody reads, or ``pass``."""
     kind = type(statement)
@@ -361,16 +392,6 @@ def _is_without_effect(statement: ast.stmt) -> bool:
 def _is_type_checking(test: ast.expr) -> bool:
     return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
         isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
-
-
-def _uses_marker(tree: ast.AST, mark: str) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr == mark
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "mark"
-        for node in ast.walk(tree)
     )
 
 

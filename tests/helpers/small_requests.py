@@ -37,7 +37,7 @@ TRAINED = (
 )
 
 
-SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.25"))
+SHARE = float(os.environ.get("PLACER_EXAMPLES", "0.125"))
 """Of the drawn examples that a test names, so many are run; 1 or more for a change of the solver.
 """
 

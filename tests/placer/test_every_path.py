@@ -170,6 +170,7 @@ def test_a_profiled_and_placed_model_trains_and_is_taken_back(kind: str) -> None
     torch.testing.assert_close(model(inputs), whole(inputs), **CLOSE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("schedule", "turns", "recompute"),
     [
@@ -296,6 +297,7 @@ def test_several_threads_have_the_results_of_their_own_batches(kind: str) -> Non
             done.result(timeout=120)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "backend", ["gloo", pytest.param("nccl", marks=[pytest.mark.gpu, pytest.mark.quick])]
 )

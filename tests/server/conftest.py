@@ -120,7 +120,7 @@ def postgres(running_postgres: PostgresServer) -> str:
     return running_postgres.new_database()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.integration)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return a new database of each kind."""
     if request.param == "sqlite":

@@ -95,6 +95,7 @@ def test_a_job_that_took_the_service_down_each_time_is_given_up_and_says_so(
     assert "started 3 times" in reply.json()["detail"]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("how", "why"),
     [

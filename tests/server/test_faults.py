@@ -86,6 +86,7 @@ def test_what_a_full_disk_left_unwritten_is_solved_again_after_a_kill(tmp_path, 
     again.close()
 
 
+@pytest.mark.integration
 def test_while_postgres_is_away_requests_are_503_and_after_it_what_was_accepted_is_answered(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch, tmp_path
 ):
@@ -158,6 +159,7 @@ def test_callers_without_a_key_are_not_told_what_the_system_says(monkeypatch, se
     assert "secret-folder" in service_log.text
 
 
+@pytest.mark.integration
 def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_back(
     own_postgres, serve, solvers, request_body, wait_until, monkeypatch
 ):
@@ -181,6 +183,7 @@ def test_an_answer_that_was_found_while_postgres_was_away_is_written_when_it_is_
     engine.dispose()
 
 
+@pytest.mark.integration
 def test_the_process_ends_in_order_while_postgres_is_away(
     own_postgres, serve, solvers, request_body
 ):

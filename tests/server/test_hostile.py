@@ -80,7 +80,7 @@ def client(tmp_path_factory):
         yield client
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=160, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS"]),
     PATHS,

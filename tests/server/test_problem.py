@@ -147,6 +147,7 @@ def test_a_fault_is_not_counted_twice(request_body):
     assert "more" not in caught.value.detail
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "path", [POST, f"{POST}:batch", f"{POST}:evaluate", f"{POST}:compare", "/v1/profiles"]
 )
@@ -333,7 +334,7 @@ hostile = st.dictionaries(fields | st.text(max_size=50), json_values, max_size=6
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(hostile | st.binary(max_size=3000) | json_values.map(lambda v: json.dumps(v).encode()))
 def test_every_hostile_body_is_a_problem_of_at_most_4_kb_and_never_a_500(body):
     try:
@@ -346,7 +347,7 @@ def test_every_hostile_body_is_a_problem_of_at_most_4_kb_and_never_a_500(body):
         pytest.fail("no such body is a request")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.text(max_size=6000),
     st.lists(

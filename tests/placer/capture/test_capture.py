@@ -25,6 +25,7 @@ def _run(graph: LayerGraph, inputs: list[Any]) -> list[Any]:
     return [values[name] for name in graph.outputs]
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", [*SMALL, CASES["BertForMaskedLM"]], ids=str)
 def test_the_layers_one_after_another_compute_the_output_of_the_model(
@@ -139,6 +140,7 @@ def found(width):
 """
 
 
+@pytest.mark.exhaustive
 def test_the_hash_is_the_same_in_every_process_and_another_for_another_size() -> None:
     here: dict[str, Any] = {}
     exec(_HASH, here)

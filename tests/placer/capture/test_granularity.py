@@ -42,6 +42,7 @@ def _small_gpt() -> nn.Module:
 TOKENS = torch.randint(0, 20, (2, 8))
 
 
+@pytest.mark.exhaustive
 def test_auto_cuts_a_gpt_of_48_blocks_into_about_50_layers() -> None:
     model = gpt(layers=48, width=32, heads=2, context=8, vocabulary=50)
     names = _names(model, torch.randint(0, 50, (2, 8)), "auto")
@@ -133,6 +134,7 @@ def test_auto_cuts_resnet50_into_about_20_layers() -> None:
     assert 16 <= len(names) <= 24
 
 
+@pytest.mark.exhaustive
 def test_auto_cuts_inception_v3_into_about_20_layers() -> None:
     model = torchvision_models().inception_v3(weights=None, init_weights=False).eval()
     names = _names(model, torch.randn(2, 3, 96, 96), "auto")
@@ -202,6 +204,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("granularity", ["auto", "fine", "submodule", 2])
 def test_the_names_of_a_placement_give_the_same_layers_again(name: str, granularity: Any) -> None:
@@ -237,6 +240,7 @@ def test_identical_blocks_have_equal_signatures_and_others_have_not() -> None:
     assert len({layer.signature for layer in graph.layers}) > 1
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("changes", [{"width": 32}, {"heads": 4}, {"dropout": 0.1}])
 def test_another_size_or_operation_is_another_signature(changes: dict[str, Any]) -> None:
     assert _graph()["blocks.2"].signature != _graph(**changes)["blocks.2"].signature

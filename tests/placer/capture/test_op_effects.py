@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_random_if_it_moves_the_generator(name: str, training: bool) -> None:

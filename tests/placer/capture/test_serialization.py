@@ -72,6 +72,7 @@ def sent(graph):
     return Graph.model_validate_json(to_wire(graph).model_dump_json(exclude_defaults=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("half", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", MODELS)
@@ -103,6 +104,7 @@ def test_each_layer_computes_after_the_journey_what_it_computed_before(name, tra
         values.update(zip(layer.writes, before, strict=True))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rebuilt_graph_has_the_layers_values_and_state_of_the_captured_one(name):
     make, inputs = MODELS[name]

@@ -101,6 +101,7 @@ def test_a_trace_that_cannot_be_written_is_exit_code_2_and_what_was_measured_is_
     assert len(json.loads(answer.out)["devices"]) == 2
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_it_is_measured_compiled_where_that_is_asked_for(
     run: Run, placed: Callable[[bool], Path], monkeypatch: pytest.MonkeyPatch, training: bool

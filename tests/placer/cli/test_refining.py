@@ -77,6 +77,7 @@ def test_the_loss_is_the_one_that_is_named(
     assert [stage["loss_backward_ms"] > 0 for stage in only["stages"]] == [False, True]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

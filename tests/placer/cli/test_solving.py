@@ -333,6 +333,7 @@ def test_suggest_uses_as_many_devices_as_it_must(run: Run) -> None:
     assert len(set(devices.values())) == 2 and devices["net1"] == "cpu:1"
 
 
+@pytest.mark.exhaustive
 def test_suggest_places_whole_blocks_and_splits_ties_of_inference(run: Run) -> None:
     sizes = {"layers": 2, "width": 8, "heads": 2, "vocabulary": 11, "tied": True}
     given = [word for name, value in sizes.items() for word in ("--arg", f"{name}={value}")]
@@ -356,6 +357,7 @@ def test_suggest_places_whole_blocks_and_splits_ties_of_inference(run: Run) -> N
         assert answer.placement.contiguous == bool(more)
 
 
+@pytest.mark.exhaustive
 def test_suggest_counts_the_loss_as_a_profile_with_it_does(run: Run) -> None:
     loss = ("--loss", "torch.nn.functional:mse_loss", "--target", "4x5")
     asked = ("--objective", "memory", "--max-devices", "1")

@@ -59,6 +59,7 @@ def check(
     return parts
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("schedule", "library"),
     [
@@ -107,6 +108,7 @@ ROUND_AND_ROUND = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("schedule", "library"),
     [
@@ -123,6 +125,7 @@ def test_devices_that_are_left_and_come_back_to_hold_several_stages(
     assert [len(part["stages"]) for part in parts] == [4] * 4
 
 
+@pytest.mark.exhaustive
 def test_resnet18_has_the_unsplit_gradients_and_running_statistics(ranks: RankPool) -> None:
     check(ranks, models.small_resnet18, spread(models.small_resnet18), 2, "1f1b")
 
@@ -171,6 +174,7 @@ def test_a_frozen_beginning_gets_no_gradients(ranks: RankPool) -> None:
     check(ranks, models.frozen_beginning, spread(models.frozen_beginning), 4, "1f1b")
 
 
+@pytest.mark.exhaustive
 def test_bert_runs_with_keyword_arguments_and_its_own_result(ranks: RankPool) -> None:
     check(ranks, models.bert, spread(models.bert, 3, devices=2), 2, "1f1b")
 
@@ -279,6 +283,7 @@ def test_what_is_made_of_no_input_is_as_every_micro_batch_has_it_and_sizes_are_t
 _TRAINED = {"stem": "cpu:0", "norm": "cpu:0", "aux": "cpu:0", "body": "cpu:1", "head": "cpu:1"}
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     "moved", [{}, {"norm": "cpu:1"}, {"stem": "cpu:1", "norm": "cpu:0"}, {"body": "cpu:0"}]
 )

@@ -21,6 +21,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("make", RIGHT)
 def test_losses_and_gradients_are_those_of_the_whole_batch(

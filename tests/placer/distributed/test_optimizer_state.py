@@ -23,6 +23,7 @@ BARE = {"front": "cpu:0", "middle": "cpu:1", "back": "cpu:2"}
 TIED = {"embedding": "cpu:1", "mix": "cpu:0", "head": "cpu:2"}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused", "adamw+sgd"])
 @pytest.mark.parametrize(
     ("make", "places", "others"),

@@ -232,7 +232,10 @@ def _generating(name: str) -> tuple[Any, Any]:
     return twins(CASES[name].make, training=False)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", pytest.param("T5ForConditionalGeneration", marks=pytest.mark.exhaustive)],
+)
 def test_generate_gives_what_it_gives_unsplit(name: str) -> None:
     model, reference = _generating(name)
     with logical_devices(3):
@@ -249,6 +252,7 @@ def test_generate_gives_what_it_gives_unsplit(name: str) -> None:
         assert flow.not_captured_because == ""
 
 
+@pytest.mark.covering(every=2)
 def test_a_cache_stays_with_the_layers_that_fill_it() -> None:
     """Else half of it would be sent to and fro for every token."""
     model, _ = _generating("LlamaForCausalLM")
@@ -267,6 +271,7 @@ def test_a_cache_stays_with_the_layers_that_fill_it() -> None:
         assert places == [torch.device("cpu", 0), torch.device("cpu", 1)]
 
 
+@pytest.mark.exhaustive
 def test_where_calls_do_not_wait_generating_has_a_model_captured_three_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

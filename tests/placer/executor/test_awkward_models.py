@@ -21,6 +21,7 @@ X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
+@pytest.mark.covering
 @MODES
 @pytest.mark.parametrize("name", AWKWARD)
 def test_split_equals_unsplit(name: str, training: bool) -> None:
@@ -42,6 +43,7 @@ def test_a_model_without_modules_runs_on_the_output_device() -> None:
     assert_same(split, step(reference, reference, (X,), {}))
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_complex_skips_over_many_devices(seed: int) -> None:
     model, reference = twins(lambda: Skips(layers=7, features=4))

@@ -250,6 +250,7 @@ def _in_batch(output: Any, _: Any) -> Tensor:
     return negatives.log().mean()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("loss_fn", [_clip, _batch_hard, _in_batch])
 def test_a_loss_that_compares_samples_is_refused_with_chunks_and_right_without(
@@ -356,6 +357,7 @@ def test_unequal_numbers_of_ignored_labels_are_refused_or_weighed(path: str) -> 
     check_step(model, loss_fn, x, EQUAL, None, path, chunks=(1, 2))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -415,6 +417,7 @@ def test_a_model_that_computes_its_own_loss_is_refused_or_weighed(path: str) -> 
 # Batch dimensions.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model", [Tagger, Encoder])
 @pytest.mark.parametrize("length", [6, 4])
@@ -438,6 +441,7 @@ def test_sequence_first_models_are_refused_and_the_error_names_the_declaration(
     torch.testing.assert_close(flow(ids, chunks=1).to("cpu"), want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PATHS)
 def test_targets_of_sequence_first_models_are_cut_where_their_samples_lie(path: str) -> None:
     def last(y: Tensor, t: Tensor) -> Tensor:
@@ -560,6 +564,7 @@ def test_a_stream_of_sequence_first_batches_needs_one_capture() -> None:
 # Lists of samples.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("frames", [2, 4])
 def test_a_list_of_images_is_cut_by_its_items_once_declared(frames: int) -> None:
     model, images = Detector(), _images(frames)
@@ -708,6 +713,7 @@ def test_verification_can_be_turned_off(path: str) -> None:
 # What a step returns.
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 def test_a_step_returns_joined_outputs_and_values(path: str, chunks: int) -> None:

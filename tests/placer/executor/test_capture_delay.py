@@ -14,6 +14,7 @@ from placer.executor import model_captures
 from placer.executor.capture_delay import Waiting
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("seconds", "captures"), [(1.0, 0), (1e-9, 1)])
 def test_a_model_is_captured_when_its_calls_have_taken_as_long_on_hooks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, captures: int

@@ -81,6 +81,7 @@ def kept() -> Callable[[bool], CapturedOnce]:
     return cache(lambda reentrant: CapturedOnce(lambda: _Checkpointed(reentrant)))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fine", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -189,6 +190,7 @@ class _Overwriting(nn.Module):
         return result
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options", [{}, {"normalises": True}, {"beside": True}], ids=["", "norm", "beside"]
 )

@@ -109,6 +109,7 @@ def _of_own(model: nn.Module, x: Tensor, _: bool) -> Tensor:
     return Own.apply(model.mixed, x, *model.parameters()).pow(2).sum() + model.down(x).sum()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [Coder, Asks])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("is_inside", [True, False])

@@ -25,6 +25,7 @@ class Model(nn.Module):
         return {"y": self.last(torch.relu(self.norm(self.first(x)))), "size": 3}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("training", [True, False])
 def test_chunks_equal_an_unsplit_run_of_the_same_micro_batches(chunks: int, training: bool) -> None:
@@ -148,6 +149,7 @@ def test_a_constant_that_every_micro_batch_returns_is_returned(
         assert torch.equal(flow(X, chunks=2)["beside"].cpu(), constant(X))
 
 
+@pytest.mark.covering("is_hooked", "beside")
 @pytest.mark.parametrize(
     "beside",
     [

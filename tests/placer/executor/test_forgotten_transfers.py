@@ -135,6 +135,7 @@ def _caught(run: Callable[[], None]) -> bool:
     return False
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_with_all_its_transfers_equals_the_unsplit_one(name: str) -> None:
     make, inputs = MODELS[name]
@@ -146,6 +147,7 @@ def test_a_run_with_all_its_transfers_equals_the_unsplit_one(name: str) -> None:
     assert_same(split, step(reference, reference, inputs, {}))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forgotten_transfer_forwards_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +165,7 @@ def test_every_forgotten_transfer_forwards_is_caught(
     assert missed == []
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_forgotten_transfer_backwards_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +195,7 @@ def test_a_gradient_that_lands_on_a_parameter_of_another_device_is_caught() -> N
             (elsewhere * elsewhere).sum().backward()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_every_transfer_that_a_training_step_forgets_shows_in_its_loss_or_gradients(
     schedule: Any, monkeypatch: pytest.MonkeyPatch

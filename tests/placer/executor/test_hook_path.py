@@ -273,6 +273,7 @@ def _transformer_inputs(name: str) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 40, (2, 6))}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", REFUSED)
 @pytest.mark.parametrize("fine_grained", [True, False], ids=["fine", "submodule"])
 def test_a_refused_model_runs_split_with_the_same_results(
@@ -287,6 +288,7 @@ def test_a_refused_model_runs_split_with_the_same_results(
     assert_same(split, step(reference, reference, (X,), {}))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["OPT", "BART", "Whisper"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_transformers_with_layerdrop_run_split_with_the_same_results(name: str, seed: int) -> None:

@@ -152,6 +152,7 @@ RETURNING = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", RETURNING)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_every_kind_of_output_comes_back_as_the_model_returns_it(

@@ -101,6 +101,7 @@ def _split(model: nn.Module, *inputs: Tensor, chunks: int, outputs: Any = None) 
         return flow(*inputs, chunks=chunks, batch_options=options), flow.not_captured_because
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 3, 7])
 @pytest.mark.parametrize("way", EQUAL.values(), ids=EQUAL)
 def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) -> None:
@@ -113,6 +114,7 @@ def test_results_of_micro_batches_make_that_of_the_batch(way: Way, chunks: int) 
     torch.testing.assert_close(found, expected, check_device=False)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 7])
 @pytest.mark.parametrize(("way", "outputs"), DECLARED.values(), ids=DECLARED)
 def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> None:
@@ -126,6 +128,7 @@ def test_results_are_joined_as_declared(way: Way, outputs: Any, chunks: int) -> 
         _split(model, x, chunks=chunks, outputs=0)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("way", REFUSED.values(), ids=REFUSED)
 def test_what_only_all_samples_tell_is_refused(way: Way) -> None:
     for chunks in (2, 6):
@@ -157,6 +160,7 @@ class _Recurrent(nn.Module):
         return self.last(h), hidden, cells
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_hooked", [False, True])
 @pytest.mark.parametrize(("samples", "chunks"), [(4, 2), (6, 2), (5, 2), (5, 3)])
 def test_states_whose_second_dimension_is_the_batch_are_joined_there(

@@ -86,6 +86,7 @@ def _hook(module: nn.Module, args: Any, result: Any) -> None:
     """A graph would not run it."""
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("kind", "chunks"), [("captured", 1), ("captured", 2), ("hooked", 1)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_caller_finds_what_the_unsplit_model_leaves(name: str, kind: str, chunks: int) -> None:

@@ -12,12 +12,17 @@ from splitting import assert_split_equals_unsplit
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
+@pytest.mark.covering
 @MODES
+@pytest.mark.parametrize("kind", ["fine", "submodule", "placement"])
 @pytest.mark.parametrize("case", [*SMALL, *LANGUAGE], ids=str)
-def test_split_equals_unsplit_under_every_kind_of_map(case: Case, training: bool) -> None:
-    _compare(case, training, ["fine", "submodule", "placement"])
+def test_split_equals_unsplit_under_every_kind_of_map(
+    case: Case, kind: str, training: bool
+) -> None:
+    _compare(case, training, [kind])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "training", [True, pytest.param(False, marks=THOROUGH)], ids=["train", "eval"]
 )

@@ -97,6 +97,7 @@ def test_a_first_pass_that_fails_leaves_nothing(
             assert step(X, TARGET, chunks=CHUNKS).isfinite()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -186,6 +187,7 @@ def test_want_of_memory_holds_none_even_while_its_error_is_looked_at(
             pytest.fail("it did not fail")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fault", [_no_memory, lambda: ValueError("a fault")])
 @pytest.mark.parametrize("batch", [0, 2])
 def test_a_stream_that_fails_holds_its_error_no_longer_than_its_caller(
@@ -256,6 +258,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("make", [_Model, _Branching])
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.filterwarnings("ignore:the model is not captured")
@@ -284,6 +287,7 @@ def _replace_step(made: dict[str, Any]) -> None:
     made["step"] = made["flow"].train_step(functional.mse_loss)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("let_go", [_drop_step, _replace_step])
 def test_a_step_that_is_let_go_of_leaves_the_gradients_alone(

@@ -124,6 +124,7 @@ def test_a_length_and_a_batch_of_one_have_graphs_of_their_own() -> None:
     )
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("training", [True, False])
 def test_images_of_any_height_and_width(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(8, 8), (12, 8), (12, 10), (9, 15), (16, 4)]
@@ -164,6 +165,7 @@ class Asks(OfOneLength):
         return result
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("make", [Rounds, Asks])
 def test_what_cannot_be_captured_with_an_open_length_is_captured_for_each(make: Any) -> None:
     """It ran through hooks from the second length on, and with clones not at all."""
@@ -320,6 +322,7 @@ def test_calls_and_streams_of_many_lengths() -> None:
         torch.testing.assert_close(result.cpu(), reference(_ids(length)))
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "zero-bubble"])
 def test_training_steps_of_many_lengths(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss_fn(scores: Tensor, ids: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def _equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one.detach().cpu(), other.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("use", ["read", "write between"])
 def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: str) -> None:
@@ -47,6 +48,7 @@ def test_layers_on_several_devices_read_one_wherever_it_lies(where: str, use: st
     _equal(found, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("use", USES)
 def test_what_forward_writes_to_one_is_there_afterwards_in_micro_batches_too(

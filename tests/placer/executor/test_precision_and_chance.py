@@ -65,6 +65,7 @@ def mixed() -> CapturedOnce:
     return CapturedOnce(_Mixed, dtype=torch.float32)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_steps_under_autocast_and_without_take_turns(

@@ -33,11 +33,13 @@ NOT_PACKED = [name for name in QUANTISED if "packed" not in name]
 """What bitsandbytes has packed for calls in evaluation mode it cannot train through."""
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_all_that_a_layer_stores_moves_with_it_and_comes_back(kind: str) -> None:
     assert_moves_and_comes_back(QUANTISED[kind])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_placed_model_gives_what_the_unsplit_model_gives(kind: str) -> None:
     assert_runs(QUANTISED[kind])
@@ -80,6 +82,7 @@ def test_a_weight_that_the_first_call_packs_is_not_packed_by_a_look() -> None:
         torch.testing.assert_close(model(x), made()(x))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("kind", NOT_PACKED)
 def test_adapters_over_a_quantised_layer_train_as_in_the_unsplit_model(kind: str) -> None:
     assert_adapters_train_as_unsplit(QUANTISED[kind], "1f1b")

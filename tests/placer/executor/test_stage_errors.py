@@ -111,6 +111,7 @@ def _fails_in_the_second_step(
     return caught.value
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("micro_batch", [0, 2, CHUNKS - 1])
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -63,6 +63,7 @@ def _placed(model: nn.Module, **options: bool) -> DataFlow:
     return flow
 
 
+@pytest.mark.covering
 @MODELS
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_training_takes_micro_batches_in_turn(make: type[nn.Module], schedule: Order) -> None:
@@ -89,6 +90,7 @@ def test_training_takes_micro_batches_in_turn(make: type[nn.Module], schedule: O
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
+@pytest.mark.covering
 @MODELS
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("streamed", [True, False])

@@ -81,6 +81,7 @@ def _assert_all_are_served(make: type[nn.Module], way: str, devices: list[str]) 
             done.result(timeout=120)
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [_Net, _Branches])

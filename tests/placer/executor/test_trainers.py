@@ -118,6 +118,7 @@ def test_a_trainer_that_sees_two_gpus_would_wrap_a_model_elsewhere(
     assert len(wrapped) == 1  # else the tests below could not fail
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}])
 @pytest.mark.parametrize(
     "places",

@@ -102,6 +102,7 @@ def _placed(model: nn.Module) -> DataFlow:
     return flow
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("way", "change"),
     [

@@ -35,6 +35,7 @@ NO_COPY = "wrapper with a linear layer"
 """Its class implements no ``copy_``, which torch's ``load_state_dict`` needs."""
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_that_a_layer_stores_moves_with_it_and_comes_back(kind: str) -> None:
     assert_moves_and_comes_back(KINDS[kind])
@@ -45,6 +46,7 @@ def test_a_placed_model_gives_what_the_unsplit_model_gives(kind: str) -> None:
     assert_runs_as_unsplit(KINDS[kind])
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.captured])
 def test_clones_give_what_the_unsplit_model_gives_and_follow_its_changes(kind: str) -> None:
     x = batch_of(KINDS[kind])
@@ -69,6 +71,7 @@ def test_clones_of_a_model_that_is_not_captured_are_refused(kind: str) -> None:
             flow(batch_of(KINDS[kind]))
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != NO_COPY])
 def test_the_state_of_a_placed_model_is_loaded_into_it(kind: str) -> None:
     state = {name: value.clone() for name, value in model_of(KINDS[kind]).state_dict().items()}
@@ -80,6 +83,7 @@ def test_the_state_of_a_placed_model_is_loaded_into_it(kind: str) -> None:
         torch.testing.assert_close(flow(x).cpu(), unsplit(KINDS[kind]), **CLOSE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_over_a_frozen_layer_train_as_in_the_unsplit_model(

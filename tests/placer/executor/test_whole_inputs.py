@@ -173,6 +173,7 @@ def placed(model: nn.Module, **options: Any) -> DataFlow:
     return flow
 
 
+@pytest.mark.covering("case", "options")
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("options", [{}, {"enable_clone": True}], ids=["", "clone"])
 def test_a_call_in_micro_batches_gives_what_the_unsplit_model_gives(
@@ -186,6 +187,7 @@ def test_a_call_in_micro_batches_gives_what_the_unsplit_model_gives(
     torch.testing.assert_close(result.cpu(), expected.detach().cpu())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("whole_needs_a_gradient", [False, True])
 def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(
@@ -208,6 +210,7 @@ def test_a_step_in_micro_batches_makes_the_gradients_of_the_unsplit_model(
         torch.testing.assert_close(inputs[1].grad.cpu(), theirs[1].grad.cpu())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("name", PARTS)
 def test_what_nothing_in_the_graph_ties_to_another_size_is_a_part_of_the_batch(

@@ -110,6 +110,7 @@ def _waiting(slot: TrainingSlot) -> dict[str, int]:
     return {layer: sum(sizes.values()) for layer, sizes in storages.items()}
 
 
+@pytest.mark.covering(every=3, first=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_profile_says_what_the_weight_passes_of_a_step_wait_with(
     name: str, monkeypatch: pytest.MonkeyPatch

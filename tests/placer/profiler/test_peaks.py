@@ -55,6 +55,7 @@ def _with_gradients(model: nn.Module) -> list[Tensor]:
     ]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_peaks_where_its_profile_says(name: str) -> None:
     model, x = MODELS[name]()
@@ -95,6 +96,7 @@ def test_a_training_step_with_its_loss_peaks_where_its_profile_says(vocabulary: 
     )
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("name", "granularity"), [("resnet18", "auto"), ("unet", "submodule"), ("gpt", "fine")]
 )
@@ -171,6 +173,7 @@ def _peaks(
     return {place: held.peaks[place] for place in places}
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "cuts"), [("gpt", (3, 6)), ("unet", (3, 12)), ("unet", (12, 30))], ids=str
 )
@@ -184,6 +187,7 @@ def test_every_device_of_an_inference_peaks_where_its_placement_says(
         assert _beside_state(placement) == _peaks(model.eval(), (x,), placement, training=False)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize(
     ("name", "cuts"), [("gpt", (3, 6)), ("unet", (12, 30)), ("unet", (13, 43))], ids=str
 )
@@ -237,6 +241,7 @@ class _Skip(nn.Module):
         return result
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("cuts", [(6, 6), (5, 6), (1, 6), (2, 6)], ids=str)
 def test_all_of_a_gradient_is_held_while_a_slice_of_it_waits_for_an_earlier_reader(
     cuts: tuple[int, ...],

@@ -54,6 +54,7 @@ class Tables(nn.Module):
         return x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("where", ["attribute", "list", "class", "variable"])
 def test_a_plain_tensor_is_in_a_profile_what_a_buffer_is(where: str, training: bool) -> None:

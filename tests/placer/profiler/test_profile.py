@@ -65,6 +65,7 @@ def _saved_by_the_whole(model: nn.Module, run: Callable[[], Any]) -> int:
     return sum(saved.values())
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("model", "x", "granularity"),
     [
@@ -354,6 +355,7 @@ def test_a_profile_says_what_it_was_made_of() -> None:
     assert Profile.model_validate_json(found.to_json()) == found
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_two_hundred_layers_is_small() -> None:
     found = quick_profile(
         zoo.gpt(layers=25, width=32, heads=2, context=16, vocabulary=50),

@@ -92,6 +92,7 @@ class Tied(nn.Module):
         return result
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_second_profile_captures_nothing_and_says_the_same(

@@ -67,6 +67,7 @@ def _most_held(layers: int, training: bool) -> int:
     return held.most
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_held_does_not_grow_with_the_depth_of_the_model(training: bool) -> None:
     assert _most_held(9, training) == _most_held(3, training)

@@ -31,6 +31,7 @@ def stored_bytes(kind: Kind, layer: nn.Module) -> int:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_that_are_stored(kind: str, training: bool) -> None:

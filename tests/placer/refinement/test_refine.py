@@ -80,6 +80,7 @@ def test_of_several_sizes_of_micro_batches_the_one_that_was_placed_is_corrected(
     )
 
 
+@pytest.mark.exhaustive
 def test_refining_runs_among_logical_devices() -> None:
     with logical_devices(2):
         found = refined_by_flops(

@@ -55,6 +55,7 @@ def test_the_stages_of_a_training_step_do_together_what_the_model_does() -> None
     assert sum(layer.backward_ms[kind] for layer in found.profile.layers) == pytest.approx(backward)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_stages_are_measured_compiled_where_that_is_asked_for(training: bool) -> None:
     compiled = []
@@ -121,6 +122,7 @@ def test_the_halves_of_a_backward_pass_are_measured_where_the_schedule_has_them(
     assert [stage.backward_ms for stage in refined.rounds[0].stages] == [3 * one, 4 * one]
 
 
+@pytest.mark.exhaustive
 def test_what_runs_forwards_twice_is_measured_as_it_is_reckoned_once() -> None:
     """The second pass forwards is the placement's, not the layers': the solver adds it, and so it
     did twice."""

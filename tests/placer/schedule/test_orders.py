@@ -79,7 +79,7 @@ def test_with_one_stage_a_device_there_is_the_room_that_memory_is_reckoned_by(
     assert plan(schedule, range(stages), chunks).in_flight == wanted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 7), data=st.data())
 def test_an_interleaved_order_that_knows_of_transfers_runs_all_after_what_it_waits_for(
     chunks, data, strategies, clock
@@ -121,7 +121,7 @@ def test_an_interleaved_order_that_knows_of_transfers_runs_all_after_what_it_wai
     assert clock(pipeline, found) < inf
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     times=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     wait=st.integers(0, 9),
@@ -167,7 +167,7 @@ def test_what_is_no_room_for_each_stage_is_refused(room):
         plan("interleaved", [0, 1, 0], 4, room=room)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 9), data=st.data())
 def test_zero_bubble_runs_every_pass_in_whatever_room_it_is_given(chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
@@ -189,7 +189,7 @@ def test_zero_bubble_runs_every_pass_in_whatever_room_it_is_given(chunks, data, 
     assert step_ms(pipeline, found) == pytest.approx(clock(pipeline, found))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 12), data=st.data())
 def test_no_input_half_works_in_a_memory_that_a_weight_half_still_reads(chunks, data, strategies):
     """Micro-batch m has slot m modulo the room; slots that share a memory must not be between
@@ -280,7 +280,7 @@ def _drawn(timeline, stage):
     return "".join(row).rstrip(".")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 9), data=st.data())
 def test_an_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
@@ -291,7 +291,7 @@ def test_an_order_that_knows_of_transfers_makes_no_step_longer(chunks, data, str
     assert told.in_flight == blind.in_flight
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 7), data=st.data())
 def test_an_interleaved_order_that_knows_of_transfers_makes_no_step_longer(
     chunks, data, strategies, clock
@@ -317,7 +317,7 @@ def test_an_order_that_knows_of_transfers_hides_them(clock):
     assert told < 0.98 * blind
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=st.integers(1, 6), data=st.data())
 def test_no_pass_begins_where_one_that_somebody_waits_for_is_ready(chunks, data, strategies):
     drawn = data.draw(strategies.pipelines(alone=True))
@@ -390,7 +390,7 @@ def test_a_device_with_the_first_stage_and_the_last_leaves_to_the_end_what_nobod
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chunks=SIZES, data=st.data())
 def test_every_interleaved_order_runs_every_pass_once_after_what_it_waits_for(
     chunks, data, strategies

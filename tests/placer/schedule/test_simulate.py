@@ -20,7 +20,7 @@ def planned(pipeline, schedule, chunks, **options):
     return plan(schedule, pipeline.places, chunks, **times, **options)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=160, deadline=None)
 @given(schedule=SCHEDULES, chunks=SIZES, training=st.booleans(), data=st.data())
 def test_a_clock_agrees(schedule, chunks, training, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines())
@@ -28,7 +28,7 @@ def test_a_clock_agrees(schedule, chunks, training, data, strategies, clock):
     assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedule=st.sampled_from(["1f1b", "zero-bubble"]), chunks=SIZES, data=st.data())
 def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data, strategies, clock):
     pipeline = data.draw(strategies.pipelines(alone=True))
@@ -37,7 +37,7 @@ def test_a_clock_agrees_where_every_device_has_one_stage(schedule, chunks, data,
         assert step_ms(pipeline, found) == clock(pipeline, found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     schedule=SCHEDULES,
     chunks=SIZES,

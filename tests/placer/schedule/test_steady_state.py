@@ -18,7 +18,7 @@ def planned(pipeline, schedule, chunks, **options):
     return plan(schedule, pipeline.places, chunks, **times, **options)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=48, deadline=None)
 @given(schedule=SCHEDULES, chunks=st.integers(1, 4), training=st.booleans(), data=st.data())
 def test_it_is_what_a_clock_shows_over_many_steps(
     schedule, chunks, training, data, strategies, ends_of
@@ -35,7 +35,7 @@ def test_it_is_what_a_clock_shows_over_many_steps(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(schedule=SCHEDULES, chunks=SIZES, training=st.booleans(), data=st.data())
 def test_both_ways_to_find_it_agree(schedule, chunks, training, data, strategies):
     pipeline = data.draw(strategies.pipelines())

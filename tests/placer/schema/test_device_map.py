@@ -72,6 +72,7 @@ LANGUAGE_MODELS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "resnet18"])
 @pytest.mark.parametrize("granularity", ["auto", "fine", "blocks"])
 def test_every_parameter_lies_in_a_module_of_the_map_as_accelerate_wants_it(
@@ -120,6 +121,7 @@ def test_modules_are_named_as_large_as_their_parts_allow() -> None:
     assert together.device_map(model) == {"": 3}
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_accelerate_runs_whole_blocks_on_several_devices(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -202,6 +204,7 @@ class _Wrapper(nn.Module):
             return getattr(self.base_model, name)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_blocks_of_a_model_in_a_wrapper_stay_whole(hands_on: bool) -> None:
     model = _Wrapper(_llama(), hands_on)
@@ -281,6 +284,7 @@ def test_a_tied_parameter_on_two_devices_is_refused_as_accelerate_keeps_it_on_on
         accelerate.dispatch_model(copy.deepcopy(model), places)(torch.tensor([[1, 2]]))
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_tied_language_model_is_placed_as_a_chain_of_whole_blocks_with_a_valid_map(
     training: bool,

@@ -121,6 +121,7 @@ def test_split_tied_is_true_or_false() -> None:
         placer.suggest(_profile(), split_tied="no")
 
 
+@pytest.mark.exhaustive
 def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit_model_does() -> (
     None
 ):
@@ -154,6 +155,7 @@ def test_embeddings_that_are_split_are_cut_like_a_chain_and_train_as_the_unsplit
         assert loss == pytest.approx(expected.item(), rel=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_profile_tells_what_layers_share(training: bool, frozen: bool) -> None:
@@ -210,6 +212,7 @@ class _Tied(torch.nn.Module):
         return self.head(torch.tanh(self.body(x)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("how", ["call", "chunks", "stream", "applied"])
 def test_split_ties_give_in_inference_what_the_unsplit_model_gives(how: str, hooks: bool) -> None:

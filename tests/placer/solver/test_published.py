@@ -53,6 +53,7 @@ def test_ideals_that_are_too_many_are_asked_for_again_a_little_below(neurips20):
     assert placement.objective_value == pytest.approx(neurips20.OPTIMA_ON_16[name], rel=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_prices_that_a_known_set_is_worth_too_much_by_do_not_end_the_search_for_a_bound(neurips20):
     # Without sets that fit in its box the covering program has no end; taken for a yes, that
     # stopped at 238.1 ms.

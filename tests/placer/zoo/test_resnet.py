@@ -10,6 +10,7 @@ from placer.zoo import resnet
 NAMES = ["resnet18", "resnet50", "resnet101"]
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_has_torchvisions_names_and_initial_values(
     name: str, torchvision_models: ModuleType
@@ -23,6 +24,7 @@ def test_state_has_torchvisions_names_and_initial_values(
         torch.testing.assert_close(ours[key], value, rtol=0, atol=0)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_output_and_gradients_equal_torchvisions(name: str, torchvision_models: ModuleType) -> None:
     theirs = getattr(torchvision_models, name)(num_classes=10).double()

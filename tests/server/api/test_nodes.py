@@ -35,6 +35,7 @@ def test_a_node_is_registered_listed_and_forgotten(serve):
     assert client.delete("/v1/nodes/a").status_code == 404
 
 
+@pytest.mark.integration
 def test_a_node_outlives_the_service_and_is_seen_by_replicas(serve, database):
     serve(database=database).put("/v1/nodes/a", json=NODE)
     assert [node["name"] for node in serve(database=database).get("/v1/nodes").json()["nodes"]] == [

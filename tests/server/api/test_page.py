@@ -19,6 +19,8 @@ from placer_server.app import background
 from placer_server.openapi import examples
 from placer_server.settings import Settings
 
+pytestmark = pytest.mark.integration
+
 needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"
 )

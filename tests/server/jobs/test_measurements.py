@@ -145,6 +145,7 @@ def test_a_graph_that_takes_more_memory_than_allowed_is_422_and_the_service_goes
     assert client.get("/readyz").status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_graph_that_takes_too_long_is_killed(serve, graph_body, monkeypatch):
     pids, start = [], CONTEXT.Process.start
 
@@ -266,7 +267,7 @@ OPERATIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(OPERATIONS, max_size=3), st.lists(ARGUMENTS, max_size=2))
 def test_whatever_a_graph_holds_its_reader_says_what_is_wrong_or_takes_it(steps, results):
     from placer.errors import InputError

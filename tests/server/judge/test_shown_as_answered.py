@@ -110,6 +110,7 @@ def single_device_ms(request: PlacementRequest, placement: Placement) -> float:
     return placement.chunks * (forward + backward) + optimizer
 
 
+@pytest.mark.exhaustive
 @examples(240)
 @given(request=requests(), stops=st.sampled_from(STOPS))
 def test_what_is_shown_follows_the_placement_for_every_objective_and_schedule_stopped_or_not(
@@ -186,6 +187,7 @@ def test_zero_bubble_is_shown_with_the_room_that_memory_leaves(memory_bytes, obj
         assert held[one.device] <= placement.in_flight[one.stage]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("model", ["inception", "unet", "gpt2"])
 @pytest.mark.parametrize("stops", [at_once, split])
 def test_of_a_stopped_answer_the_batch_that_it_describes_is_shown(model, stops):

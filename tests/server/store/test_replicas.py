@@ -208,6 +208,7 @@ def test_a_profile_goes_with_the_last_of_its_placements(database):
     store.close()
 
 
+@pytest.mark.integration
 def test_a_password_is_in_no_error(postgres):
     url = postgres.replace("placer@", "placer:hunter2@").rpartition("/")[0] + "/nowhere"
     with pytest.raises(StoreError) as caught:
@@ -329,6 +330,7 @@ def test_a_start_leaves_the_jobs_of_every_living_service_alone(start, request_bo
     assert second.client.delete(where).json()["objective_value"] == 7.0
 
 
+@pytest.mark.integration
 def test_a_graph_that_a_killed_service_accepted_is_measured_by_the_other(start, database):
     body = examples.graphs()["one layer"]["value"]
     second = start("quick", database=database, lease_s=1)

@@ -50,6 +50,7 @@ def test_a_new_answer_replaces_the_old(database):
     assert Store(database, keep=10).get("a") == answer(b"2")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("before", "after", "version", "kept"),
     [

@@ -153,6 +153,7 @@ def test_a_new_database_is_stamped_with_its_version_and_opened_again(database):
     engine.dispose()
 
 
+@pytest.mark.integration
 def test_replicas_that_start_together_make_the_tables_once(postgres):
     failed = []
 

@@ -29,6 +29,7 @@ def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs if kwargs else args
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_batch_gives_what_the_unsplit_model_gives(name: str) -> None:
     model, whole = twins(CASES[name].make, training=False)
@@ -187,6 +188,7 @@ def test_clones_stream_too() -> None:
         assert_close(list(flow.stream(batches)), unsplit(model, batches))
 
 
+@pytest.mark.exhaustive
 def test_in_training_mode_running_statistics_are_those_of_one_batch_after_another() -> None:
     model, whole = twins(resnet18)
     batches = [torch.randn(4, 3, 32, 32, dtype=torch.float64) for _ in range(4)]

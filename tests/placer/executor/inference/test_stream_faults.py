@@ -142,6 +142,7 @@ def _caught(flow: DataFlow, batches: list[Tensor], expected: list[Tensor]) -> bo
     )
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("make", [Skips, lambda: unet(width=2)], ids=["skips", "unet"])
 def test_every_transfer_that_is_forgotten_shows_in_a_result(
     make: Any, monkeypatch: pytest.MonkeyPatch

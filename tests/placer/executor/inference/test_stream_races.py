@@ -87,6 +87,7 @@ def _flow(model: nn.Module, seed: int | None) -> DataFlow:
     return flow
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", [None, 0, 1], ids=["parts", "anyhow", "anyhow else"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_two_accesses_to_one_tensor_have_an_order(
@@ -105,6 +106,7 @@ def test_shapes_that_give_way_to_others_give_their_memory_back_when_nothing_uses
     assert races.found == []
 
 
+@pytest.mark.exhaustive
 def test_every_place_in_the_code_that_waits_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     sites = _stream(monkeypatch, "skips", 0).sites
     idle = [site for site in sorted(sites) if not _stream(monkeypatch, "skips", 0, deaf=site).found]

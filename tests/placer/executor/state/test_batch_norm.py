@@ -80,6 +80,7 @@ def _same_buffers(model: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(mine.cpu(), its, atol=1e-10, rtol=1e-10, msg=name)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -207,6 +208,7 @@ class _Shared(nn.Module):
         return result
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_buffers_that_two_devices_change_have_one_owner(chunks: int, schedule: Order) -> None:

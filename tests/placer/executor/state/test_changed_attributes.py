@@ -127,6 +127,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return count_captures(monkeypatch)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_a_call_reads_what_was_changed(change: Callable[[Model], object], chunks: int) -> None:
@@ -142,6 +143,7 @@ def test_a_call_reads_what_was_changed(change: Callable[[Model], object], chunks
         assert flow.not_captured_because == ""
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_training_step_reads_what_was_changed(change: Callable[[Model], object]) -> None:
     with logical_devices(2):
@@ -162,6 +164,7 @@ def test_a_training_step_reads_what_was_changed(change: Callable[[Model], object
         assert len(step.pipelines) == 1  # of the model as it was nothing is kept
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_stream_reads_what_was_changed(change: Callable[[Model], object]) -> None:
     with logical_devices(2), torch.no_grad():

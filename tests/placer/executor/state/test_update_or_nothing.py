@@ -147,14 +147,20 @@ def no_detours() -> Iterator[None]:
     devices.set_detours(before)
 
 
+@pytest.mark.parametrize(
+    "moments",
+    ["one of three", pytest.param("first, middle and last", marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.parametrize("clones", [False, True], ids=["moved", "cloned"])
-def test_a_failure_before_any_line_changes_nothing(clones: bool) -> None:
+def test_a_failure_before_any_line_changes_nothing(clones: bool, moments: str) -> None:
+    """Of a line that runs many times, the first, the middle and the last time: in turn, or each."""
     with logical_devices(3):
         flow, _, users = _trained(clones)
         with _failing_before(None) as seen:
             flow.update_flow(OTHER, optimizer=users)
-        for line, times in seen.items():
-            for time in {1, (times + 1) // 2, times}:
+        for number, (line, times) in enumerate(seen.items()):
+            three = (1, (times + 1) // 2, times)
+            for time in {three[number % 3]} if moments == "one of three" else set(three):
                 devices.set_detours([])
                 flow, ours, users = _trained(clones)
                 before = _whole_state(flow, ours, users)

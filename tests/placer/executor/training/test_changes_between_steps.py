@@ -65,6 +65,7 @@ class Trained:
             torch.testing.assert_close(ours.detach().cpu(), theirs.detach())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("frozen_first", [True, False])
 @pytest.mark.parametrize("part", ["first", "middle"])
 def test_a_layer_that_is_frozen_or_thawed(part: str, frozen_first: bool) -> None:

@@ -87,6 +87,7 @@ def _train(schedule: Order, backend: Any, size: int = 8, **options: Any) -> Trai
     return step
 
 
+@pytest.mark.exhaustive
 def test_every_segment_is_compiled_for_its_own_shapes_alone() -> None:
     """Torch tells functions apart by file and line, and takes sizes that differ between two of them
     for variable."""
@@ -115,6 +116,7 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_stages, "_trial_ms", faster)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("size", [8, 11])
 @pytest.mark.usefixtures("always_faster")
@@ -229,6 +231,7 @@ class _Aside(nn.Module):
         return self.last(y), self.aside(y) + z
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.usefixtures("always_faster")
 def test_what_the_loss_does_not_depend_on_has_no_gradient_compiled_either(schedule: Order) -> None:
@@ -315,6 +318,7 @@ def test_the_loss_is_compiled_with_the_last_segment() -> None:
     assert any("mse_loss" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(
     ("times", "told"), [([1, 2, 1, 2, 0.5], "the loss alone: 0.5"), ([2, 1, 2, 1, 3], "")]
 )

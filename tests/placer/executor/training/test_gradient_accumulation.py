@@ -57,6 +57,7 @@ def _same_parameters(model: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "fill-drain", "zero-bubble"])
 @pytest.mark.parametrize(("size", "chunks"), [(7, 2), (10, 4), (14, 5), (11, 3)])
 def test_a_smaller_last_micro_batch_counts_by_its_size(
@@ -254,6 +255,7 @@ def _scaled(
     return model, whole, one, other
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("infinite", [None, 1])
 @pytest.mark.parametrize("optimizer", [_momentum, _fused])

@@ -99,6 +99,7 @@ def kept() -> Callable[[Callable[[], nn.Module], bool], CapturedOnce]:
     return cache(kept)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

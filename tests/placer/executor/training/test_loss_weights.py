@@ -88,6 +88,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Tensor], Callable[[], Tensor]]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("chunks", [1, 3, 5])
 @pytest.mark.parametrize("hooked", [False, True])

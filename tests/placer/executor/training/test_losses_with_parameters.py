@@ -48,6 +48,7 @@ def _consistency(model: nn.Module, run: Run) -> Callable[[Any, Any], Tensor]:
     return loss
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", [[], ["cpu:1"]])
 @pytest.mark.parametrize("make", [_decay, _consistency])

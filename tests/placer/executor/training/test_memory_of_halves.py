@@ -138,6 +138,7 @@ CUTS = {
 }
 
 
+@pytest.mark.covering(every=5, first=3)
 @pytest.mark.parametrize(
     ("name", "cuts"), [*((name, "halves") for name in MODELS), ("unet", "two read a value")]
 )

@@ -76,6 +76,7 @@ SAME: dict[str, tuple[Any, Make]] = {
 }
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("profiled", "make"), SAME.values(), ids=SAME)
 def test_an_optimizer_with_as_much_memory_is_not_warned_of(profiled: Any, make: Make) -> None:
     model = _model()
@@ -103,6 +104,7 @@ OTHER: dict[str, tuple[Any, Make, int, int]] = {
 }
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize(("profiled", "make", "needed", "assumed"), OTHER.values(), ids=OTHER)
 def test_an_optimizer_with_other_memory_is_warned_of_with_both_amounts(
     profiled: Any, make: Make, needed: int, assumed: int

@@ -73,6 +73,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": biases, "lr": 0.02}]
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", WAYS)
 def test_three_steps_equal_the_unsplit_models(name: str) -> None:
     kind, options = WAYS[name]
@@ -289,6 +290,7 @@ def _pair(model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_a_list_of_optimizers_steps_as_they_do_one_by_one(

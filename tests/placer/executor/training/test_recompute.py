@@ -92,6 +92,7 @@ def awkward() -> CapturedOnce:
     return CapturedOnce(_Awkward)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "places", [(0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 0)], ids=["in order", "back and forth"]
 )

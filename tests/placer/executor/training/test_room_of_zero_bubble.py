@@ -106,6 +106,7 @@ def _check(step: TrainStep, flow: DataFlow, size: int, chunks: int) -> TrainingP
     return pipeline
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("size", [12, 11], ids=["even", "uneven"])
 def test_losses_and_gradients_are_those_of_the_unsplit_model_in_every_room(
@@ -154,6 +155,7 @@ def _solved(objective: str, memory_bytes: int) -> Placement:
     return solve(request.model_copy(update={"objective": objective}))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("objective", ["step", "throughput"])
 @pytest.mark.parametrize(
     ("memory_bytes", "room"), [(51, (4, 3, 3, 4)), (60, (4, 4, 4, 5)), (10_000, (6, 6, 6, 6))]

@@ -42,6 +42,7 @@ def _twice(value: Any) -> Any:
     return torch.cat([value, value.flip(0)]) if isinstance(value, Tensor) and value.dim() else value
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [("interleaved", []), ("zero-bubble", [0, 1, 2])]
 )

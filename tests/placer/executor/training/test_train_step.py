@@ -161,6 +161,7 @@ def _in_order(index: int, count: int) -> int:
     return index * 3 // count
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_steps_equal_the_unsplit_models_over_the_same_micro_batches(
@@ -181,6 +182,7 @@ def _and_back(index: int, count: int) -> int:
     return (0, 1, 2, 1, 0, 2)[index * 6 // count]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("places", [_in_rounds, _and_back])
 @pytest.mark.parametrize(
     ("name", "chunks"), [("unet", 4), ("tied gpt", 4), ("tied gpt", 8)]
@@ -191,6 +193,7 @@ def test_interleaved_segments_train_as_the_unsplit_model(
     compare(name, "interleaved", places, chunks=chunks)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["unet", "tied gpt"])
 def test_interleaved_segments_whose_transfers_are_timed_train_as_the_unsplit_model(
@@ -487,6 +490,7 @@ def test_a_step_makes_gradients_though_none_are_made_around_it(captured: bool) -
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("frozen", [slice(0, 2), slice(2, 4), slice(4, 6)])
 def test_a_device_all_of_whose_layers_are_frozen_trains_nothing_and_lets_gradients_through(

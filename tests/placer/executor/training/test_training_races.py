@@ -143,6 +143,7 @@ CASES: list[tuple[str, Order, int, int | None]] = [
 are uneven."""
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_two_accesses_to_one_tensor_have_an_order(
     case: tuple[str, Order, int, int | None], kept: Kept, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +153,7 @@ def test_every_two_accesses_to_one_tensor_have_an_order(
     assert len(races.sites) >= 4
 
 
+@pytest.mark.exhaustive
 def test_every_place_in_the_code_that_waits_is_needed(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ class _Stopped(nn.Module):
         return self.four(x)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", [[], [0, 1, 2, 3]])
 @pytest.mark.parametrize("size", [8, 7])

@@ -197,6 +197,7 @@ def _assert_two_steps_equal(
         torch.testing.assert_close(ours.cpu(), theirs, msg=name)
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings(IN_TURN)
 @RECOMPUTE
 @SCHEDULES

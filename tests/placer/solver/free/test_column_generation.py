@@ -204,6 +204,7 @@ def attention(blocks):
     )
 
 
+@pytest.mark.exhaustive
 def test_sixteen_blocks_are_proven_in_a_unit_of_work():
     # With several sets a turn, each looked for among all that are worth little, it was 22.600 of
     # 22.750 by then.

@@ -19,6 +19,7 @@ from placer.solver.reduce import reduced
 FREE = Constraints(contiguous=False)
 
 
+@pytest.mark.covering(every=4)
 @pytest.mark.parametrize("seed", range(20))
 def test_however_nodes_are_shared_out_some_device_holds_as_much(seed):
     random = Random(seed)
