@@ -20,6 +20,7 @@ def key_of(body):
     return PlacementRequest.model_validate(body).content_hash()
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_what_a_service_accepted_is_answered_by_its_next_start(start, request_body, sig):
     first = start("until_stopped")

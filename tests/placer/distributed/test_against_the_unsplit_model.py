@@ -130,6 +130,7 @@ def test_resnet18_has_the_unsplit_gradients_and_running_statistics(ranks: RankPo
     check(ranks, models.small_resnet18, spread(models.small_resnet18), 2, "1f1b")
 
 
+@pytest.mark.exhaustive
 def test_the_skips_of_a_unet_pass_through_every_stage_between(ranks: RankPool) -> None:
     places = spread(models.small_unet)
     # a skip joins them

@@ -235,6 +235,7 @@ def test_a_placement_for_two_hosts_runs_on_the_processes_of_two_nodes(
     assert reported([loss for _, loss in parts]) == pytest.approx(losses[0], abs=1e-10)
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_are_profiled_placed_on_and_trained_on(ranks: RankPool) -> None:
     pinned = {"0": "node9/cpu:1", "2": "node7/cpu:0", "5": "node9/cpu:0", "7": "node7/cpu:1"}
     hosts = ["node7", "node7", "node9", "node9"]

@@ -647,6 +647,7 @@ class _WritesToAView(nn.Module):
         return h
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("name", [*_WRITES, *_BITWISE])
 def test_what_is_written_in_place_is_there_whatever_device_it_came_from(name: str) -> None:
     """``|=`` and the like, and ``out=``, wrote to a copy on the other device."""

@@ -145,6 +145,7 @@ KEPT_TENSORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("way", KEPT_TENSORS)
 def test_what_forward_keeps_is_that_of_each_call(way: str) -> None:
     model, kept = Net(way), KEPT_TENSORS[way]

@@ -41,6 +41,7 @@ def test_all_that_a_layer_stores_moves_with_it_and_comes_back(kind: str) -> None
     assert_moves_and_comes_back(KINDS[kind])
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_placed_model_gives_what_the_unsplit_model_gives(kind: str) -> None:
     assert_runs_as_unsplit(KINDS[kind])

@@ -173,7 +173,7 @@ def placed(model: nn.Module, **options: Any) -> DataFlow:
     return flow
 
 
-@pytest.mark.covering("case", "options")
+@pytest.mark.covering
 @pytest.mark.parametrize("chunks", [2, 3, B])
 @pytest.mark.parametrize("options", [{}, {"enable_clone": True}], ids=["", "clone"])
 def test_a_call_in_micro_batches_gives_what_the_unsplit_model_gives(

@@ -216,6 +216,7 @@ def test_blocks_of_a_model_in_a_wrapper_stay_whole(hands_on: bool) -> None:
         _placed(**where).device_map(model)
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_all_models_that_a_model_is_made_of_stay_whole() -> None:
     """A vision-language model: its parts name classes of their own."""
     library = transformers()

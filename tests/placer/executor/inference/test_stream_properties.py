@@ -46,7 +46,7 @@ ROOM = st.none() | st.integers(1, 6)
 
 
 @settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(places=PLACES, sizes=SIZES, in_flight=ROOM)
 def test_one_stream_gives_what_the_unsplit_model_gives(
@@ -61,7 +61,7 @@ def test_one_stream_gives_what_the_unsplit_model_gives(
 
 
 @settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(
     places=PLACES,

@@ -25,6 +25,7 @@ def test_merging_for_more_than_the_optimum_keeps_it_too(enumerated):
         assert best_of(problem, merged(problem, nodes, 1.3 * best)) == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.covering(every=3)
 @pytest.mark.parametrize("looks", [0, 1, 3])
 def test_merging_that_is_cut_short_keeps_it_too(enumerated, looks):
     for problem, nodes, best in enumerated:

@@ -149,6 +149,7 @@ def test_sizes_keep_their_bytes_though_their_multiples_have_a_common_divisor():
     assert PlacementModel(problem, reduced(problem)).solve(Limits(60)).bound == 2 * 1 + 1 + 3
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_stages_fit_in_what_the_assignment_needs_and_not_in_a_byte_less(seed, training_problem):
     random = Random(seed)

@@ -31,6 +31,7 @@ def holds(placement, best):
     return placement.status != "infeasible" and bounded and within
 
 
+@pytest.mark.covering(every=2)
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_no_step_is_shorter_and_the_bound_holds(first):
     for seed in range(first, first + 10):
