@@ -9,7 +9,8 @@ the documentation) or ``exhaustive`` (further cases of tests that ``make test`` 
 ``tests/integration-record.json``; see ``run_record`` for its hashes:
 
     {"tests/docker": {"hash": "...", "text": "...", "python": "3.12.3", "torch": "2.11.0",
-                      "passed": 12, "failed": 0, "skipped": 0, "seconds": 8.1, "date": "2026-11-26"}}
+                      "passed": 12, "failed": 0, "skipped": 0, "seconds": 8.1,
+                      "date": "2026-11-26"}}
 
 A run records each folder as soon as it has ended, so that a run which is killed loses one folder;
 naming folders splits a run into several. The hashes cover Python code, as those of GPU tests do,

@@ -208,7 +208,8 @@ def test_other_versions_of_python_give_every_folder_the_same_hash() -> None:
     others = _other_pythons()
     if not others:
         pytest.skip("no other version of Python is installed")
-    program = "import sys; from pathlib import Path; from module_hashes import Sources; s = Sources(Path(sys.argv[1]));"
+    program = "import sys; from pathlib import Path; from module_hashes import Sources; "
+    program += "s = Sources(Path(sys.argv[1]));"
     program += "print(*sorted(s.hash_of(folder) for folder in s.marked_tests))"
     answers = {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")}

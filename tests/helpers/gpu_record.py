@@ -67,7 +67,8 @@ def outdated(record: Mapping[str, list[Entry]], sources: Sources) -> list[str]:
             lines.append(f"{folder}: has a record, but no GPU tests; remove it from {FILE}")
             continue
         for entry in record.get(folder, []):
-            what = f"the {entry['run']} run on {entry['gpu_count']} GPU{'s' * (entry['gpu_count'] != 1)}"
+            gpus = f"{entry['gpu_count']} GPU{'s' * (entry['gpu_count'] != 1)}"
+            what = f"the {entry['run']} run on {gpus}"
             if not run_record.is_of_present_code(folder, entry, sources):
                 lines.append(f"{folder}: {what} belongs to other code")
             elif entry["failed"]:

@@ -1,5 +1,5 @@
-"""What ``tests/gpu.py`` and ``tests/integrations.py`` share: they run test folders one after another
-and count what became of the tests."""
+"""What ``tests/gpu.py`` and ``tests/integrations.py`` share: they run test folders one after
+another and count what became of the tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the records of test runs have in common: a JSON file with the test folders and their entries,
-each of which belongs to the code that it holds the ``hash`` of, see ``module_hashes``.
+"""What the records of test runs have in common: a JSON file with the test folders and their
+entries, each of which belongs to the code that it holds the ``hash`` of, see ``module_hashes``.
 
 ``text`` is a hash of this hash and of the text of all source files as it was: while no file has
 changed, none needs to be parsed. This module needs no package besides Python."""
