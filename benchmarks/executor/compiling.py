@@ -3,9 +3,8 @@
 The same contest measures eager PyTorch on one device, ``torch.compile`` of the whole model there,
 and the compiled step with the placement that ``refine(compile=True)`` finds.
 
-Beside both: eager PyTorch on one device, and there ``torch.compile`` of the whole model; and the
-compiled step by the placement that ``refine(compile=True)`` finds.
-"""
+Both are compared with eager PyTorch and with ``torch.compile`` of the whole model on one device,
+and with the compiled step of the placement that ``refine(compile=True)`` finds. """
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class Sample:
         chunks: the number of micro-batches, or another swept number.
         values: measure -> one value per repetition; ``step_ms`` for a run that timed steps.
         failed: the reason for missing values; empty if there are values.
-        beside: the number of devices in whose contest it was measured, where a case has several;
-            otherwise 0.
+        beside: the number of devices of the contest that measured it, if a case has several
+            contests; otherwise 0.
     """
 
     case: str

@@ -1,4 +1,4 @@
-"""Peer: a roofline, by which an operation is bound by its arithmetic or by its bytes.
+"""Roofline peer: arithmetic or memory traffic bounds the time of an operation.
 
 An operation takes the longer of its arithmetic at the device's best rate and its bytes at the best
 bandwidth. PyTorch's ``FlopCounterMode`` gives the counts. The two rates are measured by a large

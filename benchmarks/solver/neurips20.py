@@ -106,8 +106,9 @@ BEST_WHEN_FREE = {
 """The best known without contiguity, by local search and a minute of CP-SAT each, apart from this
 solver.
 
-Those of BERT-24, GNMT, BERT-3 and operator ResNet-50 are optimal. For most others this solver finds
-smaller ones, which meet the target with room. """
+The values of BERT-24, GNMT, BERT-3 and operator ResNet-50 are optimal. For most other models this
+solver finds smaller values, which meet the target easily.
+"""
 
 BYTES_PER_MS = 10**12
 
