@@ -2,8 +2,6 @@
 
 The cuts include bad cuts that no solver would choose. CPU stand-ins have no memory of their own:
 without GPUs, tiny models only show that the benchmark runs.
-
-Stand-ins have no memory of their own: without GPUs tiny models show that it runs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 The same contest measures eager PyTorch on one device, ``torch.compile`` of the whole model there,
 and the compiled step with the placement that ``refine(compile=True)`` finds.
-
-Both are compared with eager PyTorch and with ``torch.compile`` of the whole model on one device,
-and with the compiled step of the placement that ``refine(compile=True)`` finds. """
+"""
 
 from __future__ import annotations
 
@@ -48,9 +46,6 @@ def measure(case: Training) -> Iterator[Sample]:
 
     They run one after another: recorded and compiled passes stay in memory, which does not hold
     several sets.
-
-    One after another: what is recorded and compiled stays, and memory does not hold it several
-    times.
     """
     cases.prepare()
     name = PREFIX + case.name

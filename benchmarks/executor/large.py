@@ -4,11 +4,7 @@ On GPUs it is a GPT of 10 billion float32 parameters: 16 bytes per parameter are
 get a limit that a tiny model exceeds. The peer is FSDP2, which shards every weight. Two engines do
 not fit together, so each frees the memory of its weights between turns and continues with new
 values; times do not depend on values.
-
-On GPUs a GPT of 10 billion float32 parameters: 16 bytes a parameter are 159 GB. Stand-ins get a
-limit that a tiny one exceeds. The peer is FSDP2, which shards every weight over the devices.
-Neither engine leaves memory for the other, so each frees its weights after its turn and starts the
-next turn with new values: times do not depend on them. """
+"""
 
 from __future__ import annotations
 
