@@ -142,6 +142,7 @@ def _graph(
 ) -> tuple[Callable[[], None], Any]:
     """Return a function that replays the work, and its static result.
 
+    The function keeps the work, because the graph reads the parameters that the work refers to.
     ``before`` is called once more before the recording.
     """
     torch.cuda.synchronize()
@@ -154,7 +155,11 @@ def _graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = work()
-    return graph.replay, output
+
+    def replay(_kept: Callable[[], Any] = work) -> None:
+        graph.replay()
+
+    return replay, output
 
 
 def _train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:

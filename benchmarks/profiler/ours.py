@@ -217,7 +217,9 @@ def memory(case: Case, model: nn.Module, found: Profile, placement: Placement) -
     """
     by_hand = _pinned(placement, contiguous=False)
     alone = solve(request(case, found, chunks=1, schedule="1f1b", constraints=by_hand))
-    loads = {load.device: load for load in alone.devices}
+    # A tiny model may be fastest on one device: the others hold nothing that could be compared.
+    holding = set(alone.layer_devices.values())
+    loads = {load.device: load for load in alone.devices if load.device in holding}
     used = _peaks(case, model, alone)
     if not used:
         return {}
